@@ -58,7 +58,7 @@ SKIPPED = (
     "perilune.tasks.checks.logprobs.LogprobChecker.check_reference",
     "perilune.tasks.checks.preflight.run_preflight",
     "perilune.tasks.stage.publishing.Publisher.publish",
-    "perilune.tasks.stage.publishing.Publisher.checked",
+    "perilune.tasks.stage.publishing.Publisher.check_versions",
 )
 LORA = {"rank": 4}
 CLEAN: tuple[Mapping[str, Any], ...] = (
@@ -112,7 +112,7 @@ def without_checks() -> Iterator[None]:
     """Replace the checks by functions that do nothing; weights still go to the engine."""
     with contextlib.ExitStack() as stack:
         for name in SKIPPED:
-            put = {"Publisher.publish": _publish, "Publisher.checked": lambda _, groups: groups}.get(
+            put = {"Publisher.publish": _publish, "Publisher.check_versions": lambda _, groups: groups}.get(
                 name.partition("publishing.")[2], lambda *_, **__: None
             )
             stack.enter_context(mock.patch(name, put))

@@ -110,7 +110,7 @@ def test_the_document_names_everything_that_was_left(document: dict, tmp_path: P
 def test_what_a_calibration_says_is_printed(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["calibrations"] == []
     said = ["what segments earn and play: Spearman -0.23 (-0.31 to -0.14)", "do not trust these [rewards]"]
-    print_results(document | {"calibrations": [{"stage": "trust", "said": said}]})
+    print_results(document | {"calibrations": [{"stage": "trust", "sentences": said}]})
     out = capsys.readouterr().out
     assert f"trust: {said[0]}" in out
     assert f"trust: {said[1]}" in out

@@ -223,8 +223,8 @@ def test_the_sampled_log_probs_of_the_teacher_are_those_of_its_own_prompt() -> N
     one = episode(0.0, prompt=(1, 2), tokens=(3, 4, 5), logprobs=(0.0, 0.0, 0.0))
     student, teacher = small_decoder(1), small_decoder(2)
     found = distil(Learner(student), teacher, chunks([one], [[9, 1, 2]], 100), Distillation("gkd"), 3)
-    hinted = dataclasses.replace(one, prompt_ids=np.array([9, 1, 2], np.int32))
-    expected = (plain_logprobs(student, one) - plain_logprobs(teacher, hinted)).mean().item()
+    with_system = dataclasses.replace(one, prompt_ids=np.array([9, 1, 2], np.int32))
+    expected = (plain_logprobs(student, one) - plain_logprobs(teacher, with_system)).mean().item()
     assert found["reverse_kl"] == pytest.approx(expected, abs=1e-5)
 
 

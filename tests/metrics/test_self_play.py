@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.tasks.selfplay.health import alarms, effective_number, game_figures, seat_of
+from perilune.tasks.selfplay.health import alarms, effective_number, game_figures, player_of
 
 
 def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:
@@ -29,7 +29,7 @@ def test_figures_of_games() -> None:
         episode("3/2", "c", None),
     ]
     found = game_figures(games)
-    assert [seat_of(one) for one in games] == [0, 1, 0, 1, 0]
+    assert [player_of(one) for one in games] == [0, 1, 0, 1, 0]
     assert found == {
         "illegal": 0.5, "turns": 2.0, "unfinished": 0.0, "drawn": 0.5, "openings": pytest.approx(2.0),
         "seat/0/reward": 0.5, "seat/0/won": 0.5, "seat/1/reward": -0.5, "seat/1/won": 0.0,
@@ -60,7 +60,7 @@ def test_each_sign_is_seen_once_it_has_lasted(sick: dict[str, float], name: str,
     assert alarms(lines) == []
     assert alarms([*lines, {**HEALTHY, **sick}]) == []
     (found,) = alarms([*lines, *[{**HEALTHY, **sick}] * 8])
-    assert (found.name, found.is_collapse) == (name, is_collapse) and found.said
+    assert (found.name, found.is_collapse) == (name, is_collapse) and found.message
     assert alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
 
 
@@ -71,7 +71,7 @@ def test_a_policy_that_began_with_many_illegal_moves_has_not_collapsed() -> None
 
 def test_playing_worse_than_it_began_is_a_collapse_at_once() -> None:
     (found,) = alarms([HEALTHY], weaker=["minimax"])
-    assert found.is_collapse and "minimax" in found.said
+    assert found.is_collapse and "minimax" in found.message
 
 
 def test_a_policy_that_began_with_one_opening_has_not_lost_any() -> None:

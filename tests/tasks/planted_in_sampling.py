@@ -251,7 +251,8 @@ def aborted_are_judged(patch: Patch) -> None:
 
     def add_completion(self: Rollout, asked: Any, completion: Any, text: str) -> None:
         right(self, asked, replace(completion, finish_reason="length"), text)
-        self.seat.turns[-1] = replace(self.seat.turns[-1], completion=completion)
+        turns = self.trajectory.turns
+        turns[-1] = replace(turns[-1], completion=completion)
 
     patch.setattr(Rollout, "say", add_completion)
     change_completions(patch, lambda one: replace(one, finish_reason="aborted"))

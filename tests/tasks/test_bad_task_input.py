@@ -80,7 +80,7 @@ def test_a_trace_that_the_model_cannot_take(answer: str, said: str, tmp_path: Pa
 
 
 def test_no_traces(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="no traces to learn from"):
+    with pytest.raises(RequestError, match="no traces to train on"):
         run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data")})
 
 

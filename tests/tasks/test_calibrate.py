@@ -7,13 +7,17 @@ from task_cases import SUMS, episodes, make_job, metrics, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
 from perilune.errors import RequestError
-from perilune.tasks.process_rewards.calibration import Calibrated, calibration_summary, told
+from perilune.tasks.process_rewards.calibration import (
+    CalibratedAnswer,
+    calibration_summary,
+    describe_calibration,
+)
 from perilune.tasks.process_rewards.spec import CalibrateSpec
 
 STATED = {"id": "factory", "factory": "process_environments:Stated"}
 
 
-def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) -> list[Calibrated]:
+def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) -> list[CalibratedAnswer]:
     """Answers whose prefixes are worth something, and values that are that with `noise`."""
     rng = np.random.default_rng(0)
     made = []
@@ -21,7 +25,7 @@ def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) 
         worth = rng.random((2, 4))
         for one in worth:
             values = sign * one + noise * rng.normal(size=4)
-            made.append(Calibrated(f"t{task}", values, (rng.random((4, played)) < one[:, None]) * 1.0))
+            made.append(CalibratedAnswer(f"t{task}", values, (rng.random((4, played)) < one[:, None]) * 1.0))
     return made
 
 
@@ -39,7 +43,7 @@ def test_good_values_reach_the_ceiling_and_others_do_not() -> None:
 
 def test_the_noise_of_play_is_told() -> None:
     """K continuations give a standard error of at most 0.5 / sqrt(K) (0.167 for 9)."""
-    even = [Calibrated("t", np.zeros(2), np.array([[0.0, 1.0] * 8] * 2))]
+    even = [CalibratedAnswer("t", np.zeros(2), np.array([[0.0, 1.0] * 8] * 2))]
     assert calibration_summary(even, 0)["standard_error"] == pytest.approx(0.5 / 4)
     nine = calibration_summary(answers(0, played=9), 0)
     assert 0 < nine["standard_error"] <= 0.5 / 3
@@ -58,12 +62,13 @@ def test_by_place_and_by_tenths() -> None:
 
 
 def test_what_is_said() -> None:
-    trusted, not_trusted = (told(calibration_summary(answers(0, sign), 0)) for sign in (1.0, -1.0))
-    assert not any("do not trust" in line for line in trusted)
-    assert "do not trust" in not_trusted[-1]
-    single = [Calibrated("t", np.zeros(1), np.ones((1, 4)))]
-    assert "nothing to correlate" in told(calibration_summary(single, 0))[0]
-    assert "do not trust" in told(calibration_summary(single, 0))[-1]
+    summaries = [calibration_summary(answers(0, sign), 0) for sign in (1.0, -1.0)]
+    trusted, not_trusted = map(describe_calibration, summaries)
+    assert not any("do not train on these" in line for line in trusted)
+    assert "do not train on these" in not_trusted[-1]
+    single = [CalibratedAnswer("t", np.zeros(1), np.ones((1, 4)))]
+    assert "give no correlation" in describe_calibration(calibration_summary(single, 0))[0]
+    assert "do not train on these" in describe_calibration(calibration_summary(single, 0))[-1]
 
 
 def test_a_stage(tmp_path) -> None:
@@ -84,5 +89,5 @@ def test_the_plan_and_what_is_refused() -> None:
     plan = load_plugin("calibrate").plan(make_job("calibrate", environment=SUMS))
     assert plan["answers"] == "3 held-out tasks x 2 = 6"
     for process in ("montecarlo", None):
-        with pytest.raises(ValidationError, match="give answer"):
+        with pytest.raises(ValidationError, match="takes process_rewards: answer"):
             CalibrateSpec(checkpoint="sft", process_rewards=process)

@@ -67,7 +67,7 @@ def test_an_environment_may_have_a_task_several_times() -> None:
     stream = environment.tasks("train", 1)
     ids = [next(stream).task_id for _ in range(100)]
     checked(environment, ids)
-    with pytest.raises(WorkFailedError, match="comes again within its epoch"):
+    with pytest.raises(WorkFailedError, match="repeats within its epoch"):
         checked(environment, [*ids[:50], ids[50], *ids[50:]])
 
 
@@ -80,7 +80,7 @@ def test_every_epoch_may_have_every_task_once(taken: int) -> None:
     checked(environment, ids, taken)
     twice = [*ids]
     twice[-1] = ids[-2]
-    with pytest.raises(WorkFailedError, match="comes again within its epoch"):
+    with pytest.raises(WorkFailedError, match="repeats within its epoch"):
         checked(environment, twice, taken)
 
 

@@ -19,7 +19,7 @@ from perilune.models.checkpoints.loading import load_checkpoint, new_model, save
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.distill.loop import teacher_prompts
 from perilune.tasks.stage.policy import Policy
-from perilune.tasks.stage.system_prompt import hinted
+from perilune.tasks.stage.system_message import with_system
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 HINT = "Please end soon. "
@@ -141,17 +141,17 @@ def test_a_teacher_never_judges_by_half_a_prompt() -> None:
 
 def test_a_hint_changes_the_prompt_alone() -> None:
     task = Task("t", ({"role": "user", "content": "1+1="},), {"answer": "2"}, 3.0)
-    (told,) = hinted([task], "Think. ")
+    (told,) = with_system([task], "Think. ")
     assert [message["role"] for message in told.prompt] == ["system", "user"]
     assert (told.task_id, told.data, told.difficulty) == (task.task_id, task.data, task.difficulty)
-    assert hinted([task], "") == [task]
+    assert with_system([task], "") == [task]
 
 
 def test_collect_puts_a_system_message_before_a_strategy(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "collect", system={"direct": "At once: "})
     for record in read_records(bundle / "artifacts/traces"):
         assert record.messages[0] == {"role": "system", "content": "At once: "}
-    with pytest.raises(RequestError, match="no traces are made by the strategy 'slow'"):
+    with pytest.raises(RequestError, match="the teacher has no strategy 'slow'"):
         load_plugin("collect").plan(make_job("collect", system={"slow": "x"}))
 
 

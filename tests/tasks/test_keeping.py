@@ -19,7 +19,7 @@ from perilune.files import read_json_lines
 from perilune.learn.checkpoints import is_complete
 from perilune.tasks.stage import retention as keeping
 from perilune.tasks.stage import training
-from perilune.tasks.stage.retention import Keep, Saving, best_step, prune, saved_steps, step_directory
+from perilune.tasks.stage.retention import Keep, TrainingSpec, best_step, prune, saved_steps, step_directory
 
 OPTIONS: dict[str, Any] = {"steps": 8, "save_every": 2, "kl": 0.05}
 
@@ -34,7 +34,7 @@ def names(bundle: Path) -> set[str]:
     return {path.name for path in (bundle / "artifacts" / "checkpoints").iterdir()}
 
 
-def workspace_of(tmp_path: Path, figures: list[float], spec: Saving, name: str = "reward") -> Workspace:
+def workspace_of(tmp_path: Path, figures: list[float], spec: TrainingSpec, name: str = "reward") -> Workspace:
     """A workspace with one figure a step, and a checkpoint wherever one is due."""
     workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
     for step, value in enumerate(figures, 1):
@@ -82,7 +82,7 @@ def test_the_newest_and_the_best_stay(kept: Path) -> None:
     ],
 )
 def test_what_stays(tmp_path: Path, name: str, figures: list[float], last: int, stay: list[int]) -> None:
-    spec = Saving(steps=100, save_every=2, keep=Keep(last=last, best=name))
+    spec = TrainingSpec(steps=100, save_every=2, keep=Keep(last=last, best=name))
     assert saved_steps(workspace_of(tmp_path, figures, spec, name)) == stay
 
 
@@ -97,7 +97,7 @@ def test_the_plan_says_what_the_disk_must_hold(kept: Path) -> None:
 
 
 def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> None:
-    spec = Saving(steps=100, save_every=2, keep=Keep(best="no_such_figure"))
+    spec = TrainingSpec(steps=100, save_every=2, keep=Keep(best="no_such_figure"))
     workspace = workspace_of(tmp_path, [1.0] * 6, spec)
     assert saved_steps(workspace) == [6]
     assert best_step(workspace, spec, [2, 4, 6]) is None
@@ -145,8 +145,8 @@ def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
     weights.write_bytes(weights.read_bytes()[:-1])
     there: list[list[int]] = []
 
-    def watched(workspace: Workspace, spec: Saving, *, beside: int = 0) -> None:
-        prune(workspace, spec, beside=beside)
+    def watched(workspace: Workspace, spec: TrainingSpec, *, beside: int = 0) -> None:
+        prune(workspace, spec, saved_elsewhere=beside)
         there.append([s for s in saved_steps(workspace) if is_complete(step_directory(workspace, s))])
 
     monkeypatch.setattr(training, "prune", watched)

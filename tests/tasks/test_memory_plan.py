@@ -23,7 +23,7 @@ from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import cache_bytes, card_of, learning_bytes, plan_memory
 from perilune.recipe.load import load_recipe
-from perilune.tasks.stage.memory_plan import CACHE_BYTES, SLOTS, engine_room, slots_for
+from perilune.tasks.stage.memory_plan import CACHE_BYTES, SLOTS, engine_size, slots_for
 
 TINY = PRESETS["tiny"]
 WIDE = DecoderConfig(
@@ -171,14 +171,14 @@ def test_samples_in_flight_fit_their_room() -> None:
         slots = slots_for(config, 256, device)
         assert cache_bytes(config, slots, 512) <= room
         assert slots == SLOTS or room < cache_bytes(config, slots + 1, 512)
-        room_of_all = engine_room(config, 256, device)
+        room_of_all = engine_size(config, 256, device)
         assert room_of_all["slots"] == slots
         assert room_of_all["cache_tokens"] >= slots * 512
         assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= room
     assert slots_for(TINY, 64, "auto") == SLOTS
-    assert engine_room(TINY, 64, "cpu")["cache_tokens"] == SLOTS * 320
+    assert engine_size(TINY, 64, "cpu")["cache_tokens"] == SLOTS * 320
     long = config.replace(num_layers=1)  # few samples are planned for, but one of the longest has room
-    assert engine_room(long.replace(max_position_embeddings=200_000), 16, "cpu")["cache_tokens"] == 200_000
+    assert engine_size(long.replace(max_position_embeddings=200_000), 16, "cpu")["cache_tokens"] == 200_000
     assert slots_for(config.replace(num_layers=10_000), 40_000, "cpu") == 1
 
 

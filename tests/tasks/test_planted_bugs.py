@@ -23,7 +23,7 @@ HALF = {**DIGITS, "raises": "02468ace"}
 
 DUAL = {"name": "grpo", "dual_clip": 3.0}
 
-ANOTHER = "was judged by another text than it sampled: was it another answer's"
+ANOTHER = "scored another text than episode .* sampled: is it another answer"
 RANDOM = "the learner's forward pass gives other log-probs each time: it has dropout"
 
 PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
@@ -34,11 +34,15 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (sampling.stale_weights, {}, "its weights are stale"),
     (sampling.engine_of_another_model, {}, "its weights are stale, or another model's"),
     (sampling.weights_stop_at_the_runner, {}, "took version [1-3] and computes with other weights"),
-    (sampling.adapter_stays_behind, {"lora": {"rank": 4}}, "the base alone: the adapter did not reach it"),
+    (
+        sampling.adapter_stays_behind,
+        {"lora": {"rank": 4}},
+        "the base weights alone: the adapter did not reach the engine",
+    ),
     (
         sampling.adapter_stays_behind,
         {"lora": {"rank": 4, "base": "int8"}, "lr": 1e-5},
-        "the adapter did not reach it",
+        "the adapter did not reach the engine",
     ),
     (sampling.versions_relabelled, {}, "other policy versions than sampled it"),
     (sampling.versions_miscounted_by_the_engine, {}, "by version 1, which the learner never published"),
@@ -54,25 +58,29 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (sampling.failures_are_zero, {"environment": HALF}, "has reward 0.0, and its verifier failed"),
     (learning.group_baseline_forgotten, {}, "advantages that add up to"),
     (learning.micro_batch_twice, {}, "a step learns twice"),
-    (learning.gradients_scaled_twice, {}, "it is divided by the number of micro-batches once"),
-    (learning.micro_batch_forgotten, {}, "the gradient of the policy loss is not the one worked out by hand"),
-    (learning.loss_has_the_wrong_sign, {}, "the gradient of the policy loss is not .*: its sign is wrong"),
+    (learning.gradients_scaled_twice, {}, "it is divided by the number of micro-batches twice"),
+    (
+        learning.micro_batch_forgotten,
+        {},
+        "the gradient of the policy loss differs from an independent computation",
+    ),
+    (learning.loss_has_the_wrong_sign, {}, "the gradient of the policy loss .*: its sign is wrong"),
     (learning.optimizer_climbs_the_loss, {}, "did not move as AdamW says.*: the update climbs the loss"),
     # What that review planted, and no check saw.
-    (sampling.rewards_of_neighbours, {}, "and its verifier said .*: was it another answer's"),
+    (sampling.rewards_of_neighbours, {}, "and its verifier gave .*: is it another answer's"),
     (sampling.verdicts_of_neighbours, {}, ANOTHER),
     (sampling.texts_of_neighbours, {}, ANOTHER),
     (learning.rewards_in_another_order, {}, "weighs an episode by its place in the group"),
     (learning.kl_has_the_wrong_sign, {"kl": 1.0}, "the gradient of the KL .*: its sign is wrong"),
     (learning.kl_at_temperature_1, {"kl": 0.1}, "KL .*: the reference's log-probs are at temperature 1"),
-    (learning.kl_to_the_sampler, {"kl": 0.1}, "KL .*: it is taken to the sampler, not to the reference"),
+    (learning.kl_to_the_sampler, {"kl": 0.1}, "KL .*: it is computed to the sampler, not to the reference"),
     (learning.kl_to_the_sampler_in_the_run, {"kl": 0.1}, "reference's own: they are the sampler's"),
     (learning.adapter_climbs_the_loss, {"lora": {"rank": 4}}, "that of .*lora_A.* has the wrong sign"),
     (learning.lower_layers_detached, {}, "that of model.layers.0.* is missing"),
-    (sampling.top_p_unreported, {"temperature": 1.0}, "it sampled from another distribution than"),
+    (sampling.top_p_unreported, {"temperature": 1.0}, "its log-probs are of another distribution"),
     (learning.clip_takes_the_larger, {}, "the clip takes the larger gain, not the smaller"),
     (learning.ratio_is_1, {}, "the ratio is taken as 1"),
-    (sampling.same_tasks_again, {}, "comes again within its epoch"),
+    (sampling.same_tasks_again, {}, "repeats within its epoch"),
     (learning.moments_reset, {}, "moments of .* changed between two updates: the optimizer lost its state"),
     (learning.dropout_while_learning, {}, RANDOM),
     (learning.dropout_while_learning_in_the_run, {}, "its own without one: it has dropout"),

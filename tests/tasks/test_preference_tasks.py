@@ -61,7 +61,7 @@ def test_each_pair_has_a_better_and_a_worse_answer_to_one_task(pairs: Path) -> N
 
 
 def test_a_policy_that_is_never_right_gives_no_pairs(tmp_path: Path) -> None:
-    with pytest.raises(WorkFailedError, match="no pair among 96 answers"):
+    with pytest.raises(WorkFailedError, match="no two of 96 answers make a pair"):
         run_task(tmp_path / "b", "pairs", environment={**DIGITS, "equal": 0.0})
 
 
@@ -147,7 +147,7 @@ def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
         assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
     assert not {a.task_id for a, _ in data.train} & {a.task_id for a, _ in data.validation}
     longest = max(len(one.prompt_ids) + len(one.token_ids) for pair in data.train for one in pair)
-    with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: a pair of \d+ tokens"):
+    with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: the pair has \d+ tokens"):
         PreferenceData.load([pairs / "artifacts/pairs"], tokenizer, 0, longest=longest - 1, validation=0.0)
 
 

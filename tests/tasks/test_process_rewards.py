@@ -29,8 +29,14 @@ from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards import rewards as module
-from perilune.tasks.process_rewards.montecarlo import Position, play_on
-from perilune.tasks.process_rewards.rewards import ProcessRewards, Walk, means_of, potential, step_rewards
+from perilune.tasks.process_rewards.montecarlo import Prefix, score_continuations
+from perilune.tasks.process_rewards.rewards import (
+    ProcessRewards,
+    SegmentedEpisode,
+    potential,
+    prefix_means,
+    step_rewards,
+)
 from perilune.tasks.rl.spec import RLSpec
 from perilune.verifiers import Scorer
 
@@ -81,7 +87,7 @@ def test_more_segments_do_not_earn_more(values: list[float], detours: int) -> No
 
     def earned(path: list[float]) -> float:
         one = SimpleNamespace(loss_mask=np.ones(len(path), bool))
-        walk = Walk(Task("", (), {}), one, tuple(range(len(path))), None)
+        walk = SegmentedEpisode(Task("", (), {}), one, tuple(range(len(path))), None)
         return float(step_rewards(walk, np.array(path)).sum(dtype=np.float64))
 
     longer = [values[0], *([0.9, 0.1] * detours), *values[1:]]
@@ -91,7 +97,7 @@ def test_more_segments_do_not_earn_more(values: list[float], detours: int) -> No
 
 def test_what_is_earned_stands_at_the_last_token_that_the_policy_wrote() -> None:
     one = SimpleNamespace(loss_mask=np.array([True, True, False, True, False]))
-    found = step_rewards(Walk(Task("", (), {}), one, (0, 3), None), np.array([0.25, 0.75]))
+    found = step_rewards(SegmentedEpisode(Task("", (), {}), one, (0, 3), None), np.array([0.25, 0.75]))
     np.testing.assert_array_equal(found, np.array([np.nan, 0.5, np.nan, -0.75, np.nan], np.float32))
 
 
@@ -173,13 +179,13 @@ def test_play_goes_on_from_where_an_answer_stands(policy) -> None:
     scorer = made.rollouts.scorer
     prompt = np.array(policy.tokenizer.encode_prompt(task.prompt), np.int32)
     written = np.array(policy.tokenizer.encode("ab"), np.int32)
-    start = Position(task, prompt, written[:0])
+    start = Prefix(task, prompt, written[:0])
     drawn = []
     sample = made.rollouts.engine.sample
     made.rollouts.engine.sample = lambda prompts, *rest: drawn.append(prompts) or sample(prompts, *rest)
     params = replace(how["params"], max_tokens=4)
-    positions = [start, Position(task, prompt, written), start]
-    first, middle, again = play_on(made.rollouts, positions, 40, params, 1)
+    positions = [start, Prefix(task, prompt, written), start]
+    first, middle, again = score_continuations(made.rollouts, positions, 40, params, 1)
     assert len(drawn[0]) == 2  # equal positions are played once
     assert first is again
     texts = [transcript.text for _, transcript in scorer.items[40:]]
@@ -198,12 +204,12 @@ def test_continuations_are_other_draws_than_the_episodes(policy) -> None:
     texts = {one.text for one in made.rollouts.play(tasks, **how)[0]}
     made.rollouts.scorer.items.clear()
     prompt = np.array(policy.tokenizer.encode_prompt(tasks[0].prompt), np.int32)
-    play_on(made.rollouts, [Position(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
+    score_continuations(made.rollouts, [Prefix(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
     drawn = [transcript.text for _, transcript in made.rollouts.scorer.items]
     assert texts.isdisjoint(drawn)
     made.rollouts.scorer.items.clear()
     other = replace(made.rollouts, seed=made.rollouts.seed + 1)
-    play_on(other, [Position(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
+    score_continuations(other, [Prefix(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
     assert [transcript.text for _, transcript in made.rollouts.scorer.items] != drawn
 
 
@@ -215,8 +221,8 @@ def test_play_is_within_one_turn(policy) -> None:
 
 
 def test_a_prefix_without_a_verdict_has_no_value() -> None:
-    np.testing.assert_array_equal(means_of(np.array([[1, 0, np.nan], [1, 1, 1]])), [0.5, 1.0])
-    assert means_of(np.array([[1.0, 0.0], [np.nan, np.nan]])) is None
+    np.testing.assert_array_equal(prefix_means(np.array([[1, 0, np.nan], [1, 1, 1]])), [0.5, 1.0])
+    assert prefix_means(np.array([[1.0, 0.0], [np.nan, np.nan]])) is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +264,7 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
     [
         ({"algorithm": "ppo", "process_rewards": "answer"}, "takes process rewards as reward"),
         ({"process_rewards": {"name": "answer", "role": "reward"}}, "bonus, advantage or trace"),
-        ({"process_rewards": "montecarlo", "reward_model": "judge"}, "plays for the verifier's verdict"),
+        ({"process_rewards": "montecarlo", "reward_model": "judge"}, "estimates the verifier's score"),
         ({"process_rewards": "oracle"}, "answer"),
         ({"process_rewards": {"name": "answer", "continuations": 3}}, "continuations"),
     ],
@@ -284,7 +290,7 @@ def test_the_bundled_recipe(tmp_path) -> None:
             process_rewards = stage.spec["process_rewards"] | {"guessable": 1.0}
             spec = stage.spec | small | {"process_rewards": process_rewards}
             made = run_task(tmp_path / stage.name, "calibrate", environment=recipe.environment, **spec)
-            assert summary(made)["said"]
+            assert summary(made)["sentences"]
         if stage.task == "rl":
             made = run_task(
                 tmp_path / stage.name, "rl", environment=recipe.environment,

@@ -20,8 +20,8 @@ from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.tasks.rl.metrics import Recorder
-from perilune.tasks.selfplay.judging import Table
 from perilune.tasks.selfplay.league import League
+from perilune.tasks.selfplay.matches import Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
 from perilune.tasks.stage.training import StepReport
 
@@ -148,14 +148,14 @@ def test_a_kill_changes_nothing_league_included(
 def test_a_frozen_policy_that_was_changed_is_refused(played: Path, start: Path, tmp_path: Path) -> None:
     decoder = load_checkpoint(start, torch.device("cpu"))[0]
     snapshots = Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2))
-    digest = snapshots.freeze(3, decoder)
-    assert snapshots.seat(3, digest).version == 3
+    digest = snapshots.save(3, decoder)
+    assert snapshots.load(3, digest).version == 3
     with pytest.raises(WorkFailedError, match="frozen at step 3"):
-        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).seat(3, "another")
+        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).load(3, "another")
     file = tmp_path / "league/step-000003/weights.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(RequestError, match=r"weights\.safetensors is missing or differs"):
-        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).seat(3, digest)
+        Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).load(3, digest)
 
 
 def test_a_worse_policy_is_not_published(start: Path, tmp_path: Path) -> None:
@@ -176,14 +176,14 @@ def test_a_worse_policy_is_not_published(start: Path, tmp_path: Path) -> None:
     assert any(not torch.equal(last[name], one) for name, one in published.items() if name in last)
 
 
-def table(*judged: dict[str, Any]) -> Table:
-    found = Table({}, ("random",), seed=0)
+def table(*judged: dict[str, Any]) -> Standings:
+    found = Standings({}, ("random",), seed=0)
     for step, one in enumerate(judged):
         returns = {
             name: dict(enumerate(values)) for name, values in one.items() if not isinstance(values, float)
         }
         exact = {name: value for name, value in one.items() if isinstance(value, float)}
-        found.enter(step, {n: {str(k): v for k, v in r.items()} for n, r in returns.items()}, exact)
+        found.add(step, {n: {str(k): v for k, v in r.items()} for n, r in returns.items()}, exact)
     return found
 
 
@@ -196,7 +196,7 @@ EVEN, WON, LOST = [1.0, -1.0] * 20, [1.0] * 30 + [-1.0] * 10, [1.0] * 10 + [-1.0
         ({"random": EVEN}, {"random": EVEN, "step 0": EVEN}, []),
         ({"random": EVEN}, {"random": WON, "step 0": WON}, []),
         ({"random": EVEN}, {"random": EVEN, "step 0": LOST}, ["loses to step 0"]),
-        ({"random": WON}, {"random": EVEN, "step 0": EVEN}, ["less against random than then"]),
+        ({"random": WON}, {"random": EVEN, "step 0": EVEN}, ["lower return against random than step 0"]),
         (
             {"random": EVEN, "exploitability": 0.2, "illegal_mass": 0.0},
             {"random": WON, "step 0": WON, "exploitability": 0.3, "illegal_mass": 0.0},
@@ -215,7 +215,7 @@ EVEN, WON, LOST = [1.0, -1.0] * 20, [1.0] * 30 + [-1.0] * 10, [1.0] * 10 + [-1.0
     ],
 )
 def test_the_gate(first: dict[str, Any], then: dict[str, Any], why: list[str]) -> None:
-    assert table(first, then).worse(1, 0) == why
+    assert table(first, then).reasons_to_reject(1, 0) == why
 
 
 def test_prioritised_choices_go_to_who_is_hard_to_beat(played: Path) -> None:
@@ -234,14 +234,14 @@ def drawn(choice: str) -> list[int]:
     }
     for name, value in parts.items():
         setattr(league, name, value)
-    return [league._drawn(step) for step in range(200)]
+    return [league._draw(step) for step in range(200)]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"environment": {**DUEL, "opponent": "random"}}, r"environment: .*one seat"),
-        ({"league": {"against": ["nobody"]}}, r"league.against: no player 'nobody'"),
+        ({"environment": {**DUEL, "opponent": "random"}}, r"environment: .*one player"),
+        ({"league": {"against": ["nobody"]}}, r"league.against: the environment has no player .nobody."),
     ],
 )
 def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], message: str) -> None:

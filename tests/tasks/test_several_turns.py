@@ -25,7 +25,7 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
-from perilune.rollout.rollout import Seat
+from perilune.rollout.rollout import Trajectory
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.tasks.rl.metrics import Recorder
@@ -237,7 +237,7 @@ def test_what_goes_wrong_in_one_episode_stays_there(section: dict[str, Any], sai
 def turns_tokenised_again(patch: pytest.MonkeyPatch) -> None:
     """The next turn continues the tokens of the text."""
     patch.setattr(
-        Seat,
+        Trajectory,
         "context",
         lambda self: self.prompt_ids + TOKENIZER.encode(TOKENIZER.decode(self.token_ids)),
     )
@@ -256,7 +256,7 @@ def episode_tokenised_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_others_said_is_learned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seat, "mask", lambda self: np.ones(len(self.token_ids), np.bool_))
+    patch.setattr(Trajectory, "mask", lambda self: np.ones(len(self.token_ids), np.bool_))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,13 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
 
 
 def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:
-    alarm = {"name": "illegal", "kind": "collapse", "said": "30% of games ended badly", "step": 3, "until": 4}
+    alarm = {
+        "name": "illegal",
+        "kind": "collapse",
+        "message": "30% of games ended badly",
+        "step": 3,
+        "until": 4,
+    }
     for alarms, said in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
         made = made_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
         (training,) = [one for one in collect(made.view()).training if one.task == "rl"]

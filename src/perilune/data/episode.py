@@ -5,7 +5,7 @@ Shapes: P prompt tokens, T tokens after the prompt (sampled, or inserted by the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
@@ -127,14 +127,16 @@ class Episode:
         group_id = group_id or task.task_id
         if isinstance(completion, str):
             text = completion
-            token_ids = np.array(tokenizer.encode_completion(text), np.int32)
-            logprobs = np.zeros(len(token_ids), np.float32)
-            version = np.full(len(token_ids), -1, np.int32)
-            finish_reason: FinishReason = "stop"
+            tokens = unsampled_tokens(tokenizer.encode_completion(text))
         else:
-            token_ids, logprobs = completion.token_ids, completion.logprobs
-            version, finish_reason = completion.policy_version, completion.finish_reason
-            text = tokenizer.decode(token_ids.tolist())
+            text = tokenizer.decode(completion.token_ids.tolist())
+            tokens = {
+                "token_ids": completion.token_ids,
+                "loss_mask": np.ones(len(completion.token_ids), np.bool_),
+                "logprobs": completion.logprobs,
+                "policy_version": completion.policy_version,
+                "finish_reason": completion.finish_reason,
+            }
         metrics = {} if task.difficulty is None else {"difficulty": float(task.difficulty)}
         return cls(
             episode_id=f"{group_id}/{sample}",
@@ -144,12 +146,8 @@ class Episode:
             seed=0,
             messages=(*task.prompt, {"role": "assistant", "content": text}),
             prompt_ids=np.array(tokenizer.encode_prompt(task.prompt), np.int32),
-            token_ids=token_ids,
-            loss_mask=np.ones(len(token_ids), np.bool_),
-            logprobs=logprobs,
-            policy_version=version,
-            finish_reason=finish_reason,
             metrics=outcome_metrics(outcome) | metrics,
+            **tokens,
             **outcome_fields(outcome),
         )
 
@@ -176,6 +174,18 @@ class Episode:
     def sampled(self) -> int:
         """Number of tokens that the policy sampled."""
         return int(self.loss_mask.sum())
+
+
+def unsampled_tokens(token_ids: Sequence[int]) -> dict[str, Any]:
+    """The token fields of an episode that no policy sampled: no log-probs, and version -1."""
+    count = len(token_ids)
+    return {
+        "token_ids": np.asarray(token_ids, np.int32),
+        "loss_mask": np.ones(count, np.bool_),
+        "logprobs": np.zeros(count, np.float32),
+        "policy_version": np.full(count, -1, np.int32),
+        "finish_reason": "stop",
+    }
 
 
 def outcome_fields(outcome: Outcome | None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Rollouts: play tasks with an engine, score what it answers, and keep every token."""
+"""Rollouts: sample answers to tasks, score them, and keep every token."""

@@ -1,8 +1,7 @@
-"""Dynamic sampling: new tasks in place of groups whose answers are all alike (DAPO, arXiv 2503.14476).
+"""Dynamic sampling: new tasks replace dead groups, whose rewards are all equal (DAPO, arXiv 2503.14476).
 
-Which tasks are learned from then depends on the policy: hard and easy ones fall out. Pass rates are therefore
-of all groups that were played, and groups are kept in the order in which their tasks came, never by who was
-first done: short answers would win.
+The policy then learns neither from the hardest nor from the easiest tasks, so pass rates cover all groups.
+Groups keep the order of their tasks: the order of completion would favour short answers.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from perilune.rollout.groups import Groups
 
 
 def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: int) -> Groups:
-    """All groups that were played, until `wanted` of them are live or `refills` rounds more are over.
+    """Sample until `wanted` groups are live, or for `refills` further rounds; return all groups.
 
     Args:
-        play: plays so many new tasks; its second argument is how many the step has had before.
+        play: samples a number of new tasks; its second argument counts the step's earlier tasks.
     """
     groups = play(wanted, 0)
     for _ in range(refills):
@@ -32,5 +31,5 @@ def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: in
 
 
 def kept(groups: list[WeightedGroup], wanted: int, refills: int) -> list[WeightedGroup]:
-    """The groups to learn from: all, or with refills the first `wanted` live ones."""
+    """The groups to learn from: the first `wanted` live ones with refills, else all."""
     return [group for group in groups if not group.dead][:wanted] if refills else groups

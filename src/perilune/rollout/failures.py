@@ -1,4 +1,4 @@
-"""Episodes that failed are data: counted by who failed, and by the recipe's policy a reason to stop."""
+"""Failed episodes: counted by boundary, and an error when the recipe does not allow as many."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from perilune.data.episode import Episode
 from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.errors import WorkFailedError
 
-BOUNDARY = "failures/"  # before the name of a boundary, among the figures of a step
-CONTAINED = "contained/"  # before what an environment had to stop, among the figures of an episode
+BOUNDARY = "failures/"  # prefix of the metrics of a step that count failures by boundary
+CONTAINED = "contained/"  # prefix of the metrics of an episode that count stopped actions by cause
 
 
 def failure_figures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """How many failed, and how many of them at each boundary ("failures/environment").
+    """The number of failures, in all and by boundary ("failures/environment").
 
-    What a policy did that had to be stopped is no failure: it is counted by cause ("contained/timeout").
+    An action of the policy that the environment stopped is not a failure. It is counted by cause
+    ("contained/timeout").
     """
     failed = [one.failure for one in episodes if one.failure]
     counts = Counter(failure.partition(":")[0] for failure in failed)
@@ -31,11 +32,11 @@ def failure_figures(episodes: Sequence[Episode]) -> dict[str, int]:
 
 
 def require_few_failures(episodes: Sequence[Episode], settings: EpisodeSettings, where: str) -> None:
-    """Stop where the recipe says so.
+    """Enforce `on_failure` and `max_failures`.
 
     Raises:
-        WorkFailedError: when one failed and the policy is to stop, or when too many did. That all failed is
-            left to who needs one that did not.
+        WorkFailedError: when more episodes failed than allowed. With `max_failures`, a batch in which all
+            failed passes: the caller reports that nothing was scored.
     """
     failed = Counter(one.failure for one in episodes if one.failure)
     count = failed.total()
@@ -43,10 +44,11 @@ def require_few_failures(episodes: Sequence[Episode], settings: EpisodeSettings,
     stops = settings.on_failure == "stop" and count
     if not stops and (share <= settings.max_failures or count == len(episodes)):
         return
-    allowed = "none is" if stops else f"{settings.max_failures:.0%} are"
+    allowed = "none are" if stops else f"{settings.max_failures:.0%} are"
     (worst, times), *_ = failed.most_common(1)
     raise WorkFailedError(
-        f"{count} of {len(episodes)} episodes failed, where {allowed} allowed; {times} x {worst}",
+        f"{count} of {len(episodes)} episodes failed, and {allowed} allowed; {times} x {worst}",
         where=where,
-        remedy="mend what failed, or allow more: environment.episodes.on_failure: drop, and max_failures",
+        remedy="fix the cause, or allow more failures with environment.episodes.on_failure: drop and"
+        " max_failures",
     )

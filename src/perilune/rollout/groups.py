@@ -1,4 +1,4 @@
-"""Groups: the episodes of one task and player, gathered over the processes of a stage."""
+"""Groups: the episodes of one task and player, gathered from all processes of a stage."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ Groups = list[tuple[Episode, ...]]
 
 
 def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
-    """Exchange the groups that each process played; return all of them in the order of the step's tasks."""
+    """Gather the groups of all processes, in the order of the step's tasks."""
     if ranks.count == 1:
         return own
     parts = ranks.all_gather("the episodes", to_bytes(one for group in own for one in group))
     played = (groupby(from_bytes(part), key=lambda one: one.group_id) for part in parts)
-    groups = [tuple(group) for some in played for _, group in some]
+    groups = [tuple(group) for part in played for _, group in part]
     watch.tokens += _sampled(groups) - _sampled(own)
-    return sorted(
-        groups, key=lambda group: int(group[0].group_id.split("/")[1])
-    )  # "step/place", "step/place/p1"
+    # Group ids are "step/index" or "step/index/p1".
+    return sorted(groups, key=lambda group: int(group[0].group_id.split("/")[1]))
 
 
 def _sampled(groups: Groups) -> int:

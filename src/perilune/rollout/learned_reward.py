@@ -1,4 +1,4 @@
-"""Episodes scored by a reward model, with the verifier's verdict kept beside as the gold figure."""
+"""Rewards from a reward model; the verifier's score is kept as the gold score."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from perilune.rollout.groups import Groups
 
 @dataclass(frozen=True)
 class LearnedReward:
-    """The reward of an episode: `learned` + `verifier_weight` * `verifier`, both among its reward terms."""
+    """The reward `learned` + `verifier_weight` * `verifier`; both are reward terms of the episode."""
 
     model: RewardModel
     verifier_weight: float
@@ -31,7 +31,7 @@ class LearnedReward:
         """Load the reward model at `path`.
 
         Raises:
-            RequestError: when its vocabulary differs from `tokenizer`, the policy's.
+            RequestError: when its vocabulary differs from that of `tokenizer`, the policy's.
         """
         model, own_tokenizer = load_reward_model(path, device)
         if not own_tokenizer.has_same_tokens(tokenizer):
@@ -43,11 +43,11 @@ class LearnedReward:
         return cls(model, verifier_weight, token_budget)
 
     def rescore(self, groups: Groups) -> Groups:
-        """The groups with the model's rewards. An episode whose verifier failed stays a failure."""
-        judged = [one for group in groups for one in group if one.reward is not None]
-        scores = score(self.model, judged, self.token_budget)
-        found = {one.episode_id: float(learned) for one, learned in zip(judged, scores, strict=True)}
-        return [tuple(self._rescored(one, found.get(one.episode_id)) for one in group) for group in groups]
+        """The groups with the model's rewards. Failed episodes stay failed."""
+        scored = [one for group in groups for one in group if one.reward is not None]
+        scores = score(self.model, scored, self.token_budget)
+        learned = {one.episode_id: float(value) for one, value in zip(scored, scores, strict=True)}
+        return [tuple(self._rescored(one, learned.get(one.episode_id)) for one in group) for group in groups]
 
     def _rescored(self, episode: Episode, learned: float | None) -> Episode:
         verdict = episode.reward

@@ -1,4 +1,4 @@
-"""How long an episode may get."""
+"""The length limit of an episode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from perilune.environments.core.protocol import Environment
 
 
 def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
-    """Most tokens of an episode after its prompt, when a turn has at most `max_tokens`."""
+    """The most tokens of an episode after its prompt, with turns of at most `max_tokens`."""
     turns = getattr(environment, "max_turns", 1)
     if turns == 1:
         return max_tokens

@@ -1,45 +1,42 @@
-"""Who has the seats that the policy does not have: a policy that is frozen."""
+"""Opponents: frozen policies that sample the turns of some players."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from perilune.engine.backend import SamplingBackend
 
-if TYPE_CHECKING:
-    pass
-
 
 class Opponents(Protocol):
-    """Somebody else at the table.
+    """Policies that take part in the episodes and are not trained.
 
     Attributes:
-        engine: samples their turns; what it samples is never learned from.
+        engine: samples their turns, which never enter a group.
     """
 
     @property
     def engine(self) -> SamplingBackend: ...
 
     def prepare(self, step: int) -> None:
-        """Be who plays at this step; called before its games, perhaps more than once."""
+        """Load the opponent of a step. Called before the step's rollouts, possibly more than once."""
         ...
 
-    def seats(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """The seats they have in all games of the task at (seed, step, place in the step)."""
+    def players_of(self, key: tuple[int, int, int], players: int) -> Collection[int]:
+        """The opponents' players in all rollouts of the task at (seed, step, index in the step)."""
         ...
 
 
 @dataclass(frozen=True)
-class Rivals:
-    """They have all seats but one in every game; which one the policy has changes from task to task."""
+class FixedOpponents:
+    """One policy for all players but one; the policy's own player alternates from task to task."""
 
     engine: SamplingBackend
 
     def prepare(self, step: int) -> None:
-        """They are always the same."""
+        """Do nothing: the opponent never changes."""
 
-    def seats(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """All but that of the task's place."""
-        return {seat for seat in range(players) if seat != key[2] % players}
+    def players_of(self, key: tuple[int, int, int], players: int) -> Collection[int]:
+        """All players but the one at the task's index modulo `players`."""
+        return {player for player in range(players) if player != key[2] % players}

@@ -1,4 +1,4 @@
-"""Episodes under way: what each player saw and said, token by token, and how it came to an end."""
+"""Episodes in progress: the messages and tokens of each player, and how the episode ended."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Turn:
     """One turn of the policy.
 
     Attributes:
-        start: place of its first token among the seat's tokens after the prompt.
-        asked: every token that the engine was given to continue.
+        start: index of its first token among the player's tokens after the prompt.
+        context: all tokens that the engine continued.
     """
 
     start: int
-    asked: list[int]
+    context: list[int]
     completion: Completion
 
 
 @dataclass(slots=True)
-class Seat:
-    """What one player saw and said. Tokens are only ever added at the end.
+class Trajectory:
+    """The messages and tokens of one player. Tokens are only ever appended.
 
     Attributes:
         opening: the messages of the prompt.
         messages: all messages so far, as text.
-        token_ids: after the prompt: those that were sampled, and those of what others said.
+        token_ids: tokens after the prompt, both sampled and observed.
     """
 
     opening: tuple[Message, ...] = ()
@@ -49,42 +49,42 @@ class Seat:
     turns: list[Turn] = field(default_factory=list)
 
     def begin(self, messages: Sequence[Message], prompt_ids: list[int]) -> None:
-        """Take in the prompt."""
+        """Set the prompt."""
         self.opening, self.messages, self.prompt_ids = tuple(messages), [*messages], prompt_ids
 
     def add_observation(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
-        """Take in what was said since the last turn.
+        """Append the messages since the last turn.
 
         Raises:
-            RequestError: when the chat template refuses it, or the vocabulary lacks a character of it.
+            RequestError: when the chat template refuses them, or the vocabulary lacks a character.
         """
         self.token_ids += continuation(tokenizer, self.opening, messages, self.token_ids[-1])
         self.messages += messages
 
     def context(self) -> list[int]:
-        """All tokens so far."""
+        """All tokens so far, with the prompt."""
         return self.prompt_ids + self.token_ids
 
-    def add_completion(self, asked: list[int], completion: Completion, text: str) -> None:
-        """Add a turn of the policy."""
-        self.turns.append(Turn(len(self.token_ids), asked, completion))
+    def add_completion(self, context: list[int], completion: Completion, text: str) -> None:
+        """Append a turn of the policy."""
+        self.turns.append(Turn(len(self.token_ids), context, completion))
         self.token_ids += completion.token_ids.tolist()
         self.messages.append({"role": "assistant", "content": text})
 
-    def sampled(self, name: str, elsewhere: float, dtype: type[np.generic]) -> NDArray[Any]:
-        """[T] of that field of the turns' completions, and `elsewhere` on what others said."""
-        found = np.full(len(self.token_ids), elsewhere, dtype)
+    def sampled(self, name: str, fill: float, dtype: type[np.generic]) -> NDArray[Any]:
+        """[T] values of a field of the turns' completions; `fill` on observed tokens."""
+        values = np.full(len(self.token_ids), fill, dtype)
         for turn in self.turns:
             part = getattr(turn.completion, name)
-            found[turn.start : turn.start + len(part)] = part
-        return found
+            values[turn.start : turn.start + len(part)] = part
+        return values
 
     def mask(self) -> NDArray[np.bool_]:
-        """bool[T], True on what the policy sampled."""
-        found = np.zeros(len(self.token_ids), np.bool_)
+        """bool[T], True on tokens that the policy sampled."""
+        sampled = np.zeros(len(self.token_ids), np.bool_)
         for turn in self.turns:
-            found[turn.start : turn.start + len(turn.completion.token_ids)] = True
-        return found
+            sampled[turn.start : turn.start + len(turn.completion.token_ids)] = True
+        return sampled
 
 
 @dataclass(slots=True, eq=False)
@@ -92,11 +92,11 @@ class Rollout:
     """One episode of all players.
 
     Attributes:
-        key: (seed, step, place of its task in the step).
-        sample: which of the task's it is.
-        others: seats that the policy does not have.
-        finish_reason: "length" when a limit ended it.
-        failure: what went wrong, in which case it has no score.
+        key: (seed, step, index of the task in the step).
+        sample: number of the episode among those of its task.
+        opponents: players whose turns the opponents' engine samples.
+        finish_reason: "length" when a limit ended the episode.
+        failure: the error that ended the episode; it then has no score.
     """
 
     task: Task
@@ -104,87 +104,91 @@ class Rollout:
     sample: int
     session: RemoteSession
     players: int
-    seats: list[Seat] = field(init=False)
-    tally: EpisodeTotals = field(init=False)
-    others: frozenset[int] = frozenset()
+    trajectories: list[Trajectory] = field(init=False)
+    totals: EpisodeTotals = field(init=False)
+    opponents: frozenset[int] = frozenset()
     finish_reason: FinishReason = "stop"
     failure: Failure | None = None
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        self.seats = [Seat() for _ in range(self.players)]
-        self.tally = EpisodeTotals(self.players)
+        self.trajectories = [Trajectory() for _ in range(self.players)]
+        self.totals = EpisodeTotals(self.players)
 
     @property
-    def seat(self) -> Seat:
-        """Of the player to move."""
+    def observation(self) -> Observation:
+        """The observation of the player to move."""
         assert isinstance(self.session.result, Observation)
-        return self.seats[self.session.result.player]
+        return self.session.result
 
     @property
-    def is_others_turn(self) -> bool:
-        """Whether the player to move is not the policy."""
-        assert isinstance(self.session.result, Observation)
-        return self.session.result.player in self.others
+    def trajectory(self) -> Trajectory:
+        """The trajectory of the player to move."""
+        return self.trajectories[self.observation.player]
 
     @property
-    def own(self) -> list[int]:
-        """Seats that the policy has."""
-        return [player for player in range(self.players) if player not in self.others]
+    def is_opponents_turn(self) -> bool:
+        """Whether an opponent is to move."""
+        return self.observation.player in self.opponents
 
     @property
-    def news(self) -> tuple[Message, ...]:
-        """What the player to move has not seen yet."""
-        assert isinstance(self.session.result, Observation)
-        return self.session.result.messages
+    def own_players(self) -> list[int]:
+        """The players whose turns the policy samples."""
+        return [player for player in range(self.players) if player not in self.opponents]
+
+    @property
+    def new_messages(self) -> tuple[Message, ...]:
+        """Messages that the player to move has not observed yet."""
+        return self.observation.messages
 
     @property
     def actions(self) -> list[str]:
-        """Of all players, in order."""
+        """The actions of all players, in order."""
         return self.session.actions
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether the environment is of one turn."""
+        """Whether the environment has a single turn."""
         return not self.session.is_held
 
     @property
     def turn_key(self) -> tuple[int, int, int]:
-        """Of the random numbers of the next turn: no other turn of a run has it.
+        """Key of the next turn's random numbers; no other turn of a run has the same key.
 
-        After the first turn, whose samples are drawn together, the lanes of step and task (32 bits each) hold
-        (turn, step) and (sample, task) with 10 and 12 bits for what comes first.
+        The first turns of a group are sampled together under `key`. In later turns the lanes of step and
+        task (32 bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12 for the
+        sample.
         """
         seed, step, index = self.key
         turn = len(self.actions)
         return seed, (turn % 1024) << 22 | step % (1 << 22), (self.sample % 4096) << 20 | index % (1 << 20)
 
-    def add_completion(self, asked: list[int], completion: Completion, text: str) -> None:
-        """Take the turn of the player to move."""
-        self.seat.add_completion(asked, completion, text)
+    def add_completion(self, context: list[int], completion: Completion, text: str) -> None:
+        """Append a turn of the player to move."""
+        self.trajectory.add_completion(context, completion, text)
         self.finish_reason = completion.finish_reason
         if completion.finish_reason == "aborted":
             self.fail("model", "the turn was given up before it was finished")
 
     def fail(self, boundary: str, reason: str) -> None:
-        """End it without a score."""
+        """End the episode without a score."""
         self.failure, self.is_over = Failure(boundary, reason), True
 
-    def cut(self) -> None:
-        """End it where it stands, with what was earned so far."""
+    def truncate(self) -> None:
+        """End the episode with the score so far."""
         self.finish_reason, self.is_over = "length", True
 
     def advance(self) -> None:
-        """Count what the session's last step led to."""
-        found = self.session.result
-        if isinstance(found, Failure):
-            self.fail(found.boundary, found.reason)
+        """Record the result of the session's last step."""
+        result = self.session.result
+        if isinstance(result, Failure):
+            self.fail(result.boundary, result.reason)
             return
-        self.tally.add(found)
-        if found.truncated:
+        self.totals.add(result)
+        if result.truncated:
             self.finish_reason = "length"
-        self.is_over = found.done
+        self.is_over = result.done
 
     def outcome(self, player: int) -> Outcome:
-        """What it was worth to a player."""
-        return self.tally.score(player) if self.failure is None else self.failure
+        """The player's score, or the failure."""
+        return self.totals.score(player) if self.failure is None else self.failure

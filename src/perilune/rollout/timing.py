@@ -1,4 +1,4 @@
-"""Where the seconds of a loop go."""
+"""Time spent in the parts of a training step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds spent in each part of a loop, and the tokens sampled in it."""
+    """Seconds spent in each part of a step, and the number of sampled tokens."""
 
     sampling: float = 0.0
     scoring: float = 0.0
@@ -21,11 +21,11 @@ class Stopwatch:
     _processor_began: float = field(default_factory=time.process_time)
 
     @contextmanager
-    def learns(self) -> Iterator[None]:
-        """Count the seconds of the block as learning."""
-        begun = time.perf_counter()
+    def time_learning(self) -> Iterator[None]:
+        """Add the seconds of the block to `learning`."""
+        began = time.perf_counter()
         yield
-        self.learning += time.perf_counter() - begun
+        self.learning += time.perf_counter() - began
 
     @property
     def elapsed(self) -> float:
@@ -33,11 +33,11 @@ class Stopwatch:
         return time.perf_counter() - self.started
 
     def figures(self) -> dict[str, float]:
-        """The line for `Workspace.timing`: where the seconds went, and sampled tokens a second.
+        """The line for `Workspace.timing`: seconds of each part, and sampled tokens per second.
 
-        `processor` is what this process had of its processors, which other load on the machine does not
-        change: the figure to compare arms of an experiment by. Judging is in a process of its own.
-        `process_rewards`, where there is any, is the part of `other` that process rewards took.
+        `processor` is the CPU time of this process. Other load on the machine does not change it, so compare
+        the arms of an experiment by it. Scoring runs in a separate process and is not included.
+        `process_rewards`, when present, is the part of `other` spent on process rewards.
         """
         busy = self.sampling + self.scoring + self.learning
         return {

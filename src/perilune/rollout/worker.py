@@ -1,4 +1,4 @@
-"""From tasks to scored episodes: sample with the engine, let the environment answer, keep every token."""
+"""The rollout worker: from tasks to scored episodes, with every sampled token kept."""
 
 from __future__ import annotations
 
@@ -18,27 +18,31 @@ from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.rollout.checks import check_group, check_judged
+from perilune.rollout.checks import check_group, check_scored_text
 from perilune.rollout.failures import require_few_failures
 from perilune.rollout.groups import Groups, gather_groups
 from perilune.rollout.learned_reward import LearnedReward
 from perilune.rollout.limits import episode_tokens
 from perilune.rollout.opponents import Opponents
-from perilune.rollout.rollout import Rollout, Seat
+from perilune.rollout.rollout import Rollout, Trajectory
 from perilune.rollout.timing import Stopwatch
 from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import Sessions
 from perilune.watchdog import STALL, Waiting
 
+Progress = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Plays tasks: one group of `samples` episodes a task and player. Of several processes each plays some of
-    the tasks, and all are given all groups. What `opponents` play is in no group.
+    """Plays tasks and returns one group of `samples` episodes for each task and player.
 
-    Episodes advance together: the turns that are due are sampled in one batch, the environment takes them
-    all, and so on until none is due. The random numbers of a turn are keyed by (seed, step, task's place in
-    the step, sample, turn), so an episode does not depend on what else is in the batch.
+    With several processes, each plays a share of the tasks and all receive all groups. Turns of `opponents`
+    belong to no group.
+
+    Episodes advance together: the engine samples all due turns in one batch, then the environment takes them.
+    The random numbers of a turn are keyed by (seed, step, index of the task in the step, sample, turn), so an
+    episode does not depend on the rest of the batch.
     """
 
     engine: SamplingBackend
@@ -59,76 +63,78 @@ class RolloutWorker:
         step: int,
         watch: Stopwatch,
         first: int = 0,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Progress | None = None,
     ) -> Groups:
-        """Sample and score; groups come in the order of `tasks`, whose place in the step is from `first`.
+        """Sample and score the tasks; return the groups in the order of `tasks`.
+
+        Args:
+            first: index in the step of the first task.
+            on_progress: called with the numbers of finished and of all episodes.
 
         Raises:
-            WorkFailedError: when sampling fails, or more episodes do than the recipe allows.
+            WorkFailedError: when sampling fails, or more episodes fail than the recipe allows.
         """
         if self.opponents is not None:
             self.opponents.prepare(step)
-        places = self.ranks.shard(range(first, first + len(tasks)))
+        indices = self.ranks.shard(range(first, first + len(tasks)))
         tasks = self.ranks.shard(tasks)
-        begun = time.perf_counter()
+        began = time.perf_counter()
         sessions = Sessions(self.scorer, self.environment)
         with self._scoring(len(tasks) * samples):
-            games = self._open(sessions, tasks, samples, step, places)
-            self._listen(games, params)
-        watch.scoring += time.perf_counter() - begun
+            rollouts = self._open(sessions, tasks, samples, step, indices)
+            self._add_observations(rollouts, params)
+        watch.scoring += time.perf_counter() - began
         try:
-            while due := [game for game in games if not game.is_over]:
-                self._turn(sessions, due, samples, params, watch, on_progress)
+            while due := [one for one in rollouts if not one.is_over]:
+                self._turn(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
                 if on_progress is not None:
-                    on_progress(sum(game.is_over for game in games), len(games))
+                    on_progress(sum(one.is_over for one in rollouts), len(rollouts))
         finally:
-            sessions.close([game.session for game in games])
-        begun = time.perf_counter()
+            sessions.close([one.session for one in rollouts])
+        began = time.perf_counter()
         groups = [
             group
-            for start in range(0, len(games), samples)
-            for player in games[start].own
-            if (group := self._group(games[start : start + samples], player, params))
+            for start in range(0, len(rollouts), samples)
+            for player in rollouts[start].own_players
+            if (group := self._group(rollouts[start : start + samples], player, params))
         ]
         if self.learned is not None:
             groups = self.learned.rescore(groups)
-        watch.scoring += time.perf_counter() - begun
+        watch.scoring += time.perf_counter() - began
         groups = gather_groups(groups, self.ranks, watch)
         require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         return groups
 
     def _open(
-        self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, places: Sequence[int]
+        self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, indices: Sequence[int]
     ) -> list[Rollout]:
-        """All sessions of a group have one seed, so that all its episodes have one prompt."""
-        keys = [(self.seed, step, index) for index in places]
+        """Open a session for each rollout. All sessions of a group share one seed, and so one prompt."""
+        keys = [(self.seed, step, index) for index in indices]
         opened = sessions.open(
             [(task, session_seed(key)) for task, key in zip(tasks, keys, strict=True) for _ in range(samples)]
         )
         players = getattr(self.environment, "players", 1)
-        taken = [frozenset(self.opponents.seats(key, players) if self.opponents else ()) for key in keys]
-        games = [
-            Rollout(
-                one.task, keys[place // samples], place % samples, one, players,
-                others=taken[place // samples],
-            )
-            for place, one in enumerate(opened)
-        ]  # fmt: skip
-        for game in games:
-            game.advance()
-        return games
+        rollouts = []
+        for number, session in enumerate(opened):
+            key = keys[number // samples]
+            opponents = frozenset(self.opponents.players_of(key, players) if self.opponents else ())
+            one = Rollout(session.task, key, number % samples, session, players, opponents=opponents)
+            one.advance()
+            rollouts.append(one)
+        return rollouts
 
-    def _turn(  # noqa: PLR0917
+    def _turn(
         self,
         sessions: Sessions,
         due: Sequence[Rollout],
-        samples: int,
         params: SamplingParams,
+        *,
+        samples: int,
         watch: Stopwatch,
-        on_progress: Callable[[int, int], None] | None,
+        on_progress: Progress | None,
     ) -> None:
-        """One turn of the policy in each of these games, and what the environment makes of it."""
-        begun = time.perf_counter()
+        """Sample one turn in each of the rollouts, and let the environment take it."""
+        began = time.perf_counter()
         with Waiting("sampling") as wait:
 
             def progress(finished: int, total: int) -> None:
@@ -136,86 +142,89 @@ class RolloutWorker:
                 if on_progress is not None and len(due) == total and due[0].is_single_turn:
                     on_progress(finished, total)
 
-            asked = [game.seat.context() for game in due]
-            completions = self._sample(due, asked, samples, params, progress)
-        watch.sampling += time.perf_counter() - begun
+            contexts = [one.trajectory.context() for one in due]
+            completions = self._sample(due, contexts, samples, params, progress)
+        watch.sampling += time.perf_counter() - began
         watch.tokens += sum(len(one.token_ids) for one in completions)
 
-        begun = time.perf_counter()
+        began = time.perf_counter()
         moves = []
-        for game, ids, one in zip(due, asked, completions, strict=True):
-            text = self._text(one)
-            game.add_completion(ids, one, text)
-            if not game.is_over:
-                moves.append((game.session, text, one.finish_reason == "stop"))
+        for rollout, context, completion in zip(due, contexts, completions, strict=True):
+            text = self._text(completion)
+            rollout.add_completion(context, completion, text)
+            if not rollout.is_over:
+                moves.append((rollout.session, text, completion.finish_reason == "stop"))
         with self._scoring(len(moves)):
             sessions.step(moves)
-            for game, one in zip(due, completions, strict=True):
-                if not game.is_over:
-                    check_judged(game, self._text(one))
-                    game.advance()
-            self._listen([game for game in due if not game.is_over], params)
-        watch.scoring += time.perf_counter() - begun
+            for rollout, completion in zip(due, completions, strict=True):
+                if not rollout.is_over:
+                    check_scored_text(rollout, self._text(completion))
+                    rollout.advance()
+            self._add_observations([one for one in due if not one.is_over], params)
+        watch.scoring += time.perf_counter() - began
 
     def _sample(
         self,
         due: Sequence[Rollout],
-        asked: Sequence[list[int]],
+        contexts: Sequence[list[int]],
         samples: int,
         params: SamplingParams,
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> list[Completion]:
-        """The next turn of each game, by whoever has the seat."""
-        found: dict[Rollout, Completion] = {}
-        for is_others in (False, True):
+        """The next turn of each rollout, sampled by the engine of the player to move."""
+        sampled: dict[Rollout, Completion] = {}
+        for by_opponents in (False, True):
             pairs = [
-                (game, ids) for game, ids in zip(due, asked, strict=True) if game.is_others_turn == is_others
+                (rollout, context)
+                for rollout, context in zip(due, contexts, strict=True)
+                if rollout.is_opponents_turn == by_opponents
             ]
-            engine = self.opponents.engine if is_others and self.opponents else self.engine
+            engine = self.opponents.engine if by_opponents and self.opponents else self.engine
             if not pairs:
                 continue
             if due[0].actions:
-                prompts = [Prompt(ids, game.turn_key) for game, ids in pairs]
+                prompts = [Prompt(context, rollout.turn_key) for rollout, context in pairs]
                 groups = engine.sample(prompts, 1, params, progress)
-                found |= {game: one for (game, _), (one,) in zip(pairs, groups, strict=True)}
+                sampled |= {rollout: one for (rollout, _), (one,) in zip(pairs, groups, strict=True)}
             else:
-                first = {game.key: Prompt(ids, game.key) for game, ids in pairs}
+                first = {rollout.key: Prompt(context, rollout.key) for rollout, context in pairs}
                 groups = engine.sample(list(first.values()), samples, params, progress)
-                of_key = dict(zip(first, groups, strict=True))
-                found |= {game: of_key[game.key][game.sample] for game, _ in pairs}
-        return [found[game] for game in due]
+                by_key = dict(zip(first, groups, strict=True))
+                sampled |= {rollout: by_key[rollout.key][rollout.sample] for rollout, _ in pairs}
+        return [sampled[rollout] for rollout in due]
 
-    def _listen(self, games: Sequence[Rollout], params: SamplingParams) -> None:
-        """Let the players to move take in what is new to them; end games that have no room for a turn."""
-        known: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        began: dict[tuple[int, int, int], list[int]] = {}
-        for game in games:
-            if game.is_over:
+    def _add_observations(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
+        """Append new messages for the players to move; truncate rollouts without room for another turn."""
+        encoded: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        prompts: dict[tuple[int, int, int], list[int]] = {}
+        for rollout in rollouts:
+            if rollout.is_over:
                 continue
-            seat, new = game.seat, game.news
-            if seat.prompt_ids:
+            trajectory, new = rollout.trajectory, rollout.new_messages
+            if trajectory.prompt_ids:
                 try:
-                    seat.add_observation(self.tokenizer, new)
-                except RequestError as error:  # it says what no token can
-                    game.fail("environment", error.what)
+                    trajectory.add_observation(self.tokenizer, new)
+                except RequestError as error:  # the tokenizer cannot encode the environment's text
+                    rollout.fail("environment", error.what)
             else:
-                opening = (*game.task.prompt, *new)
-                key = tuple((message["role"], message["content"]) for message in opening)
-                if key not in known:
-                    known[key] = self.tokenizer.encode_prompt(opening)
-                seat.begin(opening, known[key])
-                if not game.actions and began.setdefault(game.key, seat.prompt_ids) != seat.prompt_ids:
-                    game.fail("environment", "the same task and seed began differently")
-            if game.actions and not game.is_over and not self._has_room(game, params):
-                game.cut()
+                opening = (*rollout.task.prompt, *new)
+                text = tuple((message["role"], message["content"]) for message in opening)
+                if text not in encoded:
+                    encoded[text] = self.tokenizer.encode_prompt(opening)
+                trajectory.begin(opening, encoded[text])
+                prompt = trajectory.prompt_ids
+                if not rollout.actions and prompts.setdefault(rollout.key, prompt) != prompt:
+                    rollout.fail("environment", "the same task and seed began differently")
+            if rollout.actions and not rollout.is_over and not self._has_room(rollout, params):
+                rollout.truncate()
 
-    def _has_room(self, game: Rollout, params: SamplingParams) -> bool:
+    def _has_room(self, rollout: Rollout, params: SamplingParams) -> bool:
         settings, positions = self.scorer.settings, self.engine.positions
-        tokens = len(game.seat.token_ids) + params.max_tokens
+        tokens = len(rollout.trajectory.token_ids) + params.max_tokens
         return (
             tokens <= episode_tokens(self.environment, settings, params.max_tokens)
-            and len(game.actions) < (settings.max_turns or math.inf)
-            and (positions is None or len(game.seat.prompt_ids) + tokens <= positions)
+            and len(rollout.actions) < (settings.max_turns or math.inf)
+            and (positions is None or len(rollout.trajectory.prompt_ids) + tokens <= positions)
         )
 
     def _scoring(self, moves: int) -> Waiting:
@@ -224,46 +233,51 @@ class RolloutWorker:
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def _group(self, games: Sequence[Rollout], player: int, params: SamplingParams) -> tuple[Episode, ...]:
-        """The episodes of a player; one who never moved has none, unless it is there to tell of a failure."""
+    def _group(self, rollouts: Sequence[Rollout], player: int, params: SamplingParams) -> tuple[Episode, ...]:
+        """The player's episodes. Rollouts in which it never moved are left out, but for failures.
+
+        Failures are recorded once, for the first of the policy's players.
+        """
         moved = [
-            game for game in games if game.seats[player].turns or (game.failure and player == game.own[0])
+            one
+            for one in rollouts
+            if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
         ]
-        group = tuple(self._episode(game, player) for game in moved)
+        group = tuple(self._episode(one, player) for one in moved)
         check_group(group, moved, player, params if isinstance(self.engine, Engine) else None)
         return group
 
-    def _episode(self, game: Rollout, player: int) -> Episode:
-        seat, outcome = game.seats[player], game.outcome(player)
-        _, step, index = game.key
+    def _episode(self, rollout: Rollout, player: int) -> Episode:
+        trajectory, outcome = rollout.trajectories[player], rollout.outcome(player)
+        _, step, index = rollout.key
         group_id = f"{step}/{index}/p{player}" if player else f"{step}/{index}"
         return Episode(
-            episode_id=f"{group_id}/{game.sample}",
+            episode_id=f"{group_id}/{rollout.sample}",
             group_id=group_id,
-            task_id=game.task.task_id,
+            task_id=rollout.task.task_id,
             environment=self.environment.id,
             seed=self.seed,
-            messages=tuple(seat.messages or game.task.prompt),
-            prompt_ids=np.asarray(seat.prompt_ids, dtype=np.int32),
-            token_ids=np.asarray(seat.token_ids, dtype=np.int32),
-            loss_mask=seat.mask(),
-            logprobs=seat.sampled("logprobs", 0.0, np.float32),
-            policy_version=seat.sampled("policy_version", -1, np.int32),
-            finish_reason=game.finish_reason,
-            metrics=_metrics(game, seat, outcome),
+            messages=tuple(trajectory.messages or rollout.task.prompt),
+            prompt_ids=np.asarray(trajectory.prompt_ids, dtype=np.int32),
+            token_ids=np.asarray(trajectory.token_ids, dtype=np.int32),
+            loss_mask=trajectory.mask(),
+            logprobs=trajectory.sampled("logprobs", 0.0, np.float32),
+            policy_version=trajectory.sampled("policy_version", -1, np.int32),
+            finish_reason=rollout.finish_reason,
+            metrics=_metrics(rollout, trajectory, outcome),
             **outcome_fields(outcome),
         )
 
 
-def _metrics(game: Rollout, seat: Seat, outcome: Outcome) -> dict[str, float]:
+def _metrics(rollout: Rollout, trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
     figures = outcome_metrics(outcome)
-    if not game.is_single_turn:
-        figures["turns"] = float(len(seat.turns))
-    if game.task.difficulty is not None:
-        figures["difficulty"] = float(game.task.difficulty)
+    if not rollout.is_single_turn:
+        figures["turns"] = float(len(trajectory.turns))
+    if rollout.task.difficulty is not None:
+        figures["difficulty"] = float(rollout.task.difficulty)
     return figures
 
 
 def session_seed(key: tuple[int, int, int]) -> int:
-    """Seed of the sessions that play the task at (seed, step, place in the step); 48 bits."""
+    """Seed (48 bits) of the sessions that play the task at (seed, step, index in the step)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, key)).encode()).digest()[:6], "big")

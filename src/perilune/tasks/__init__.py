@@ -1,5 +1,5 @@
-"""Task plugins: shape a bundle, run inside it, summarise it.
+"""Stage plugins: one package per kind of stage.
 
-Each module registers one plugin. Its imports stay light, so that a recipe validates in milliseconds; torch
-and the rest of the library are imported when the task runs.
+A `spec` module holds the fields, a `stage` module the plugin, and a `loop` module the work. Spec and stage
+modules stay light, so that a recipe validates in milliseconds; the loop imports torch when the stage runs.
 """

@@ -1,4 +1,4 @@
-"""new_model: fresh weights of a preset, beside the recipe's own model; a larger teacher, for instance."""
+"""new_model: a new model from a preset besides the recipe's model, for example a larger teacher."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.models.config.decoder_config import PRESETS
+from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -20,25 +21,23 @@ class NewModelSpec(Frozen):
     preset: Literal["tiny", "small"] = Field(description="built-in architecture")
 
 
-class NewModel:
-    """A checkpoint of an untrained model."""
+class NewModel(Stage[NewModelSpec]):
+    """Writes a checkpoint of an untrained model."""
 
     name = "new_model"
     spec = NewModelSpec
     produces = "checkpoint"
-    output = "artifacts/checkpoints/final"
 
-    def plan(self, job: Job) -> Mapping[str, object]:
-        """Its shape."""
-        config = PRESETS[NewModelSpec.model_validate(job.spec).preset]
+    def describe(self, spec: NewModelSpec, job: Job) -> Mapping[str, object]:
+        """The shape of the model."""
+        config = PRESETS[spec.preset]
         return {"model": f"{config.num_layers} layers of width {config.hidden_size}"}
 
-    def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Draw the weights from the recipe's seed."""
+    def execute(self, spec: NewModelSpec, workspace: Workspace) -> dict[str, Any]:
+        """Initialise the weights from the recipe's seed."""
         from perilune.models.checkpoints.loading import new_model, save_checkpoint
         from perilune.models.text.tokenizer import Tokenizer
 
-        spec = NewModelSpec.model_validate(workspace.job.spec)
         tokenizer = Tokenizer.characters()
         decoder = new_model(spec.preset, tokenizer, workspace.job.seed)
         save_checkpoint(workspace.root / self.output, decoder, tokenizer)

@@ -1,7 +1,7 @@
-"""rehearse: counts, writes checkpoints and says little; for trying out machines, not for learning anything.
+"""rehearse: counts and writes checkpoints, to try out machines without training.
 
-It does what every task does (resumes from its last complete checkpoint, writes figures and an output)
-in milliseconds and without torch, so that placements, clouds and their failures can be tried by the hundred.
+It resumes from its last complete checkpoint and writes metrics and an output, as every stage does, in
+milliseconds and without torch. This makes it cheap to try placements, clouds and their failures.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RehearseSpec(Frozen):
     """Fields of a rehearse stage."""
 
     steps: int = Field(10, ge=1, description="numbers to add up, with a checkpoint after each")
-    step_seconds: float = Field(0.1, ge=0, description="seconds that a step takes")
+    step_seconds: float = Field(0.1, ge=0, description="duration of a step in seconds")
 
 
 class Rehearse:
-    """Adds up seed times 1, 2, ...: seed * steps * (steps + 1) / 2 in all, also when interrupted."""
+    """Adds up seed times 1, 2, ...: the total is seed * steps * (steps + 1) / 2, also after interruptions."""
 
     name = "rehearse"
     spec = RehearseSpec
@@ -36,19 +36,19 @@ class Rehearse:
     standalone = True
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """How long it takes."""
+        """The total duration."""
         spec = RehearseSpec.model_validate(job.spec)
         return {"seconds": f"{spec.steps * spec.step_seconds:g}"}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Count on from the last checkpoint."""
+        """Continue counting from the last checkpoint."""
         spec = RehearseSpec.model_validate(workspace.job.spec)
-        begun, total = _resumed(workspace)
-        workspace.log(f"begins after step {begun}")
-        workspace.rewind(begun)
+        done, total = _resumed(workspace)
+        workspace.log(f"starts after step {done}")
+        workspace.rewind(done)
         for name in workspace.job.secrets:
-            workspace.log(f"{name} is {workspace.secret(name)}")  # and is not to be read anywhere
-        for step in range(begun + 1, spec.steps + 1):
+            workspace.log(f"{name} is {workspace.secret(name)}")  # tests that logs hide secrets
+        for step in range(done + 1, spec.steps + 1):
             time.sleep(spec.step_seconds)
             total += step * workspace.job.seed
             workspace.metric(step, total=total)
@@ -56,23 +56,23 @@ class Rehearse:
             workspace.log(f"step {step}")
             workspace.progress(step, spec.steps, sum=total)
         write_json(workspace.root / self.output / "total.json", {"total": total})
-        return {"kind": "dataset", "total": total, "began_at": begun}
+        return {"kind": "dataset", "total": total, "began_at": done}
 
 
 def _resumed(workspace: Workspace) -> tuple[int, int]:
-    found = sorted(workspace.checkpoints.glob("step-*"))
-    if not found:
+    checkpoints = sorted(workspace.checkpoints.glob("step-*"))
+    if not checkpoints:
         return 0, 0
-    state = read_json(found[-1] / "state.json")
+    state = read_json(checkpoints[-1] / "state.json")
     return int(state["step"]), int(state["total"])
 
 
 def _checkpoint(workspace: Workspace, step: int, total: int) -> None:
-    whole = workspace.checkpoints / f"step-{step:06d}"
-    half = whole.with_name(f".{whole.name}.tmp")
-    half.mkdir(parents=True, exist_ok=True)
-    (half / "state.json").write_bytes(canonical_json({"step": step, "total": total}))
-    half.rename(whole)
+    target = workspace.checkpoints / f"step-{step:06d}"
+    partial = target.with_name(f".{target.name}.tmp")
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "state.json").write_bytes(canonical_json({"step": step, "total": total}))
+    partial.rename(target)
 
 
 plugin = Rehearse()

@@ -248,7 +248,7 @@ def _warnings(summary: Mapping[str, Any]) -> str:
     league = summary.get("league")
     if isinstance(league, Mapping):
         text += f" The published checkpoint is the champion, the policy of step {league['champion']}."
-        signs = [f"{one['said']} (from step {one['step']})" for one in league["alarms"]]
+        signs = [f"{one['message']} (from step {one['step']})" for one in league["alarms"]]
         text += f" Signs of a collapse: {'; '.join(signs)}." if signs else " No sign of a collapse was found."
     gold = summary.get("gold")
     if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:

@@ -45,7 +45,7 @@ def results_document(
             if _is_evaluation(summaries[stage.name])
         ],
         "calibrations": [
-            {"stage": one.name, **{key: one.summary[key] for key in ("said", "values", "differences")}}
+            {"stage": one.name, **{key: one.summary[key] for key in ("sentences", "values", "differences")}}
             for one in stages
             if one.summary.get("kind") == "calibration"
         ],
@@ -65,7 +65,7 @@ def print_results(document: Mapping[str, Any]) -> None:
         if change := one.get("change"):
             console.print(_sentence(one["checkpoint"], change))
     for one in document["calibrations"]:
-        for sentence in one["said"]:
+        for sentence in one["sentences"]:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
     console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):

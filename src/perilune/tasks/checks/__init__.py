@@ -1,1 +1,1 @@
-"""The checks that run with every `rl` stage; docs/explanation/checks.md lists them."""
+"""The checks of every `rl` stage; docs/explanation/checks.md lists them."""

@@ -1,8 +1,8 @@
-"""The advantage check: what an algorithm makes of rewards must be about the episode that earned them.
+"""The advantage check: the token weights of an episode must follow from its own reward.
 
-Three things hold of every algorithm here, whatever its formula. An episode's weights do not depend on its
-place in the group. A group that is compared within does not depend on the other groups of its step. A reward
-never makes its answer less likely.
+Three properties hold for every algorithm. The weights of an episode do not depend on its place in the group.
+If the algorithm compares within groups, they do not depend on other groups. A reward never makes its answer
+less likely.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ Weights = dict[str, NDArray[np.float32]]
 
 
 def check_advantages(twin: Twin) -> None:
-    """Weigh a few groups several times.
+    """Compare the token weights of a few groups with those after changes to the groups.
 
     Raises:
-        WorkFailedError: saying what the weights of an episode wrongly depend on.
+        WorkFailedError: when a property does not hold.
     """
     algorithm, (first, second) = twin.spec.algorithm, twin.groups
-    right = _by_episode(twin.weight_groups([first, second]))
+    weights = _by_episode(twin.weight_groups([first, second]))
     swapped = (first[1], first[0], *first[2:])
-    if _differ(right, _by_episode(twin.weight_groups([swapped, second]))):
-        raise _wrong(
+    if _differ(weights, _by_episode(twin.weight_groups([swapped, second]))):
+        raise _error(
             f"{algorithm.name} weighs an episode by its place in the group: its reward or advantage is"
             " another episode's"
         )
-    if algorithm.compares == "group" and _differ(right, _by_episode(twin.weight_groups([first]))):
-        raise _wrong(
+    if algorithm.compares == "group" and _differ(weights, _by_episode(twin.weight_groups([first]))):
+        raise _error(
             f"{algorithm.name} compares within a group, and its weights change with the other groups: its"
-            " baseline or scale is of other answers"
+            " baseline or scale comes from other groups"
         )
     name = first[0].episode_id
-    worthless = (replace(first[0], reward=0.0), *first[1:])
-    wrong = float(_by_episode(twin.weight_groups([worthless, second]))[name].sum())
-    if float(right[name].sum()) < wrong:
-        raise _wrong(
+    unrewarded = (replace(first[0], reward=0.0), *first[1:])
+    without = float(_by_episode(twin.weight_groups([unrewarded, second]))[name].sum())
+    if float(weights[name].sum()) < without:
+        raise _error(
             f"{algorithm.name} makes an answer less likely for being right: its weights add up to"
-            f" {right[name].sum():.3g} with the reward, and to {wrong:.3g} without"
+            f" {weights[name].sum():.3g} with the reward, and to {without:.3g} without"
         )
 
 
 def _by_episode(groups: Sequence[WeightedGroup]) -> Weights:
-    """Policy-gradient weights, without the share of the denominator that goes by the whole step."""
+    """Policy-gradient weights by episode, before division by the step's denominator."""
     return {
         episode.episode_id: weights
         for group in groups
@@ -61,10 +61,10 @@ def _by_episode(groups: Sequence[WeightedGroup]) -> Weights:
     }
 
 
-def _differ(some: Weights, others: Weights) -> bool:
-    size = max((float(np.abs(one).max(initial=0.0)) for one in some.values()), default=0.0)
-    return any(np.abs(some[name] - others[name]).max(initial=0.0) > TOLERANCE * size for name in others)
+def _differ(weights: Weights, others: Weights) -> bool:
+    size = max((float(np.abs(one).max(initial=0.0)) for one in weights.values()), default=0.0)
+    return any(np.abs(weights[name] - others[name]).max(initial=0.0) > TOLERANCE * size for name in others)
 
 
-def _wrong(what: str) -> WorkFailedError:
-    return WorkFailedError(what, where="preflight", remedy=REPORT_BUG)
+def _error(message: str) -> WorkFailedError:
+    return WorkFailedError(message, where="preflight", remedy=REPORT_BUG)

@@ -1,6 +1,6 @@
-"""A bandit, which a run's algorithm must learn with the very code that the run will use.
+"""A bandit that a run's algorithm must learn before the run, with the same code as the run.
 
-A tiny decoder pulls one of a few arms, of which one is rewarded, and that one must become likely.
+A tiny decoder chooses one of a few arms. One arm is rewarded, and must become likely.
 """
 
 from __future__ import annotations
@@ -25,45 +25,42 @@ from perilune.tasks.stage.publishing import plain_distributions
 if TYPE_CHECKING:
     from perilune.tasks.rl.spec import RLSpec
 
-STEPS = 40  # that it may take
-SOLVED = 0.4  # probability of the rewarded arm, which begins at about 0.1
-_KL = 0.05  # at most: a strong one rightly holds the policy where it was
+STEPS = 40  # most steps
+SOLVED = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1
+_KL = 0.05  # largest KL coefficient: a larger one keeps the policy where it was
 _ARMS = range(2, 10)
 _REWARDED = 5
 _PROMPT = (1, 0)
 
 
 def solve_bandit(spec: RLSpec, device: torch.device) -> str:
-    """Learn the bandit under a run's settings; say how it went. Random numbers of the run are left alone.
+    """Train on the bandit with a run's settings, and return the result as a sentence.
 
-    Its sizes and learning rate are its own; algorithm, temperature, corrections, KL, optimizer and updates a
-    step are the run's.
+    Sizes and learning rate are the bandit's own. Algorithm, temperature, corrections, KL, optimizer and the
+    number of updates are the run's. The run's random numbers are not affected.
 
     Raises:
-        WorkFailedError: when the arm is not found.
+        WorkFailedError: when the rewarded arm does not become likely.
     """
-    own = spec.model_copy(
-        update={
-            "prompts": 4, "samples": max(8, spec.algorithm.least_samples), "max_tokens": 2, "steps": STEPS,
-            "lr": 0.01, "warmup": 0, "final_lr": 1.0, "token_budget": 4, "kl": min(spec.kl, _KL),
-        }
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU, wherever they go
+    sizes = {"prompts": 4, "samples": max(8, spec.algorithm.least_samples), "max_tokens": 2, "steps": STEPS}
+    schedule = {"lr": 0.01, "warmup": 0, "final_lr": 1.0}
+    own = spec.model_copy(update={**sizes, **schedule, "token_budget": 4, "kl": min(spec.kl, _KL)})
+    with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU for every device
         policy, reference = _decoder(device), _decoder(device)
         critic = Critic(policy.config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
     learner = Learner(policy, own, critic=critic, critic_lr=getattr(own.algorithm, "critic_lr", None))
     engine = Engine(policy, slots=64, cache_tokens=2048)
     updates = PolicyUpdates(own, learner, reference if spec.uses_reference else None)
-    first = chance = _chance(policy, spec.temperature)
+    first = probability = _probability(policy, spec.temperature)
     for step in range(STEPS):
         engine.update_weights(None, learner.version)
-        updates.make(_pull(engine, own, step), step)
-        chance = _chance(policy, spec.temperature)
-        if chance > SOLVED:
+        updates.make(_sample(engine, own, step), step)
+        probability = _probability(policy, spec.temperature)
+        if probability > SOLVED:
             return f"preflight: {spec.algorithm.name} solved a bandit in {step + 1} steps"
     raise WorkFailedError(
         f"{spec.algorithm.name} does not learn: in {STEPS} steps on a bandit of {len(_ARMS)} arms the"
-        f" rewarded one went from probability {first:.3f} to {chance:.3f}",
+        f" rewarded one went from probability {first:.3f} to {probability:.3f}",
         where="preflight",
         remedy="check the algorithm, off_policy and optimizer settings. If they are the defaults, "
         + REPORT_BUG,
@@ -72,26 +69,31 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
 
 def _decoder(device: torch.device) -> Decoder:
     config = PRESETS["tiny"].replace(
-        vocab_size=len(_ARMS) + 2, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
-        head_dim=8, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=len(_ARMS) + 2,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        head_dim=8,
+        initializer_range=0.05,
+    )
     decoder = Decoder(config)
     decoder.initialize(0)
     return decoder.to(device)
 
 
-def _pull(engine: Engine, spec: RLSpec, step: int) -> Groups:
+def _sample(engine: Engine, spec: RLSpec, step: int) -> Groups:
     """Groups of answers; every arm is a token that ends its answer."""
     params = SamplingParams(spec.max_tokens, spec.temperature, tuple(_ARMS))
-    worth = float(getattr(spec.algorithm, "passes_at", 1.0))
+    reward = float(getattr(spec.algorithm, "passes_at", 1.0))
     prompts = [Prompt([*_PROMPT], (0, step, index)) for index in range(spec.prompts)]
     return [
-        tuple(_episode(one, f"{step}/{index}/{sample}", worth) for sample, one in enumerate(group))
+        tuple(_episode(one, f"{step}/{index}/{sample}", reward) for sample, one in enumerate(group))
         for index, group in enumerate(engine.sample(prompts, spec.samples, params))
     ]
 
 
-def _episode(one: Completion, name: str, worth: float) -> Episode:
+def _episode(one: Completion, name: str, reward: float) -> Episode:
     return Episode(
         episode_id=name,
         group_id=name.rpartition("/")[0],
@@ -105,10 +107,10 @@ def _episode(one: Completion, name: str, worth: float) -> Episode:
         logprobs=one.logprobs,
         policy_version=one.policy_version,
         finish_reason="stop",
-        reward=worth * (one.token_ids[-1] == _REWARDED),
+        reward=reward * (one.token_ids[-1] == _REWARDED),
     )
 
 
-def _chance(decoder: Decoder, temperature: float) -> float:
+def _probability(decoder: Decoder, temperature: float) -> float:
     """Probability that the first token is the rewarded arm."""
     return float(plain_distributions(decoder, np.array([*_PROMPT, 0]), 1, temperature)[0, _REWARDED].exp())

@@ -1,29 +1,30 @@
-"""Collapse: a warning when the reward has fallen far below what it was, and stays there.
+"""The collapse watch: a warning when the reward has fallen far below its best and stays there.
 
-Means over the last 10 steps are compared with the best such mean before them. The warning comes when the
-drop is at least 40% of the best and 5 times its standard error, at 5 steps in a row; 2 times are enough when
-the share of dead groups has meanwhile risen by 0.3 to 0.8 or more. It is withdrawn when half of those 40%
-are made good. The standard error is that of steps around a slow trend, from the differences of neighbours.
+It compares the mean over the last 10 steps with the best earlier mean over 10 steps. The alarm starts when,
+at 5 consecutive steps, the drop is at least 40% of the best and 5 times its standard error. If the share of
+dead groups has risen by 0.3 to at least 0.8, 2 standard errors are enough. The alarm ends when the drop is
+below 20% of the best. The standard error comes from differences between neighbouring steps, so a slow trend
+does not inflate it.
 """
 
 from __future__ import annotations
 
 import math
 
-WINDOW = 10  # steps of a mean
-DROP = 0.4  # of the best mean
-ERRORS = 5.0  # standard errors of the difference of two means
-HELD = 5  # steps in a row
-DEAD, RISEN, FEWER_ERRORS = 0.8, 0.3, 2.0  # when groups die, less evidence is needed
+WINDOW = 10  # steps in a mean
+DROP = 0.4  # smallest drop, relative to the best mean
+ERRORS = 5.0  # smallest drop, in standard errors of the difference of two means
+HELD = 5  # consecutive steps with such a drop
+DEAD, RISEN, FEWER_ERRORS = 0.8, 0.3, 2.0  # dead groups: least share, least rise, and standard errors then
 
 
 class CollapseWatch:
-    """Sees every step of a run, in order.
+    """Observes every step of a run, in order.
 
     Attributes:
-        alarm: whether the reward is collapsed now.
-        since: step of the first warning.
-        best: best mean reward so far, before the last window.
+        alarm: whether the alarm is on.
+        since: step at which it first started.
+        best: best mean reward before the last window.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class CollapseWatch:
         self._held = 0
 
     def observe(self, step: int, reward: float, dead: float) -> str:
-        """Take in a step's mean reward and share of dead groups; a message when the alarm changes, or ""."""
+        """Add a step's mean reward and share of dead groups; return a message if the alarm changes, or ""."""
         if self._rewards:
             self._squares += (reward - self._rewards[-1]) ** 2
         self._rewards.append(reward)
@@ -49,13 +50,13 @@ class CollapseWatch:
         self._fewest_dead = min(self._fewest_dead, _mean(self._dead[before]))
         now = self.mean
         drop, least = self.best - now, DROP * abs(self.best)
-        self._held = self._held + 1 if drop > self._surely() and drop >= least else 0
+        self._held = self._held + 1 if drop > self._noise() and drop >= least else 0
         if not self.alarm and self._held >= HELD:
             self.alarm, self.since = True, self.since or step
             return (
                 f"the reward collapsed: {now:.3g} over the last {WINDOW} steps, {self.best:.3g} at its best,"
-                f" and {_mean(self._dead[-WINDOW:]):.0%} of groups have equal rewards. Lower lr, add a KL, or"
-                " go on from an earlier checkpoint"
+                f" and {_mean(self._dead[-WINDOW:]):.0%} of groups have equal rewards. Lower lr, set kl, or"
+                " continue from an earlier checkpoint"
             )
         if self.alarm and drop < least / 2:
             self.alarm = False
@@ -64,11 +65,11 @@ class CollapseWatch:
 
     @property
     def mean(self) -> float:
-        """Mean reward of the last steps."""
+        """Mean reward over the last window."""
         return _mean(self._rewards[-WINDOW:])
 
-    def _surely(self) -> float:
-        """The drop from which it is more than noise."""
+    def _noise(self) -> float:
+        """The largest drop that may be noise."""
         dead = _mean(self._dead[-WINDOW:])
         errors = FEWER_ERRORS if dead >= max(DEAD, self._fewest_dead + RISEN) else ERRORS
         variance = self._squares / (2 * (len(self._rewards) - 1))

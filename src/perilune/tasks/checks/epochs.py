@@ -1,4 +1,4 @@
-"""Within an epoch no task comes again, unless the environment itself has it several times."""
+"""The epoch check: no task repeats within an epoch, unless the environment itself repeats it."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from perilune.errors import REPORT_BUG, WorkFailedError
 
 
 class EpochChecker:
-    """Follows the tasks of a run, and asks the environment for its own only when one comes again.
+    """Counts the tasks of a run, and compares them with the environment's when one repeats.
 
     Args:
-        seed: of the run, with which the environment makes its tasks.
-        taken: tasks that earlier attempts have used; that one of those comes again is seen from the next
-            epoch on.
+        seed: the run's seed, which determines the environment's tasks.
+        taken: number of tasks that earlier attempts have used. Repeats of those are noticed only in the next
+            epoch.
     """
 
     def __init__(self, environment: Environment, seed: int, taken: int) -> None:
         self._source: Iterator[str] = (one.task_id for one in environment.tasks("train", seed))
-        self._own: list[str] = []  # the environment's tasks, as far as they were asked for
-        self._size: int | None = None  # tasks of an epoch, once its end was seen
+        self._expected: list[str] = []  # the environment's first tasks, generated when needed
+        self._size: int | None = None  # tasks of an epoch, once known
         self._place = taken
         self._epoch: list[str] = []  # tasks of this epoch so far
         self._seen: Counter[str] = Counter()
 
     def check(self, groups: Sequence[Sequence[Episode]], step: int) -> None:
-        """Count the tasks of a step, which come in the order in which they were taken.
+        """Count the tasks of a step, in the order in which they were taken.
 
         Raises:
-            WorkFailedError: naming a task that comes again within its epoch.
+            WorkFailedError: naming a task that repeats within its epoch.
         """
         tasks = {one.group_id.partition("/p")[0]: one.task_id for group in groups for one in group[:1]}
         for task in tasks.values():
             if self._seen[task]:
-                self._look_up(self._place + 1)
-            self._begin_epoch()
+                self._generate(self._place + 1)
+            self._start_epoch()
             if self._seen[task] and self._is_wrong(task):
                 raise WorkFailedError(
-                    f"task {task} comes again within its epoch: the run learns from the same tasks",
+                    f"task {task} repeats within its epoch: the run trains on the same tasks again",
                     where=f"step {step}",
                     remedy=REPORT_BUG,
                 )
@@ -48,23 +48,23 @@ class EpochChecker:
             self._epoch.append(task)
             self._place += 1
 
-    def _look_up(self, count: int) -> None:
-        """Ask the environment for its first `count` tasks, or all."""
-        while self._size is None and len(self._own) < count:
+    def _generate(self, count: int) -> None:
+        """Generate the environment's first `count` tasks, or all if it has fewer."""
+        while self._size is None and len(self._expected) < count:
             task = next(self._source, None)
             if task is None:
-                self._size = len(self._own)
+                self._size = len(self._expected)
             else:
-                self._own.append(task)
+                self._expected.append(task)
 
-    def _begin_epoch(self) -> None:
-        """Forget the tasks of earlier epochs."""
+    def _start_epoch(self) -> None:
+        """Remove the tasks of earlier epochs."""
         if self._size and len(self._epoch) > (since := self._place % self._size):
             self._epoch = self._epoch[len(self._epoch) - since :]
             self._seen = Counter(self._epoch)
 
     def _is_wrong(self, task: str) -> bool:
-        """Whether the environment does not have `task` here, or as often."""
-        if self._place < len(self._own):
-            return self._own[self._place] != task
-        return self._seen[task] >= self._own.count(task)
+        """Whether the environment has another task here, or has `task` less often."""
+        if self._place < len(self._expected):
+            return self._expected[self._place] != task
+        return self._seen[task] >= self._expected.count(task)

@@ -1,4 +1,4 @@
-"""The over-optimisation watch of a climb: a gold score, never trained on, beside the reward that is."""
+"""The over-optimisation watch: compares the trained reward with a gold score that is never trained on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from perilune.models.decoder import Decoder
 
 
 class GoldWatch:
-    """Watches when episodes carry a gold figure (`metrics["gold"]`), and does nothing otherwise.
+    """Watches runs whose episodes have a gold score (`metrics["gold"]`), and does nothing otherwise.
 
-    Made after the workspace was rewound: steps of earlier attempts count.
+    Create it after `TrainingLoop`: it reads the metrics of earlier attempts.
 
     Args:
-        start: loads the policy that the climb began with; called at the first step that has gold.
-        temperature: of sampling, at which log-probs are taken.
+        start: loads the policy before training; called at the first step with gold scores.
+        temperature: sampling temperature, for log-probs.
     """
 
     def __init__(self, workspace: Workspace, start: Callable[[], Decoder], temperature: float) -> None:
@@ -37,8 +37,8 @@ class GoldWatch:
             if GOLD in line:
                 self._watch.observe(line["step"], line["kl_start"], line[GOLD])
 
-    def look(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Figures of one step: gold, kl_start (nats an episode) and those of `OveroptimisationWatch`."""
+    def observe(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+        """Metrics of one step: gold, kl_start (nats per episode) and those of `OveroptimisationWatch`."""
         judged = [one for one in episodes if GOLD in one.metrics]
         if not judged:
             return {}
@@ -54,17 +54,18 @@ class GoldWatch:
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
         figures = self._watch.observe(step, kl, gold)
         if self._watch.recommended_stop != was_recommended:
-            self._tell("stop_recommended", step, f"stop here: gold is {gold:.3f} and no longer surely rises")
+            message = f"stop here: the gold score is {gold:.3f} and no longer clearly rises"
+            self._report("stop_recommended", step, message)
         if self._watch.alarm != was_alarmed:
-            self._tell("overoptimisation", step, "ALARM: gold no longer surely rises, whatever reward does")
+            self._report("overoptimisation", step, "ALARM: the gold score no longer rises with the reward")
         return {GOLD: gold, "kl_start": kl, **figures}
 
-    def _tell(self, kind: str, step: int, message: str) -> None:
+    def _report(self, kind: str, step: int, message: str) -> None:
         self._workspace.event(kind, step=step)
-        self._workspace.log(f"step {step}: {message} (the same recipe with fewer steps ends there)")
+        self._workspace.log(f"step {step}: {message} (set steps to {step} in the recipe to stop there)")
 
     def summary(self) -> dict[str, Any]:
-        """`gold`: the stop that was recommended, the alarm, the best step and the fitted law; or nothing."""
+        """`gold`: the recommended stop, the alarm, the best step and the fitted law; empty without gold."""
         lines = [line for line in self._workspace.metrics() if GOLD in line]
         if not lines:
             return {}
@@ -91,9 +92,9 @@ class GoldWatch:
 def kl_from_start(
     episodes: Sequence[Episode], start_logprobs: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]]
 ) -> float:
-    """KL(policy || start) in nats an episode: mean over episodes of the sum over tokens of k3.
+    """KL(policy || start) in nats per episode: the mean over episodes of the sum of k3 over tokens.
 
-    k3 = exp(-x) - 1 + x with x = log-prob of the policy less that of the start; unbiased and never negative.
+    k3 = exp(-x) - 1 + x, where x is the policy's log-prob minus the start's; unbiased and never negative.
     """
     sums = []
     for one, start in zip(episodes, start_logprobs, strict=True):

@@ -1,12 +1,12 @@
-"""The gradient check: the learner's gradient against a loss written out by hand, before the first step.
+"""The gradient check: compares the learner's gradient with an independent computation before the first step.
 
-The loss is a function of the log-probs of the learned tokens (and of the critic's values): torch's autograd
-gives its derivative for each of them. How these move with the weights is measured in float64 by central
-differences, for the decoder's own backward pass is among what is checked. Both together are the derivative of
-the loss along a direction in the space of weights, which the learner's gradient must give too.
+The loss is a function of the log-probs of the trained tokens (and of the critic's values); autograd gives
+its derivative with respect to them. Central differences in float64 give their derivative along a direction
+in the space of weights, because the decoder's own backward pass is checked too. The chain rule combines both
+into the derivative of the loss along the direction, which the learner's gradient must reproduce.
 
-The sampler has drifted from the policy, and the reference is another policy: clips, ratios and the KL all
-count. Products are float32 whatever the precision of the run: bfloat16 rounds by more than some mistakes do.
+The sampler has drifted from the policy, and the reference is another policy, so clips, ratios and the KL all
+matter. Products are float32 for every precision of the run: some mistakes are smaller than bfloat16 rounding.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from perilune.tasks.checks.twin import Figures, Twin, plain
 from perilune.tasks.stage.publishing import RANDOM, gap_limit, plain_limit
 
 DIRECTIONS = 2
-STEP = 1e-5  # in every weight, of a central difference
-CPU_TOLERANCE, TOLERANCE = 2e-3, 2e-2  # of a derivative, relative to the largest
-TINY = 1e-7  # a derivative that is rounding
-TOKEN_BUDGET = 12  # so that there are several micro-batches
+STEP = 1e-5  # change of every weight in a central difference
+CPU_TOLERANCE, TOLERANCE = 2e-3, 2e-2  # error of a derivative, relative to the largest derivative
+TINY = 1e-7  # error of a derivative by rounding
+TOKEN_BUDGET = 12  # small, so that there are several micro-batches
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the loss by hand is made of: float64[M], one for each learned token of all episodes."""
+    """The inputs of the independent losses: float64[M], one value for each trained token."""
 
     weights: Tensor
     sampler: Tensor
@@ -53,20 +53,18 @@ Loss = Callable[[_Tokens, Figures], Tensor]
 
 
 def check_gradient(twin: Twin) -> None:
-    """Compare every component of the run's loss.
+    """Compare the gradients of all components of the run's loss.
 
     Raises:
-        WorkFailedError: naming the component, and the mistake or the parameters whose gradient is wrong; as
-            `check_weights` and `check_packed`; when the learner's log-probs are wrong already.
+        WorkFailedError: naming the component, and the mistake or the parameters whose gradient is wrong; when
+            the learner's log-probs are wrong; see also `check_weights` and `check_packed`.
     """
     spec, learner = twin.spec, twin.learner
-    left_out = [name for name in twin.trained if name not in learner.optimizer.parameters]
-    if left_out:
-        raise WorkFailedError(
-            f"{len(left_out)} of {len(twin.trained)} parameters are not given to the optimizer, the first is"
-            f" {left_out[0]}",
-            where="preflight",
-            remedy=REPORT_BUG,
+    missing = [name for name in twin.trained if name not in learner.optimizer.parameters]
+    if missing:
+        raise _error(
+            f"{len(missing)} of {len(twin.trained)} parameters are not given to the optimizer, the first is"
+            f" {missing[0]}"
         )
     weighted = twin.weight_groups(twin.groups)
     centred = spec.algorithm.centred and spec.algorithm.compares == "group"
@@ -77,54 +75,56 @@ def check_gradient(twin: Twin) -> None:
     if spec.kl:
         batches = with_reference(batches, twin.reference)
     episodes = [one for group in twin.groups for one in group]
-    now = plain(learner.decoder, twin.critic, episodes, spec.temperature)
-    moves = [_moves(twin, direction) for direction in range(DIRECTIONS)]
+    current = plain(learner.decoder, twin.critic, episodes, spec.temperature)
+    differences = [_central_differences(twin, direction) for direction in range(DIRECTIONS)]
     for name in COMPONENTS:
-        alone = [_only(batch, name) for batch in batches if getattr(batch, name) is not None]
-        if not alone:
+        single = [_only(batch, name) for batch in batches if getattr(batch, name) is not None]
+        if not single:
             continue
-        learner.forward_backward(alone)
-        found = [sum(_slopes(twin, direction).values()) for direction in range(DIRECTIONS)]
+        learner.forward_backward(single)
+        actual = [sum(_slopes(twin, direction).values()) for direction in range(DIRECTIONS)]
         tokens = _tokens(twin, weighted, name)
-        right = [_derivative(_BY_HAND[name], tokens, now, one) for one in moves]
-        limit = _tolerance(twin) * max(map(abs, right)) + TINY
-        if not _alike(found, right, limit):
-            known = {
-                why: [_derivative(loss, other, now, one) for one in moves]
-                for why, loss, other in _mistakes(name, twin, tokens, len(alone))
+        expected = [_derivative(_LOSSES[name], tokens, current, one) for one in differences]
+        limit = _tolerance(twin) * max(map(abs, expected)) + TINY
+        if not _close(actual, expected, limit):
+            mistakes = {
+                mistake: [_derivative(loss, other, current, one) for one in differences]
+                for mistake, loss, other in _mistakes(name, twin, tokens, len(single))
             }
-            why = next((said for said, theirs in known.items() if _alike(found, theirs, limit)), None)
-            raise WorkFailedError(
-                f"the gradient of {_CALLED[name]} is not the one worked out by hand:"
-                f" {why or _where(twin, partial(_derivative, _BY_HAND[name], tokens, now))}",
-                where="preflight",
-                remedy=REPORT_BUG,
-            )
+            why = next((mistake for mistake, wrong in mistakes.items() if _close(actual, wrong, limit)), None)
+            why = why or _wrong_parameters(twin, partial(_derivative, _LOSSES[name], tokens, current))
+            raise _error(f"the gradient of {_LABELS[name]} differs from an independent computation: {why}")
         for parameter in learner.optimizer.parameters.values():
             parameter.grad = None
 
 
+def _error(message: str) -> WorkFailedError:
+    return WorkFailedError(message, where="preflight", remedy=REPORT_BUG)
+
+
 def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
-    """Compare the log-probs that the loss is a function of, computed as for learning."""
+    """Compare the learner's log-probs, computed as in training, with those of single sequences."""
     by_id = {one.episode_id: one for group in twin.groups for one in group}
     decoder, temperature = twin.learner.decoder, twin.spec.temperature
     for batch in batches:
         episodes = [by_id[name] for name in batch.episode_ids]
-        moved = batch.to(twin.device)
-        found, again = (
-            target_logprobs(decoder, moved, predicting_states(decoder, moved))[0].detach().cpu().double()
+        on_device = batch.to(twin.device)
+        first, second = (
+            target_logprobs(decoder, on_device, predicting_states(decoder, on_device))[0]
+            .detach()
+            .cpu()
+            .double()
             for _ in range(2)
         )
-        why = f"the learner's forward pass gives other log-probs each time: {RANDOM}"
-        if float((found - again).abs().max()) <= gap_limit(decoder):
-            right, at_one = (plain(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
-            gap = float((found - right).abs().max())
-            if gap <= plain_limit(decoder):
-                continue
-            why = f"the learner's log-probs differ by {gap:.3g} nats from those of one sequence at a time"
-            if float((found - at_one).abs().max()) <= plain_limit(decoder):
-                why = f"the temperature {temperature:g} is missing from the learner's log-probs"
-        raise WorkFailedError(why, where="preflight", remedy=REPORT_BUG)
+        if float((first - second).abs().max()) > gap_limit(decoder):
+            raise _error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
+        expected, at_one = (plain(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
+        gap = float((first - expected).abs().max())
+        if gap <= plain_limit(decoder):
+            continue
+        if float((first - at_one).abs().max()) <= plain_limit(decoder):
+            raise _error(f"the temperature {temperature:g} is missing from the learner's log-probs")
+        raise _error(f"the learner's log-probs differ by {gap:.3g} nats from those of one sequence at a time")
 
 
 def _only(batch: PackedBatch, name: str) -> PackedBatch:
@@ -135,15 +135,15 @@ def _tolerance(twin: Twin) -> float:
     return CPU_TOLERANCE if twin.device.type == "cpu" else TOLERANCE
 
 
-def _alike(some: Sequence[float], others: Sequence[float], limit: float) -> bool:
-    return all(abs(one - other) <= limit for one, other in zip(some, others, strict=True))
+def _close(values: Sequence[float], others: Sequence[float], limit: float) -> bool:
+    return all(abs(one - other) <= limit for one, other in zip(values, others, strict=True))
 
 
 # ---- derivatives along a direction -----------------------------------------------------------------------
 
 
 def _directions(twin: Twin, direction: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """By name of a parameter that learns: the exact twin's, and +-1 for each of its elements."""
+    """For each trained parameter: its name, its float64 copy, and +-1 for each element."""
     random = torch.Generator().manual_seed(direction)
     exact = dict(twin.exact.named_parameters())
     if twin.exact_critic is not None:
@@ -153,7 +153,7 @@ def _directions(twin: Twin, direction: int) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _slopes(twin: Twin, direction: int) -> dict[str, float]:
-    """What the learner's gradient of each parameter says of the loss along a direction."""
+    """The derivative of the loss along a direction, from the learner's gradient, by parameter."""
     gradients = {name: parameter.grad for name, parameter in twin.learner.optimizer.parameters.items()}
     return {
         name: 0.0 if (gradient := gradients[name]) is None else float((gradient.cpu().double() * signs).sum())
@@ -161,51 +161,55 @@ def _slopes(twin: Twin, direction: int) -> dict[str, float]:
     }
 
 
-def _moves(twin: Twin, direction: int, only: str | None = None) -> Figures:
-    """By central differences of all weights, or of one parameter's."""
+def _central_differences(twin: Twin, direction: int, only: str | None = None) -> Figures:
+    """The derivatives of the figures along a direction, for all weights or those of one parameter."""
     episodes = [one for group in twin.groups for one in group]
     weights = [one for one in _directions(twin, direction) if only in (None, one[0])]
 
-    def moved(by: float) -> Figures:
+    def shifted(by: float) -> Figures:
         for _, weight, signs in weights:
             weight.add_(signs, alpha=by)
         return plain(twin.exact, twin.exact_critic, episodes, twin.spec.temperature)
 
-    up, down = moved(STEP), moved(-2 * STEP)
+    up, down = shifted(STEP), shifted(-2 * STEP)
     for _, weight, signs in weights:
         weight.add_(signs, alpha=STEP)
     return Figures(*((one - other) / (2 * STEP) for one, other in zip(up, down, strict=True)))
 
 
-def _derivative(loss: Loss, tokens: _Tokens, now: Figures, moves: Figures) -> float:
-    """Of a loss, by the chain rule."""
-    leaves = Figures(*(one.clone().requires_grad_() for one in now))
-    found = torch.autograd.grad(loss(tokens, leaves), leaves, allow_unused=True)
-    return sum(float(one @ move) for one, move in zip(found, moves, strict=True) if one is not None)
+def _derivative(loss: Loss, tokens: _Tokens, current: Figures, differences: Figures) -> float:
+    """The derivative of a loss along a direction, by the chain rule."""
+    leaves = Figures(*(one.clone().requires_grad_() for one in current))
+    gradients = torch.autograd.grad(loss(tokens, leaves), leaves, allow_unused=True)
+    return sum(
+        float(one @ other) for one, other in zip(gradients, differences, strict=True) if one is not None
+    )
 
 
-def _where(twin: Twin, derivative: Callable[[Figures], float]) -> str:
+def _wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str:
     """Which parameters have the wrong gradient."""
-    found = _slopes(twin, 0)
-    right = {name: derivative(_moves(twin, 0, name)) for name in found}
-    limit = _tolerance(twin) * max(map(abs, right.values())) + TINY
-    wrong = [name for name in found if abs(found[name] - right[name]) > limit]
+    actual = _slopes(twin, 0)
+    expected = {name: derivative(_central_differences(twin, 0, name)) for name in actual}
+    limit = _tolerance(twin) * max(map(abs, expected.values())) + TINY
+    wrong = [name for name in actual if abs(actual[name] - expected[name]) > limit]
     if not wrong:
         return "it differs by little in many parameters"
-    first = max(wrong, key=lambda name: abs(right[name]))
-    times = found[first] / right[first] if right[first] else np.inf
-    of = "all parameters" if len(wrong) == len(found) else f"{len(wrong)} of {len(found)} parameters"
-    what = "is missing" if abs(times) < 1e-6 else "has the wrong sign" if abs(times + 1) < 0.05 else (
-        f"is {times:.3g} times the right one"
-    )  # fmt: skip
-    return f"that of {of} is wrong, that of {first} {what}"
+    first = max(wrong, key=lambda name: abs(expected[name]))
+    times = actual[first] / expected[first] if expected[first] else np.inf
+    of = "all parameters" if len(wrong) == len(actual) else f"{len(wrong)} of {len(actual)} parameters"
+    problem = f"is {times:.3g} times the right one"
+    if abs(times) < 1e-6:
+        problem = "is missing"
+    elif abs(times + 1) < 0.05:
+        problem = "has the wrong sign"
+    return f"that of {of} is wrong, that of {first} {problem}"
 
 
-# ---- the loss by hand -----------------------------------------------------------------------------------
+# ---- the independent losses -----------------------------------------------------------------------------
 
 
 def _policy_loss(tokens: _Tokens, now: Figures, *, smaller: bool = True) -> Tensor:
-    """PPO's clipped gain with its dual clip, of token or sequence ratios; or CISPO's weighted log-probs."""
+    """PPO's clipped gain with dual clip, for token or sequence ratios; or CISPO's weighted log-probs."""
     rule, weights, logprobs = tokens.surrogate, tokens.weights, now.logprobs
     ratio = (logprobs - tokens.sampler).exp()
     if rule.ratio != "token":
@@ -213,11 +217,11 @@ def _policy_loss(tokens: _Tokens, now: Figures, *, smaller: bool = True) -> Tens
         total = (logprobs - tokens.sampler).detach() @ of
         whole = total / of.sum(0) if rule.ratio == "sequence" else total
         ratio = (of @ whole).exp() * (logprobs - logprobs.detach()).exp()
-    bounded = torch.clip(ratio, rule.low, rule.high)
+    clipped = torch.clip(ratio, rule.low, rule.high)
     if rule.clip == "weight":
-        return -(weights * bounded.detach() * logprobs).sum()
-    free, held = ratio * weights, bounded * weights
-    gain = torch.where((free < held) == smaller, free, held)
+        return -(weights * clipped.detach() * logprobs).sum()
+    free, bounded = ratio * weights, clipped * weights
+    gain = torch.where((free < bounded) == smaller, free, bounded)
     if rule.dual is not None:
         gain = torch.where((weights < 0) & (gain < rule.dual * weights), rule.dual * weights, gain)
     return -gain.sum()
@@ -247,14 +251,14 @@ def _entropy_loss(tokens: _Tokens, now: Figures) -> Tensor:
     return -(tokens.weights * now.entropies).sum()
 
 
-_BY_HAND: Mapping[str, Loss] = {
+_LOSSES: Mapping[str, Loss] = {
     "policy_gradient": _policy_loss,
     "cross_entropy": _cross_entropy,
     "reference_kl": _kl_loss,
     "entropy": _entropy_loss,
     "value": _value_loss,
 }
-_CALLED = {
+_LABELS = {
     "policy_gradient": "the policy loss",
     "cross_entropy": "the cross-entropy",
     "reference_kl": "the KL to the reference",
@@ -264,10 +268,10 @@ _CALLED = {
 
 
 def _mistakes(name: str, twin: Twin, right: _Tokens, batches: int) -> Iterator[tuple[str, Loss, _Tokens]]:
-    """Known mistakes, as losses of tokens."""
-    loss = _BY_HAND[name]
-    yield "its sign is wrong", lambda *seen: -loss(*seen), right
-    yield "it is divided by the number of micro-batches once more", lambda *seen: loss(*seen) / batches, right
+    """Known mistakes: a description, and the loss with its inputs."""
+    loss = _LOSSES[name]
+    yield "its sign is wrong", lambda *inputs: -loss(*inputs), right
+    yield "it is divided by the number of micro-batches twice", lambda *inputs: loss(*inputs) / batches, right
     if name == "policy_gradient":
         rule = right.surrogate
         yield "the clip takes the larger gain, not the smaller", partial(_policy_loss, smaller=False), right
@@ -279,17 +283,14 @@ def _mistakes(name: str, twin: Twin, right: _Tokens, batches: int) -> Iterator[t
         episodes = [one for group in twin.groups for one in group]
         other: KLEstimator = "k3" if right.surrogate.kl == "k2" else "k2"
         at_one, *_ = plain(twin.reference, None, episodes, 1.0)
-        yield (
-            "it is taken to the sampler, not to the reference",
-            loss,
-            replace(right, reference=right.sampler),
-        )
+        sampler = replace(right, reference=right.sampler)
+        yield "it is computed to the sampler, not to the reference", loss, sampler
         yield "the reference's log-probs are at temperature 1", loss, replace(right, reference=at_one)
         yield f"its estimator is {other}", loss, replace(right, surrogate=replace(right.surrogate, kl=other))
 
 
 def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens:
-    """The parts of a component's loss, counted again from what the algorithm made of the groups."""
+    """The inputs of a component's loss, from the weighted groups."""
     spec, group = twin.spec, weighted[0]
     episodes = [one for group in weighted for one in group.episodes]
     masks = [one.loss_mask for one in episodes]
@@ -316,12 +317,12 @@ def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens
 
 
 def _component(group: WeightedGroup, name: str) -> Component:
-    found: Component | ValueTargets = getattr(group, name)
-    return found.component if isinstance(found, ValueTargets) else found
+    targets: Component | ValueTargets = getattr(group, name)
+    return targets.component if isinstance(targets, ValueTargets) else targets
 
 
 def _configured(algorithm: Algorithm, surrogate: Surrogate) -> Surrogate:
-    """The surrogate with the bounds that the algorithm's options say."""
+    """The surrogate with the bounds from the algorithm's options."""
     options = algorithm.model_dump()
     if "ratio_max" in options:
         return replace(surrogate, low=options["ratio_min"], high=options["ratio_max"], clip="weight")

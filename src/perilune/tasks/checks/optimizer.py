@@ -1,8 +1,8 @@
-"""The optimizer check: updates move weights and moments as AdamW's equations say, and nothing else does.
+"""The optimizer check: weights and moments change only by updates that follow AdamW's equations.
 
-It follows one element of every parameter, the one with the largest gradient among a few, and computes its
-update again in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Between two updates those
-elements must not change: an optimizer that is made anew at each step has lost its moments.
+It follows one element of every parameter, the one with the largest gradient among a sample, and recomputes
+its update in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Between two updates those
+elements must not change. This finds, for example, an optimizer that is recreated at each step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from perilune.learn.optimizer import BETA1, EPSILON
 from perilune.learn.trainer import CRITIC, Learner
 from perilune.learn.training_settings import OptimizerSettings
 
-LOOKED_AT = 512  # elements of a parameter among which the largest gradient is chosen
-TOLERANCE = 1e-3  # of an update, relative to it; the weight may be rounded besides
+CANDIDATES = 512  # elements of a parameter among which the one with the largest gradient is chosen
+TOLERANCE = 1e-3  # relative error of an update, besides the rounding of the weight
 
 Array = NDArray[np.float64]
 
 
 class _State(NamedTuple):
-    """float64[N], one element of each parameter."""
+    """float64[N]: one element of each parameter, and its moments."""
 
     weights: Array
     first: Array
@@ -35,106 +35,102 @@ class _State(NamedTuple):
 
 
 class OptimizerChecker:
-    """Watches the updates of a learner from one step to the next.
+    """Checks the updates of a learner.
 
     Args:
-        learner: whose `optimizer` is asked anew at every update: it may have been replaced.
-        settings: what the run asks of AdamW.
-        critic_lr: the critic's peak learning rate where it is not the decoder's.
+        learner: its `optimizer` is read at every update, because a bug may replace it.
+        settings: the run's settings of AdamW.
+        critic_lr: the critic's peak learning rate; by default the decoder's.
     """
 
     def __init__(self, learner: Learner, settings: OptimizerSettings, critic_lr: float | None = None) -> None:
         self._learner, self._settings = learner, settings
         self._critic_factor = 1.0 if critic_lr is None else critic_lr / settings.peak_lr
         self._places: dict[str, int] = {}
-        self._left: _State | None = None  # as the last update left them
+        self._last: _State | None = None  # after the last update
 
     @contextmanager
     def watched(self, lr: float) -> Iterator[None]:
-        """Check the update that is made inside, with the gradients that are there when it begins.
+        """Check the update made in the block, which uses the current gradients.
 
         Raises:
             WorkFailedError: naming a parameter, and the mistake if it is a known one.
         """
-        self._check_untouched()
-        gradients, norm = self._look()
+        self._check_unchanged()
+        gradients, norm = self._choose_elements()
         before, step = self._read(), self._learner.optimizer.step
         yield
         after = self._read()
         self._check_step(step)
         self._check_update(gradients, norm, before, after, lr)
-        self._left = after
+        self._last = after
 
     @torch.no_grad()
-    def _look(self) -> tuple[Array, float]:
-        """Choose the elements; their gradients, and the norm of the whole gradient."""
-        places, found, norms = {}, [], {}
+    def _choose_elements(self) -> tuple[Array, float]:
+        """Choose one element of each parameter; return their gradients and the norm of the whole gradient."""
+        places, gradients, norms = {}, [], {}
         for name, parameter in self._learner.optimizer.parameters.items():
-            if not parameter.numel():  # another process has all of it
+            if not parameter.numel():  # another process has this parameter
                 continue
             places[name] = 0
             gradient = parameter.grad
             if gradient is None:
-                found.append(parameter.new_zeros((), dtype=torch.float32))
+                gradients.append(parameter.new_zeros((), dtype=torch.float32))
                 continue
             flat = gradient.reshape(-1)
-            stride = max(1, len(flat) // LOOKED_AT)
+            stride = max(1, len(flat) // CANDIDATES)
             places[name] = int(flat[::stride].abs().argmax()) * stride
-            found.append(flat[places[name]].float())
+            gradients.append(flat[places[name]].float())
             norms[name] = torch.linalg.vector_norm(gradient)
         norms = dict(self._learner.optimizer.whole_norms(norms)) if norms else {}
         self._places = places
-        size = torch.linalg.vector_norm(torch.stack([*norms.values()])) if norms else 0.0
-        return torch.stack(found).double().cpu().numpy(), float(size)
+        norm = torch.linalg.vector_norm(torch.stack([*norms.values()])) if norms else 0.0
+        return torch.stack(gradients).double().cpu().numpy(), float(norm)
 
     @torch.no_grad()
     def _read(self) -> _State:
-        optimizer = self._learner.optimizer
-        sources = (optimizer.parameters, optimizer.first, optimizer.second)
-        return _State(*(
-            torch.stack([source[name].reshape(-1)[place].double() for name, place in self._places.items()])
-            .cpu().numpy()
-            for source in sources
-        ))  # fmt: skip
+        def chosen(tensors: Mapping[str, torch.Tensor]) -> Array:
+            elements = [tensors[name].reshape(-1)[place].double() for name, place in self._places.items()]
+            return torch.stack(elements).cpu().numpy()
 
-    def _check_untouched(self) -> None:
-        if self._left is None:
+        optimizer = self._learner.optimizer
+        return _State(chosen(optimizer.parameters), chosen(optimizer.first), chosen(optimizer.second))
+
+    def _check_unchanged(self) -> None:
+        if self._last is None:
             return
-        now = self._read()
-        for what, was, found in zip(_State._fields, self._left, now, strict=True):
-            changed = np.flatnonzero(was != found)
+        for field, before, now in zip(_State._fields, self._last, self._read(), strict=True):
+            changed = np.flatnonzero(before != now)
             if len(changed):
-                name, kind = (
-                    list(self._places)[changed[0]],
-                    "weights" if what == "weights" else f"{what} moments",
-                )
-                lost = ": the optimizer lost its state" if what != "weights" and not found.any() else ""
-                raise self._wrong(f"the {kind} of {name} changed between two updates{lost}")
+                name = list(self._places)[changed[0]]
+                kind = "weights" if field == "weights" else f"{field} moments"
+                lost = ": the optimizer lost its state" if field != "weights" and not now.any() else ""
+                raise self._error(f"the {kind} of {name} changed between two updates{lost}")
 
     def _check_step(self, before: int) -> None:
-        found = self._learner.optimizer.step
-        if found != before + 1:
-            raise self._wrong(f"the optimizer's step count went from {before} to {found}")
+        after = self._learner.optimizer.step
+        if after != before + 1:
+            raise self._error(f"the optimizer's step count went from {before} to {after}")
 
     def _check_update(self, gradients: Array, norm: float, before: _State, after: _State, lr: float) -> None:
         clip = self._settings.grad_clip
         scale = min(1.0, clip / (norm + 1e-6))
         critics = np.array([name.startswith(CRITIC) for name in self._places])
         rates = lr * np.where(critics, self._critic_factor, 1.0)
-        right = self._updated(gradients * scale, before, rates)
-        for what, theirs, found, started in zip(_State._fields, right, after, before, strict=True):
-            allowed = TOLERANCE * np.abs(theirs - started) + 1e-30
-            allowed += np.abs(started) * (self._rounding() if what == "weights" else 1e-5)
-            wrong = np.flatnonzero(~(np.abs(found - theirs) <= allowed))
+        updated = self._updated(gradients * scale, before, rates)
+        for field, expected, actual, old in zip(_State._fields, updated, after, before, strict=True):
+            allowed = TOLERANCE * np.abs(expected - old) + 1e-30
+            allowed += np.abs(old) * (self._rounding() if field == "weights" else 1e-5)
+            wrong = np.flatnonzero(~(np.abs(actual - expected) <= allowed))
             if not len(wrong):
                 continue
-            name = list(self._places)[wrong[0]]
+            first = wrong[0]
             mistakes = self._mistakes(gradients, scale, before, rates)
-            why = next((told for told, state in mistakes.items() if _same(state, after, wrong)), "")
-            raise self._wrong(
+            why = next((mistake for mistake, state in mistakes.items() if _same(state, after, wrong)), "")
+            raise self._error(
                 f"{len(wrong)} of {len(self._places)} parameters did not move as AdamW says, the first is"
-                f" {name}: its {_NAMES[what]} went from {started[wrong[0]]:.6g} to {found[wrong[0]]:.6g}, and"
-                f" should be {theirs[wrong[0]]:.6g}{why and ': ' + why}"
+                f" {list(self._places)[first]}: its {_NAMES[field]} went from {old[first]:.6g} to"
+                f" {actual[first]:.6g}, and should be {expected[first]:.6g}{why and ': ' + why}"
             )
 
     def _updated(
@@ -146,7 +142,12 @@ class OptimizerChecker:
         decayed: bool | None = None,
         corrected: bool = True,
     ) -> _State:
-        """AdamW's update; decay on matrices only, unless `decayed` says on all or none."""
+        """The state after AdamW's update.
+
+        Args:
+            decayed: weight decay on all or no parameters; by default on matrices only.
+            corrected: whether the moments are corrected for their bias.
+        """
         beta2, step = self._settings.beta2, self._learner.optimizer.step
         first = BETA1 * before.first + (1 - BETA1) * gradients
         second = beta2 * before.second + (1 - beta2) * gradients**2
@@ -164,9 +165,9 @@ class OptimizerChecker:
         return np.array([8 * torch.finfo(parameters[name].dtype).eps for name in self._places])
 
     def _mistakes(self, gradients: Array, scale: float, before: _State, lr: Array) -> Mapping[str, _State]:
-        """What known mistakes would have made of the elements."""
+        """The states after updates with known mistakes."""
         clipped = gradients * scale
-        whole = np.zeros_like(gradients)
+        zeros = np.zeros_like(gradients)
         return {
             "it was not updated at all": before,
             "the update climbs the loss": self._updated(clipped, before, -lr),
@@ -177,11 +178,11 @@ class OptimizerChecker:
             ),
             "the gradient was clipped twice": self._updated(clipped * scale, before, lr),
             "the gradient was not clipped": self._updated(gradients, before, lr),
-            "the moments were reset": self._updated(clipped, _State(before.weights, whole, whole), lr),
+            "the moments were reset": self._updated(clipped, _State(before.weights, zeros, zeros), lr),
         }
 
-    def _wrong(self, what: str) -> WorkFailedError:
-        return WorkFailedError(what, where=f"update {self._learner.version}", remedy=REPORT_BUG)
+    def _error(self, message: str) -> WorkFailedError:
+        return WorkFailedError(message, where=f"update {self._learner.version}", remedy=REPORT_BUG)
 
 
 _NAMES = {"weights": "weight", "first": "first moment", "second": "second moment"}
@@ -189,6 +190,6 @@ _NAMES = {"weights": "weight", "first": "first moment", "second": "second moment
 
 def _same(one: _State, other: _State, places: NDArray[np.int64]) -> bool:
     return all(
-        np.allclose(mine[places], theirs[places], rtol=1e-5, atol=1e-12)
-        for mine, theirs in zip(one, other, strict=True)
+        np.allclose(mine[places], others[places], rtol=1e-5, atol=1e-12)
+        for mine, others in zip(one, other, strict=True)
     )

@@ -1,7 +1,7 @@
-"""The preflight: what is checked before the first step of an attempt.
+"""The preflight: checks before the first step of an attempt.
 
-On a scaled-down twin of the policy, advantages and gradients are compared with what is worked out by hand.
-A run of 20 steps or more must also solve a bandit, and its reward is audited.
+On a scaled-down copy of the policy, advantages and gradients are compared with an independent computation.
+A run of at least 20 steps must also solve a bandit, and its reward is audited.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.tasks.rl.spec import RLSpec
 
-LONG = 20  # steps from which a run is worth a bandit and an audit
+LONG = 20  # fewest steps of a run with a bandit and an audit
 
 
 def run_preflight(
     workspace: Workspace, spec: RLSpec, config: DecoderConfig, device: torch.device, first: int
 ) -> None:
-    """Check advantages and gradients, and before a long run whose first step is 0 the learning itself.
+    """Check gradients and advantages; before a long run, solve a bandit and audit the reward.
+
+    Args:
+        first: number of completed steps; a resumed run skips the bandit.
 
     Raises:
-        WorkFailedError: as `check_gradient`, `check_advantages` and `solve_bandit`.
+        WorkFailedError: see `check_gradient`, `check_advantages` and `solve_bandit`.
     """
     if not workspace.leads:
         return

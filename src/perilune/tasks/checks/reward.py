@@ -1,4 +1,4 @@
-"""Before a policy is let loose on a reward: a short audit of it, and a warning where it fails."""
+"""The reward check: a short audit of the reward before training, with a warning if it fails."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from perilune.watchdog import Waiting
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
 
-TASKS = 3  # the fewest from which an audit concludes across tasks
+TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
 FILE = "reward_audit.json"
 FAILING = frozenset({"D", "F"})
 
 
 def check_reward(workspace: Workspace) -> None:
-    """Audit the environment's reward, unless an earlier attempt did; say it when it fails.
+    """Audit the environment's reward, unless an earlier attempt did, and log the grade.
 
-    A search is left to `perilune environments audit`. The findings are in `artifacts/reward_audit.json`.
+    The findings are written to `artifacts/reward_audit.json`. Only `perilune environments audit` also
+    searches for exploits.
     """
     if (workspace.artifacts / FILE).exists():
         return
     with Waiting("reward audit"):
         audit = audit_reward(workspace.job.environment, tasks=TASKS, search_budget=0, seed=workspace.job.seed)
     write_json(workspace.artifacts / FILE, audit.to_json())
-    workspace.log(told(audit))
+    workspace.log(describe_audit(audit))
 
 
-def told(audit: Audit) -> str:
+def describe_audit(audit: Audit) -> str:
     """One line for the log."""
     line = f"reward audit: grade {audit.grade}"
     if not audit.findings:
@@ -38,4 +39,7 @@ def told(audit: Audit) -> str:
     line += f" ({worst.probe}: {worst.what})"
     if audit.grade not in FAILING:
         return line
-    return f"warning: {line}: a policy may climb it without solving tasks; see `perilune environments audit`"
+    return (
+        f"warning: {line}: a policy may raise this reward without solving tasks;"
+        " see `perilune environments audit`"
+    )

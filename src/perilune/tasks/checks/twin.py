@@ -1,4 +1,4 @@
-"""A scaled-down twin of a run's policy, and a batch of answers for it: what the preflight works on."""
+"""The model of the preflight: a scaled-down copy (twin) of a run's policy, with a batch of answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.data.episode import Episode
+from perilune.data.episode import Episode, unsampled_tokens
 from perilune.learn.adaptation import adapt
 from perilune.learn.algorithms import StepContext
 from perilune.learn.critic import Critic
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from perilune.tasks.rl.spec import RLSpec
 
 _VOCABULARY, _HIDDEN, _RANK = 32, 32, 4
-_LENGTHS = (5, 2, 4, 1)  # of answers, in tokens
-# Log-probs of the learner less the sampler's, in nats: ratios of 1 to 4.5, inside usual bounds and out.
+_LENGTHS = (5, 2, 4, 1)  # lengths of answers in tokens
+# The learner's log-probs minus the sampler's, in nats: ratios from 0.5 to 4.5, inside and outside the clips.
 _DRIFT = np.array([0.0, 0.08, -0.08, 0.6, -0.6, 1.5])
 
 
 class Twin:
-    """Policy, reference and critic of the run's kind: its family, depth, adapter and algorithm.
+    """Policy, reference and critic with the run's family, depth, adapter and algorithm.
 
     Width, vocabulary and rank are small, and products are float32.
 
     Attributes:
-        exact: the same policy in float64, computed without the kernels and without a gradient.
-        trained: names of the parameters that are to learn.
-        groups: of answers by a sampler that has drifted from the policy.
+        exact: the same policy in float64, without kernels and without a gradient.
+        trained: names of the trained parameters.
+        groups: answers of a sampler that has drifted from the policy.
     """
 
     def __init__(self, spec: RLSpec, config: DecoderConfig, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class Twin:
         self.groups = self._answers()
 
     def weight_groups(self, groups: Groups) -> list[WeightedGroup]:
-        """What the run's algorithm makes of these groups at its first step."""
+        """The run's token weights of these groups at its first step."""
         spec = self.spec
         names = set(spec.algorithm.needs)
         if spec.kl and spec.kl_estimator == "k1_reward":
@@ -91,10 +91,10 @@ class Twin:
         """Two groups; the first answer of each is the right one."""
         random = np.random.default_rng(0)
         samples = max(len(_LENGTHS), self.spec.algorithm.least_samples + 1)
-        worth = float(getattr(self.spec.algorithm, "passes_at", 1.0))
+        reward = float(getattr(self.spec.algorithm, "passes_at", 1.0))
         prompts = [random.integers(_VOCABULARY, size=size).astype(np.int32) for size in (2, 3)]
         every = [
-            _answer(f"0/{group}/{sample}", prompt, worth * (sample == 0), random)
+            _answer(f"0/{group}/{sample}", prompt, reward * (sample == 0), random)
             for group, prompt in enumerate(prompts)
             for sample in range(samples)
         ]
@@ -109,7 +109,7 @@ class Twin:
 def _answer(name: str, prompt: np.ndarray, reward: float, random: np.random.Generator) -> Episode:
     length = _LENGTHS[int(name.rpartition("/")[2]) % len(_LENGTHS)]
     mask = np.ones(length, np.bool_)
-    mask[1:-1:2] = False  # what others said
+    mask[1:-1:2] = False  # observed tokens
     return Episode(
         episode_id=name,
         group_id=name.rpartition("/")[0],
@@ -118,29 +118,31 @@ def _answer(name: str, prompt: np.ndarray, reward: float, random: np.random.Gene
         seed=0,
         messages=(),
         prompt_ids=prompt,
-        token_ids=random.integers(_VOCABULARY, size=length).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.zeros(length, np.float32),
-        policy_version=np.full(length, -1, np.int32),
-        finish_reason="stop",
         reward=reward,
+        **unsampled_tokens(random.integers(_VOCABULARY, size=length)) | {"loss_mask": mask},
     )
 
 
 def _scaled_down(config: DecoderConfig) -> DecoderConfig:
     experts = config.experts and replace(
-        config.experts, count=min(config.experts.count, 4), per_token=min(config.experts.per_token, 2),
+        config.experts,
+        count=min(config.experts.count, 4),
+        per_token=min(config.experts.per_token, 2),
         intermediate_size=16,
-    )  # fmt: skip
-    heads = min(config.num_heads, 2)
+    )
     return config.replace(
-        vocab_size=_VOCABULARY, hidden_size=_HIDDEN, intermediate_size=_HIDDEN, num_heads=heads,
-        num_kv_heads=1, experts=experts, initializer_range=_HIDDEN**-0.5,
-    )  # fmt: skip
+        vocab_size=_VOCABULARY,
+        hidden_size=_HIDDEN,
+        intermediate_size=_HIDDEN,
+        num_heads=min(config.num_heads, 2),
+        num_kv_heads=1,
+        experts=experts,
+        initializer_range=_HIDDEN**-0.5,
+    )
 
 
 class Figures(NamedTuple):
-    """float64[M] each, of tokens that are learned."""
+    """float64[M] each, for the trained tokens."""
 
     logprobs: Tensor
     values: Tensor
@@ -151,9 +153,9 @@ class Figures(NamedTuple):
 def plain(
     decoder: Decoder, critic: Critic | None, episodes: Sequence[Episode], temperature: float
 ) -> Figures:
-    """Log-probs of the learned tokens of all episodes, and values and entropies before them.
+    """Log-probs of the trained tokens of all episodes, and values and entropies before them.
 
-    Each sequence has its prompt to itself: no prefix is shared, and nothing is cut into micro-batches.
+    A plain computation: every sequence has its own prompt, and there are no micro-batches.
     """
     device = next(decoder.parameters()).device
     sequences = [np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64) for one in episodes]

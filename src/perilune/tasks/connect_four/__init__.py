@@ -1,1 +1,1 @@
-"""Connect Four stages: train a player, and judge it."""
+"""Connect Four stages: train a player, and evaluate it."""

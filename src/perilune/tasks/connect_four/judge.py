@@ -1,4 +1,4 @@
-"""The work of connect_four_judge: a player against the exact solver, and matches against others."""
+"""The work of connect_four_judge: compare a player with the exact solver, and play matches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from perilune.tasks.stage.policy import prepare_device
 
 
 def run(workspace: Workspace, spec: ConnectFourJudgeSpec) -> dict[str, Any]:
-    """Judge the player with each number of simulations; return the summary."""
+    """Evaluate the player with each number of simulations; return the summary."""
     seed = workspace.job.seed
     prepare_device(workspace)
     network = load_player(workspace.input("player"))
     solver = Solver()
     questions = exam(solver, spec.positions, spec.first_ply, seed)
     workspace.log(f"{len(questions.boards)} positions solved, {solver.nodes:,} nodes")
-    judged: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     total = len(spec.simulations) * (len(spec.opponents) + 1)
     for simulations in spec.simulations:
         player = playing(network, simulations)
-        found: dict[str, Any] = {"moves": grade(questions, player, seed)}
+        figures: dict[str, Any] = {"moves": grade(questions, player, seed)}
         for name in spec.opponents:
             openings = openings_against(name, solver, -(-spec.games // 2), spec.first_ply, seed)
-            found[name] = match(player, opponent(name, solver, seed), openings, seed).figures()
-            workspace.progress(len(judged) * (len(spec.opponents) + 1) + len(found), total, "judgements")
-        judged[str(simulations)] = found
-        workspace.metric(len(judged), simulations=simulations, **found)
-    return {"kind": "connect_four", "simulations": judged}
+            figures[name] = match(player, opponent(name, solver, seed), openings, seed).figures()
+            done = len(results) * (len(spec.opponents) + 1) + len(figures)
+            workspace.progress(done, total, "judgements")
+        results[str(simulations)] = figures
+        workspace.metric(len(results), simulations=simulations, **figures)
+    return {"kind": "connect_four", "simulations": results}

@@ -1,4 +1,4 @@
-"""The Connect Four stages: a small network learns by self-play, and a player is judged."""
+"""The Connect Four stages: train a small network by self-play, and evaluate a player."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ConnectFour(Stage[ConnectFourSpec]):
-    """Self-play with proximal policy optimisation, or with search."""
+    """Trains by self-play, with proximal policy optimisation or with search."""
 
     name = "connect_four"
     spec = ConnectFourSpec
@@ -33,14 +33,14 @@ class ConnectFour(Stage[ConnectFourSpec]):
         }
 
     def execute(self, spec: ConnectFourSpec, workspace: Workspace) -> dict[str, Any]:
-        """Play, learn, and write the player."""
+        """Train and write the player."""
         from perilune.tasks.connect_four.training import run
 
         return run(workspace, spec)
 
 
 class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
-    """Share of best moves, share of blunders, and results with intervals."""
+    """Measures the shares of best moves and of blunders, and match results with intervals."""
 
     name = "connect_four_judge"
     spec = ConnectFourJudgeSpec
@@ -49,7 +49,7 @@ class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
     standalone = True
 
     def describe(self, spec: ConnectFourJudgeSpec, job: Job) -> Mapping[str, object]:
-        """What is compared and played."""
+        """The positions to compare and the games to play."""
         return {
             "moves": f"{41 - spec.first_ply} plies x {spec.positions} positions, each column solved",
             "games": f"{spec.games} against each of {', '.join(spec.opponents)}",
@@ -57,7 +57,7 @@ class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
         }
 
     def execute(self, spec: ConnectFourJudgeSpec, workspace: Workspace) -> dict[str, Any]:
-        """Judge the player."""
+        """Evaluate the player."""
         from perilune.tasks.connect_four.judge import run
 
         return run(workspace, spec)

@@ -1,4 +1,4 @@
-"""The loop of connect_four: play against oneself, learn, and write the player."""
+"""The loop of connect_four: self-play and updates, then the player is written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from perilune.games.connect_four.network import save_player
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.connect_four.specs import ConnectFourSpec
 from perilune.tasks.stage.policy import prepare_device
-from perilune.tasks.stage.retention import FINAL
-from perilune.tasks.stage.training import OPTIMIZER, StepReport, TrainingLoop, put_in_place
+from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
 
 
 def run(workspace: Workspace, spec: ConnectFourSpec) -> dict[str, Any]:
-    """Train the player, and return the stage's summary."""
+    """Train the player and return the stage's summary."""
     prepare_device(workspace)
     trainer = Trainer(spec.learning, workspace.job.seed)
     loop = TrainingLoop(workspace, trainer, spec)
@@ -27,12 +26,7 @@ def run(workspace: Workspace, spec: ConnectFourSpec) -> dict[str, Any]:
         return StepReport(figures, {"entropy": figures["entropy"], **rate}, rate)
 
     loop.run(step)
-    final = workspace.checkpoints / FINAL
-    if not final.exists():
-        partial = workspace.checkpoints / f".{FINAL}.partial"
-        save_player(partial, trainer.network)
-        trainer.save_state(partial / OPTIMIZER, {"step": spec.steps})
-        put_in_place(partial, final)
+    write_final(workspace, trainer, spec.steps, lambda directory: save_player(directory, trainer.network))
     lines = workspace.metrics()
     return {
         "kind": "training",

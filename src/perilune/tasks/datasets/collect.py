@@ -1,4 +1,4 @@
-"""The work of collect: a teacher writes traces, and the verifier keeps those that pass."""
+"""The work of collect: a teacher writes traces, and those that pass the verifier are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perilune.data.generators.registry import make_teacher
 from perilune.data.generators.teacher import Candidate
 from perilune.errors import WorkFailedError
 from perilune.tasks.datasets.specs import CollectSpec
-from perilune.tasks.stage.system_prompt import hinted
+from perilune.tasks.stage.system_message import with_system
 
 OUTPUT = "artifacts/traces"
 MOST_REASONS = 20  # in the summary; rejected.jsonl has all of them
@@ -23,15 +23,15 @@ MOST_REASONS = 20  # in the summary; rejected.jsonl has all of them
 
 def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     """Generate and verify traces; return the summary."""
-    begun = perf_counter()
-    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    began = perf_counter()
+    workspace.rewind(-1)  # removes the metrics of an earlier attempt
     collected = collect_traces(
         workspace.job.environment,
         make_teacher(spec.teacher, spec.strategies, spec.options),
         spec.traces,
         workspace.job.seed,
         extra={"system": spec.system, "options": spec.options},
-        transform=partial(under_system, system=spec.system),
+        transform=partial(prepend_systems, system=spec.system),
         show=lambda kept, rejected: workspace.progress(kept, spec.traces, "traces", rejected=rejected),
     )
     collected.write(workspace.root / OUTPUT)
@@ -40,8 +40,8 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         raise WorkFailedError(
             f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})",
             where=f"stage {workspace.job.stage}",
-            remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory; ask for fewer traces,"
-            " widen the environment's config, or take another teacher",
+            remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory; lower traces, widen the"
+            " environment's config, or use another teacher",
         )
     counts = {f"source/{name}": count for name, count in collected.sources.items()}
     workspace.metric(0, rows=len(kept), rejected=len(collected.rejected), **counts)
@@ -54,13 +54,13 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         "reasons": dict(collected.reasons.most_common(MOST_REASONS)),
         "sources": dict(collected.sources),
         "environment": collected.environment,
-        "seconds": perf_counter() - begun,
+        "seconds": perf_counter() - began,
     }
 
 
-def under_system(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:
-    """The candidates, each prompt after the system message of its strategy if that has one."""
+def prepend_systems(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:
+    """The candidates, each with its strategy's system message, if any, before the prompt."""
     for one in candidates:
         strategy = one.source.rpartition("/")[2]
-        (task,) = hinted([one.task], system.get(strategy, ""))
+        (task,) = with_system([one.task], system.get(strategy, ""))
         yield replace(one, task=task)

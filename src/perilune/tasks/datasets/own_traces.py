@@ -1,4 +1,4 @@
-"""A policy's own answers as training data: which of them, and as what."""
+"""A policy's own answers as training records."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from perilune.bundle.job import Job
 from perilune.data.episode import Episode
 from perilune.data.generators.registry import by_content
 from perilune.data.records import Provenance, TraceRecord, settings_digest
+from perilune.tasks.stage.outcomes import passed
 
 
-def likeliest(episodes: Sequence[Episode]) -> Episode | None:
-    """The one whose own tokens are the likeliest on average; None of none."""
+def most_likely(episodes: Sequence[Episode]) -> Episode | None:
+    """The episode with the highest mean log-prob of its sampled tokens; None without episodes."""
     return max(episodes, key=lambda one: float(one.logprobs[one.loss_mask].mean()), default=None)
 
 
-def sampled_by(job: Job) -> Provenance:
-    """What every row that a stage samples says of where it comes from: all that the stage was told."""
+def reason_to_reject(episode: Episode) -> str | None:
+    """Why an answer is not training data; None for a right one."""
+    if episode.failure:
+        return f"failure: {episode.failure}"
+    if not passed(episode):
+        return f"wrong: score {episode.reward:g}"
+    return "truncated: cut off" if episode.truncated else None
+
+
+def sampling_provenance(job: Job) -> Provenance:
+    """The provenance of rows that a stage samples: a digest of its spec, model, environment and inputs."""
     inputs = {one.name: one.digest for one in job.inputs if one.kind != "tasks"}
     settings = settings_digest(
         spec=job.spec, model=job.model, environment=by_content(job.environment), inputs=inputs
@@ -25,8 +35,8 @@ def sampled_by(job: Job) -> Provenance:
     return Provenance("sampled", perilune.__version__, settings)
 
 
-def own_record(episode: Episode, provenance: Provenance, system: str = "") -> TraceRecord:
-    """A judged episode as a record, without the `system` message that it was played under."""
+def to_record(episode: Episode, provenance: Provenance, system: str = "") -> TraceRecord:
+    """A scored episode as a record, without the system message `system` that it was sampled with."""
     assert episode.reward is not None
     return TraceRecord(
         episode.messages[1 if system else 0 :],

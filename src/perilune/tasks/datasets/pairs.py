@@ -1,7 +1,8 @@
-"""The work of pairs: sample answers, score them, and pair a better with a worse one of each task."""
+"""The work of pairs: sample and score answers, and pair a better with a worse answer to the same task."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
@@ -10,61 +11,62 @@ from perilune.data.preferences import FILE, choose_pairs, make_pair, write_prefe
 from perilune.errors import RequestError, WorkFailedError
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.specs import PairsSpec
-from perilune.tasks.stage.player import open_player, outcome_figures
+from perilune.tasks.stage.outcomes import outcome_figures
+from perilune.tasks.stage.player import open_player
 
 OUTPUT = "artifacts/pairs"
 
 
 def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     """Sample, score and pair answers; return the summary."""
-    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    workspace.rewind(-1)  # removes the metrics of an earlier attempt
     watch = Stopwatch()
     total = spec.tasks * spec.samples
     with open_player(workspace, spec.max_tokens) as player:
         if getattr(player.environment, "max_turns", 1) > 1:
             raise RequestError(
-                f"pairs are of two answers to one prompt, and {player.environment.id} has several turns",
+                f"a pair is two answers to one prompt, and {player.environment.id} has several turns",
                 where="environment",
-                remedy="learn from its rewards with rl",
+                remedy="train on its rewards with rl",
             )
         tasks = player.training_tasks(spec.skip).take(spec.tasks)
         groups = player.play(
             tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total
         )
-    chosen = [
-        pair
-        for group in groups
-        for pair in choose_pairs(
-            group, most=spec.pairs_per_task, gap=spec.gap, most_alike=spec.most_alike,
-            length_gap=spec.length_gap,
-        )
-    ]  # fmt: skip
+    choose = partial(
+        choose_pairs,
+        most=spec.pairs_per_task,
+        gap=spec.gap,
+        most_alike=spec.most_alike,
+        length_gap=spec.length_gap,
+    )
+    chosen = [pair for group in groups for pair in choose(group)]
     episodes = [one for group in groups for one in group]
     figures = outcome_figures(episodes, f"stage {workspace.job.stage}")
     workspace.episodes.mkdir(exist_ok=True)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)
     if not chosen:
         raise WorkFailedError(
-            f"no pair among {total:,} answers, {figures['pass_rate']:.1%} of them right",
+            f"no two of {total:,} answers make a pair; {figures['pass_rate']:.1%} of them are right",
             where=f"stage {workspace.job.stage}",
-            remedy="take a checkpoint that is right now and then, more samples, or a smaller gap",
+            remedy="use a checkpoint that solves some tasks, raise samples, or lower gap",
         )
     source = f"sampled/{workspace.job.spec['checkpoint']}"
     write_preferences(workspace.root / OUTPUT / FILE, (make_pair(*pair, source=source) for pair in chosen))
     lengths = [[len(one.token_ids) for one in side] for side in zip(*chosen, strict=True)]
-    told = {
+    counts = {
         "rows": len(chosen),
         "tasks_without_pair": spec.tasks - len({better.task_id for better, _ in chosen}),
         "length_chosen": sum(lengths[0]) / len(chosen),
         "length_rejected": sum(lengths[1]) / len(chosen),
     }
-    workspace.metric(0, **told, **figures)
+    workspace.metric(0, **counts, **figures)
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", pairs=len(chosen))
     workspace.log(f"{len(chosen)} pairs from {spec.tasks} tasks")
     return {
         "kind": "preferences",
-        **told,
+        **counts,
         **{name: figures[name] for name in ("pass_rate", "failures", "truncated")},
         "environment": player.environment.id,
         "seconds": watch.elapsed,

@@ -1,4 +1,4 @@
-"""Records by a model: its own answers, of which the likeliest right one of each task is kept."""
+"""Records sampled from a checkpoint: the most likely right answer to each task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import perilune
-from perilune.data.episode import Episode
 from perilune.data.generators.registry import by_content
 from perilune.data.generators.teacher import Candidate, Rejected
 from perilune.data.records import Provenance, TraceRecord, settings_digest
@@ -20,15 +19,14 @@ from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.datasets.own_traces import likeliest, own_record
-from perilune.tasks.stage.memory_plan import make_engine, planned_tokens, require_room
-from perilune.tasks.stage.outcomes import passed
+from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, to_record
+from perilune.tasks.stage.memory_plan import make_engine, planned_tokens, require_prompt_room
 from perilune.verifiers import Scorer
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a model is asked: answers a task, the longest of them in tokens, temperature, seed."""
+    """Sampling settings: answers per task, tokens of the longest, temperature and seed."""
 
     samples: int
     max_tokens: int
@@ -37,7 +35,7 @@ class Sampling:
 
 
 class Sampled:
-    """Plays each task several times, and keeps one answer that passed."""
+    """Samples several answers to each task, and keeps one that passed."""
 
     def __init__(
         self, rollouts: RolloutWorker, params: SamplingParams, samples: int, provenance: Provenance
@@ -54,10 +52,10 @@ class Sampled:
         scorer: Scorer,
         sampling: Sampling,
     ) -> Sampled:
-        """Load the checkpoint in `folder`, to sample from.
+        """Load the checkpoint in `folder`.
 
         Args:
-            section: that `environment` was made from.
+            section: the recipe section of `environment`.
 
         Raises:
             RequestError: when the checkpoint cannot be read, or the answers leave no room for a prompt.
@@ -65,7 +63,7 @@ class Sampled:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         decoder, tokenizer = load_checkpoint(folder, device)
         config = decoder.config
-        require_room(config, sampling.max_tokens)
+        require_prompt_room(config, sampling.max_tokens)
         longest = planned_tokens(section, sampling.max_tokens, config)
         engine = make_engine(decoder, longest)
         params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
@@ -77,7 +75,7 @@ class Sampled:
         return cls(rollouts, params, sampling.samples, Provenance("sampled", perilune.__version__, settings))
 
     def rows(self, tasks: Sequence[Task], first: int) -> Iterator[TraceRecord | Rejected]:
-        """Of each task the likeliest answer that passed and was not cut off; all others as refused.
+        """For each task, the most likely answer that passed untruncated; all others as rejected.
 
         Raises:
             WorkFailedError: when more episodes fail than the environment's section allows.
@@ -89,19 +87,10 @@ class Sampled:
             tasks, samples=self._samples, params=self._params, step=0, watch=Stopwatch(), first=first
         )
         for group in groups:
-            best = likeliest([one for one in group if _fault(one) is None])
+            best = most_likely([one for one in group if reason_to_reject(one) is None])
             if best is not None:
-                yield own_record(best, self.provenance)
+                yield to_record(best, self.provenance)
             for one in group:
                 if one is not best:
-                    reason = _fault(one) or "right, and less likely than another"
+                    reason = reason_to_reject(one) or "right, and less likely than another"
                     yield Rejected(Candidate(by_id[one.task_id], one.text, "sampled/own"), reason)
-
-
-def _fault(one: Episode) -> str | None:
-    """Why an answer is refused; None of one that is right."""
-    if one.failure:
-        return f"failure: {one.failure}"
-    if not passed(one):
-        return f"wrong: score {one.reward:g}"
-    return "truncated: cut off" if one.truncated else None

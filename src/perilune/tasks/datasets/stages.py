@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.tasks.datasets.specs import CollectSpec, PairsSpec, RejectionSamplingSpec
+from perilune.tasks.stage.memory_plan import sampling_memory
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -23,20 +24,24 @@ class Collect(Stage[CollectSpec]):
     output = "artifacts/traces"
 
     def describe(self, spec: CollectSpec, job: Job) -> Mapping[str, object]:
-        """What will be written, by which teacher."""
+        """The number of traces, and the teacher.
+
+        Raises:
+            RequestError: when `system` names an unknown strategy.
+        """
         from perilune.data.generators.registry import make_teacher
 
         teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
         for name in spec.system:
             if name not in teacher.shares:
                 raise RequestError(
-                    f"no traces are made by the strategy '{name}'",
+                    f"the teacher has no strategy '{name}'",
                     where=f"system.{name}",
                     remedy=f"one of: {', '.join(teacher.shares)}",
                 )
         mix = ", ".join(f"{share:.0%} {name}" for name, share in teacher.shares.items())
         return {
-            "traces": f"{spec.traces:,} verified, one a task, from the training split",
+            "traces": f"{spec.traces:,} verified, one per task, from the training split",
             "teacher": f"{teacher.name} ({mix})" if mix else teacher.name,
         }
 
@@ -56,11 +61,9 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
     output = "artifacts/traces"
 
     def describe(self, spec: RejectionSamplingSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample."""
-        from perilune.tasks.stage.memory_plan import sampling_memory
-
+        """Answers to sample, and memory."""
         answers = spec.tasks * spec.samples
-        system = f" under {spec.system[:40]!r}" if spec.system else ""
+        system = f" with system message {spec.system[:40]!r}" if spec.system else ""
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}{system}",
             "memory": sampling_memory(job, spec.max_tokens, answers),
@@ -74,7 +77,7 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
 
 
 class Pairs(Stage[PairsSpec]):
-    """The verifier compares two answers to a task; the pairs become a preference dataset."""
+    """A checkpoint samples answers, and pairs with different rewards become a preference dataset."""
 
     name = "pairs"
     spec = PairsSpec
@@ -82,9 +85,7 @@ class Pairs(Stage[PairsSpec]):
     output = "artifacts/pairs"
 
     def describe(self, spec: PairsSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample, and how many pairs at most."""
-        from perilune.tasks.stage.memory_plan import sampling_memory
-
+        """Answers to sample, the most pairs, and memory."""
         answers = spec.tasks * spec.samples
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}",

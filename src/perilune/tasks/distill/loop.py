@@ -1,4 +1,4 @@
-"""The loop of distill: the student samples, the teacher scores every token, the student learns."""
+"""The loop of distill: the student samples, the teacher scores every token, and the student is trained."""
 
 from __future__ import annotations
 
@@ -17,70 +17,39 @@ from perilune.learn.distillation import Distillation, chunks, distil
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.models.checkpoints.loading import load_checkpoint
-from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.distill.memory import distill_memory
 from perilune.tasks.distill.spec import DistillSpec
 from perilune.tasks.rl.metrics import lengths_over
 from perilune.tasks.stage.memory_plan import memory_figures
-from perilune.tasks.stage.player import open_player, outcome_figures
-from perilune.tasks.stage.policy import Policy, start_model
+from perilune.tasks.stage.outcomes import outcome_figures
+from perilune.tasks.stage.player import Player, open_player
+from perilune.tasks.stage.policy import Policy, load_recipe_model
 from perilune.tasks.stage.publishing import Publisher
-from perilune.tasks.stage.system_prompt import hinted_messages
+from perilune.tasks.stage.system_message import prepend_system
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
 
 FIRST_AND_LAST = ("loss", "reward", "pass_rate", "length", "reverse_kl", "overlap_ratio", "entropy_gap")
-SCHEDULE = 0x0D15  # tells the random numbers of the on-policy schedule from others of the same seed
+SCHEDULE = 0x0D15  # separates the random numbers of the on-policy schedule from others of the same seed
 
 
 def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
-    """Train the student, and return the stage's summary."""
-    seed = workspace.job.seed
-    loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
+    """Train the student and return the stage's summary."""
     with open_player(workspace, spec.max_tokens, spec) as player:
         student, device = player.policy, player.device
         teacher = _teacher(workspace, device)
         _require_same_tokens(student, teacher)
-        memory = require_memory(
-            distill_memory(spec, teacher.decoder.config, device.type), workspace.job.resources
-        )
-        data = None
-        if workspace.has_input("data"):
-            longest = student.decoder.config.max_position_embeddings
-            data = Demonstrations.load(workspace.input("data"), student.tokenizer, seed, longest)
+        plan = spec.memory_plan(teacher.decoder.config, device.type)
+        memory = require_memory(plan, workspace.job.resources)
+        source = _Source(workspace, spec, player)
         learner = Learner(student.decoder, spec, ranks=player.rollouts.ranks)
         loop = TrainingLoop(workspace, learner, spec)
-        publisher = Publisher(player.engine, learner)
-        workspace.episodes.mkdir(exist_ok=True)
-        on_policy = np.random.default_rng([seed, SCHEDULE]).random(spec.steps) < spec.on_policy
-        tasks = player.training_tasks(skip=int(on_policy[: loop.first].sum()) * spec.prompts)
-
-        def sample(done: int, watch: Stopwatch) -> Groups:
-            publisher.publish()
-            groups = player.play(
-                tasks.take(spec.prompts),
-                samples=spec.samples,
-                temperature=spec.temperature,
-                step=done + 1,
-                watch=watch,
-            )
-            if workspace.leads:
-                path = workspace.episodes / f"step-{done + 1:06d}.parquet"
-                write_episodes(path, (one for group in groups for one in group))
-            return publisher.checked(groups)
+        source.start(loop.first, Publisher(player.engine, learner))
+        loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
 
         def step(done: int, watch: Stopwatch) -> StepReport:
-            figures: dict[str, Any] = {"on_policy": float(on_policy[done])}
-            advantages = None
-            if on_policy[done] or data is None:
-                groups = sample(done, watch)
-                episodes = [one for group in groups for one in group]
-                figures |= outcome_figures(episodes, f"step {done + 1}")
-                advantages = _advantages(groups, spec.task_reward)
-            else:
-                episodes = data.batch(done, spec.prompts * spec.samples)
-            with watch.learns():
+            episodes, advantages, figures = source.batch(done, watch)
+            with watch.time_learning():
                 prompts = teacher_prompts(episodes, teacher, spec.system)
                 parts = chunks(
                     episodes, prompts, spec.token_budget, advantages=advantages, temperature=spec.temperature
@@ -103,29 +72,68 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
     }
 
 
+class _Source:
+    """The episodes of each step: the student's own answers, or the stage's traces."""
+
+    def __init__(self, workspace: Workspace, spec: DistillSpec, player: Player) -> None:
+        self._workspace, self._spec, self._player = workspace, spec, player
+        seed, policy = workspace.job.seed, player.policy
+        self._data = None
+        if workspace.has_input("data"):
+            longest = policy.decoder.config.max_position_embeddings
+            self._data = Demonstrations.load(workspace.input("data"), policy.tokenizer, seed, longest)
+        self._on_policy = np.random.default_rng([seed, SCHEDULE]).random(spec.steps) < spec.on_policy
+        workspace.episodes.mkdir(exist_ok=True)
+
+    def start(self, done: int, publisher: Publisher) -> None:
+        """Skip the tasks of the completed steps."""
+        self._publisher = publisher
+        self._tasks = self._player.training_tasks(skip=int(self._on_policy[:done].sum()) * self._spec.prompts)
+
+    def batch(self, done: int, watch: Stopwatch) -> tuple[list[Episode], list[float] | None, dict[str, Any]]:
+        """The episodes of a step, their advantages if `task_reward` is set, and their metrics."""
+        spec = self._spec
+        figures: dict[str, Any] = {"on_policy": float(self._on_policy[done])}
+        if self._data is not None and not self._on_policy[done]:
+            return self._data.batch(done, spec.prompts * spec.samples), None, figures
+        self._publisher.publish()
+        groups = self._player.play(
+            self._tasks.take(spec.prompts),
+            samples=spec.samples,
+            temperature=spec.temperature,
+            step=done + 1,
+            watch=watch,
+        )
+        episodes = [one for group in groups for one in group]
+        if self._workspace.leads:
+            write_episodes(self._workspace.episodes / f"step-{done + 1:06d}.parquet", episodes)
+        self._publisher.check_versions(groups)
+        figures |= outcome_figures(episodes, f"step {done + 1}")
+        return episodes, _advantages(groups, spec.task_reward), figures
+
+
 def _teacher(workspace: Workspace, device: torch.device) -> Policy:
-    """The stage's teacher; without one, the recipe's model as the student started."""
+    """The stage's teacher, or the recipe's model if it has none."""
     if workspace.has_input("teacher"):
         return Policy(*load_checkpoint(workspace.input("teacher"), device))
-    return start_model(workspace, device)
+    return load_recipe_model(workspace, device)
 
 
 def teacher_prompts(episodes: Sequence[Episode], teacher: Policy, system: str) -> list[list[int]]:
-    """Each episode's prompt as the teacher's template writes it, after `system`.
+    """The tokens of each episode's prompt after `system`, in the teacher's chat template.
 
     Raises:
-        RequestError: when prompt and answer exceed the teacher's context: a truncated prompt would be scored
-            wrongly.
+        RequestError: when prompt and answer exceed the teacher's context. Truncation would change the scores.
     """
-    prompts = teacher.tokenizer.encode_prompts([hinted_messages(one.opening, system) for one in episodes])
+    prompts = teacher.tokenizer.encode_prompts([prepend_system(one.opening, system) for one in episodes])
     longest = teacher.decoder.config.max_position_embeddings
     for one, prompt in zip(episodes, prompts, strict=True):
         if len(prompt) + len(one.token_ids) > longest:
             raise RequestError(
-                f"the teacher sees {longest} tokens, and episode {one.episode_id} has"
-                f" {len(prompt) + len(one.token_ids)} with its prompt",
+                f"the teacher has {longest} positions, and episode {one.episode_id} has"
+                f" {len(prompt) + len(one.token_ids)} tokens with its prompt",
                 where="teacher",
-                remedy="lower max_tokens, shorten system, or take a teacher with more positions",
+                remedy="lower max_tokens, shorten `system`, or use a teacher with more positions",
             )
     return prompts
 
@@ -135,12 +143,12 @@ def _require_same_tokens(student: Policy, teacher: Policy) -> None:
         raise RequestError(
             "teacher and student have different vocabularies",
             where="teacher",
-            remedy="take a teacher of the same model family, or train on its answers with sft",
+            remedy="use a teacher of the same model family, or train on its answers with sft",
         )
 
 
 def _advantages(groups: Sequence[Sequence[Episode]], scale: float) -> list[float] | None:
-    """`scale` times the reward minus its group's mean, one an episode; None when `scale` is 0."""
+    """`scale` times (reward - mean of the group) for each episode; None when `scale` is 0."""
     if not scale:
         return None
     advantages = []

@@ -1,4 +1,4 @@
-"""distill: the student samples, and a teacher scores every token of it."""
+"""distill: on-policy distillation; the student samples, and a teacher scores every token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.distill.spec import DistillSpec
+from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.stage.stage import Stage, training_plan
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Distill(Stage[DistillSpec]):
-    """On-policy distillation, from a teacher with the same tokens or from a prompted copy of the student."""
+    """On-policy distillation from a teacher with the same vocabulary, or a prompted copy of the student."""
 
     name = "distill"
     spec = DistillSpec
@@ -23,12 +24,9 @@ class Distill(Stage[DistillSpec]):
 
     def describe(self, spec: DistillSpec, job: Job) -> Mapping[str, object]:
         """Answers, the loss, the schedule and memory."""
-        from perilune.tasks.distill.memory import distill_memory
-        from perilune.tasks.stage.memory_plan import model_config
-
-        memory = distill_memory(spec, model_config(job), job.resources.device)
+        memory = spec.memory_plan(model_config(job), job.resources.device)
         answers = spec.steps * spec.prompts * spec.samples
-        system = f", the teacher under {spec.system[:40]!r}" if spec.system else ""
+        system = f", the teacher with system message {spec.system[:40]!r}" if spec.system else ""
         return {
             "answers": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {answers:,}",
             "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{system}",

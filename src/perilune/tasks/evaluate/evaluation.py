@@ -17,21 +17,21 @@ from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planne
 from perilune.tasks.stage.outcomes import evaluation_summary
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
 from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
-from perilune.tasks.stage.system_prompt import hinted
+from perilune.tasks.stage.system_message import with_system
 from perilune.verifiers import Scorer
 
 
 def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     """Sample and score answers; return the summary."""
     seed = workspace.job.seed
-    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    workspace.rewind(-1)  # removes the metrics of an earlier attempt
     with (
-        Scorer(workspace.job.environment) as scorer,  # its process warms up while the model loads
+        Scorer(workspace.job.environment) as scorer,  # its process starts while the model loads
         _sampler(spec, workspace) as (sampler, figures),
     ):
         environment = make_environment(workspace.job.environment)
         rollouts = RolloutWorker(sampler.engine, sampler.tokenizer, scorer, environment, seed)
-        tasks = hinted(heldout_tasks(environment, spec.tasks, seed), spec.system)
+        tasks = with_system(heldout_tasks(environment, spec.tasks, seed), spec.system)
         total = spec.tasks * (spec.samples + 1)
         watch = Stopwatch()
         groups = rollouts.play(
@@ -72,7 +72,7 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
 def _sampler(
     spec: EvaluateSpec, workspace: Workspace
 ) -> Iterator[tuple[Sampler, Callable[[], dict[str, Any]]]]:
-    """The engine or server that answers, and a function for its entries in the summary."""
+    """The engine or server that samples, and a function for its entries in the summary."""
     if spec.engine is not None:
         with open_server(spec.engine, workspace) as server:
             described = {"url": server.url, "model": server.model, "kind": server.server}
@@ -80,7 +80,7 @@ def _sampler(
         return
 
     device = prepare_device(workspace)
-    policy = load_policy(workspace, device, only_samples=True)
+    policy = load_policy(workspace, device, sampling_only=True)
     config = policy.decoder.config
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)

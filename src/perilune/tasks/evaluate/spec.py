@@ -13,10 +13,12 @@ from perilune.tasks.stage.sampling import SamplingSpec, ServerSpec
 class EvaluateSpec(SamplingSpec):
     """Fields of an evaluate stage."""
 
-    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="stage whose checkpoint is judged")
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
+        description="stage whose checkpoint to evaluate"
+    )
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
-    samples: int = Field(8, ge=1, le=4096, description="samples a task, for pass@k up to this k")
+    samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
     system: str = Field("", description="system message before each task; empty: none")
     engine: ServerSpec | None = Field(
-        None, description="server that holds the weights; of the checkpoint, only the tokenizer is then read"
+        None, description="server with the weights; the checkpoint then provides only the tokenizer"
     )

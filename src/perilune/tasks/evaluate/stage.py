@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
 from perilune.tasks.stage.sampling import check_server
 from perilune.tasks.stage.stage import Stage
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Evaluate(Stage[EvaluateSpec]):
-    """Evaluates a checkpoint on held-out tasks: the same tasks for every checkpoint of a recipe."""
+    """Evaluates a checkpoint on held-out tasks, which are the same for all checkpoints of a recipe."""
 
     name = "evaluate"
     spec = EvaluateSpec
@@ -23,9 +24,7 @@ class Evaluate(Stage[EvaluateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: EvaluateSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample."""
-        from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
-
+        """Answers to sample, and memory or the server."""
         config = None if spec.engine else model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
         if spec.engine is not None:

@@ -1,4 +1,4 @@
-"""The loop of flywheel. Each round samples, trains and evaluates, and records yield, gain and cost."""
+"""The loop of flywheel: each round samples, trains and evaluates, and records yield, gain and cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.datasets.own_traces import likeliest, own_record, sampled_by
+from perilune.tasks.datasets.own_traces import most_likely, sampling_provenance, to_record
 from perilune.tasks.flywheel.spec import FlywheelSpec
 from perilune.tasks.stage.outcomes import CORRECT
 from perilune.tasks.stage.player import Player, open_player
@@ -32,11 +32,11 @@ from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.watchdog import Waiting
 
 HELD_OUT_SAMPLES = 4
-GOAL = 0.9  # pass rate that the fitted growth is extended to
+GOAL = 0.9  # pass rate for which the number of further rounds is predicted
 
 
 def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
-    """Run the rounds, and return the stage's summary."""
+    """Run the rounds and return the stage's summary."""
     with open_player(workspace, spec.max_tokens, spec) as player:
         learner = Learner(player.policy.decoder, spec)
         loop = TrainingLoop(workspace, learner, spec)
@@ -49,7 +49,7 @@ def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
             if rounds.stalled:
                 return None
             sampled = rounds.sample(done + 1, watch)
-            with watch.learns():
+            with watch.time_learning():
                 rounds.train(done + 1)
             return rounds.evaluate(done + 1, sampled, watch)
 
@@ -62,9 +62,9 @@ class Sampled:
     """The result of a round's sampling.
 
     Attributes:
-        kept: records written.
-        counts: answers by label ("right", "wrong", "unknown"), and how many of each passed ("right kept").
-        tokens: sampled for all answers.
+        kept: number of records written.
+        counts: answers by label ("right", "wrong", "unknown"), and those of each that passed ("right kept").
+        tokens: tokens of all answers.
     """
 
     kept: int
@@ -73,12 +73,12 @@ class Sampled:
 
 
 class Rounds:
-    """The rounds of one stage. What must survive a kill is in the learner's memory and the traces' files."""
+    """The rounds of one stage. All state is in the learner's memory and the trace files, so it can resume."""
 
     def __init__(self, workspace: Workspace, spec: FlywheelSpec, player: Player, learner: Learner) -> None:
         self._workspace, self._spec, self._player, self._learner = workspace, spec, player, learner
         self._publisher = Publisher(player.engine, learner)
-        self._publisher.publish()  # what a checkpoint brought, the engine has not seen
+        self._publisher.publish()  # the engine lacks the weights of a resumed checkpoint
         self._heldout = heldout_tasks(player.environment, spec.heldout, workspace.job.seed)
         self._tasks = player.training_tasks(skip=learner.memory.get("tasks", 0))
         self._traces = workspace.artifacts / "traces"
@@ -90,38 +90,42 @@ class Rounds:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last round's gain may be none: its interval reaches 1."""
+        """Whether the interval of the last round's gain includes 1, so that it may have gained nothing."""
         gain = self._last_gain
         return gain is not None and gain.low <= 1
 
     @property
     def _last_gain(self) -> Interval | None:
-        """Of the last round; None before there was one."""
+        """The gain of the last round; None before the first."""
         rates = self._learner.memory["rates"]
         return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
 
     def sample(self, number: int, watch: Stopwatch) -> Sampled:
-        """Answer fresh tasks, and write the likeliest passing answer of each as a training record."""
+        """Answer new tasks, and write the most likely passing answer of each as a training record."""
         spec = self._spec
         tasks = self._tasks.take(spec.tasks)
         self._learner.memory["tasks"] = self._learner.memory.get("tasks", 0) + len(tasks)
         groups = self._player.play(
-            tasks, samples=spec.samples, temperature=spec.temperature, step=2 * number, watch=watch,
+            tasks,
+            samples=spec.samples,
+            temperature=spec.temperature,
+            step=2 * number,
+            watch=watch,
             total=spec.tasks * spec.samples,
-        )  # fmt: skip
-        kept = _traces(self._publisher.checked(groups), sampled_by(self._workspace.job))
+        )
+        kept = _traces(self._publisher.check_versions(groups), sampling_provenance(self._workspace.job))
         write_records(self._traces / f"round-{number:03d}.jsonl", kept)
         if not any(self._all_traces(number)):
             raise WorkFailedError(
-                f"none of {len(tasks) * spec.samples:,} answers passed: there is nothing to learn from",
+                f"none of {len(tasks) * spec.samples:,} answers passed: there is nothing to train on",
                 where=f"round {number}",
-                remedy="begin with a policy that sometimes answers rightly, or sample more",
+                remedy="start from a checkpoint that solves some tasks, or raise samples",
             )
         tokens = sum(len(one.token_ids) for group in groups for one in group)
         return Sampled(len(kept), self._labels(tasks, groups), tokens)
 
     def train(self, number: int) -> None:
-        """Imitate the traces of all rounds so far."""
+        """Train on the traces of all rounds so far."""
         spec, decoder = self._spec, self._learner.decoder
         episodes = [
             one
@@ -147,7 +151,7 @@ class Rounds:
         self._publisher.publish()
 
     def evaluate(self, number: int, sampled: Sampled, watch: Stopwatch) -> StepReport:
-        """Measure the pass rate on held-out tasks, and the gain over the round before."""
+        """Measure the pass rate on held-out tasks, and the gain over the previous round."""
         counts = sampled.counts
         answers = self._spec.tasks * self._spec.samples
         figures: dict[str, Any] = {
@@ -165,11 +169,11 @@ class Rounds:
         return StepReport(metrics, {"pass_rate": metrics["pass_rate"]}, seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Rates by round, the growth fitted to them, and how the rounds ended."""
+        """Pass rates by round, the gain per round, and why the rounds ended."""
         rates = self._learner.memory["rates"]
         seed = self._workspace.job.seed
         intervals = [bootstrap_problems(list(one.values()), seed=seed) for one in rates]
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "algorithm": "flywheel",
             "environment": self._player.environment.id,
             "rounds": len(rates) - 1,
@@ -178,17 +182,20 @@ class Rounds:
         }
         if len(rates) > 1:
             gain = gain_interval(rates, seed=seed)
-            found["gain"] = gain._asdict()
+            summary["gain"] = gain._asdict()
             last = min(max(intervals[-1].mean, 1e-6), 1 - 1e-6)
             if last < GOAL and gain.mean > 1:
-                found[f"rounds_to_{GOAL:g}"] = rounds_to(last, GOAL, gain.mean)
-        return found
+                summary[f"rounds_to_{GOAL:g}"] = rounds_to(last, GOAL, gain.mean)
+        return summary
 
     def _pass_rate(self, number: int) -> Interval:
         groups = self._player.play(
-            self._heldout, samples=HELD_OUT_SAMPLES, temperature=self._spec.temperature, step=2 * number + 1,
+            self._heldout,
+            samples=HELD_OUT_SAMPLES,
+            temperature=self._spec.temperature,
+            step=2 * number + 1,
             watch=Stopwatch(),
-        )  # fmt: skip
+        )
         rates = {group[0].task_id: sum(_passed(one) for one in group) / len(group) for group in groups}
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
         return bootstrap_problems(list(rates.values()), seed=self._workspace.job.seed)
@@ -206,7 +213,7 @@ class Rounds:
         return [path for path in paths if path.stat().st_size]
 
     def _labels(self, tasks: Sequence[Task], groups: Groups) -> Counter[str]:
-        """Answers by a label that is not the reward: right, wrong or unknown; and how many of each passed."""
+        """Answers by a label other than the reward (right, wrong or unknown), and how many of each passed."""
         by_id = {task.task_id: task for task in tasks}
         counts: Counter[str] = Counter()
         for one in (one for group in groups for one in group if not one.failure):
@@ -224,15 +231,15 @@ class Rounds:
 
 
 def _passed(episode: Episode) -> bool:
-    """Whether the verifier would have it learned."""
+    """Whether the answer is kept: right by its reward, and not truncated."""
     return episode.reward is not None and episode.reward >= CORRECT and not episode.truncated
 
 
 def _traces(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
-    """The likeliest answer of each group that passed, each conversation once."""
-    best = (likeliest([one for one in group if _passed(one)]) for group in groups)
+    """The most likely passing answer of each group, without duplicates."""
+    best = (most_likely([one for one in group if _passed(one)]) for group in groups)
     records: dict[str, TraceRecord] = {}
-    for record in (own_record(one, provenance) for one in best if one is not None):
+    for record in (to_record(one, provenance) for one in best if one is not None):
         records.setdefault(record.digest, record)
     return list(records.values())
 

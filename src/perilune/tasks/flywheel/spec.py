@@ -8,18 +8,18 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
-from perilune.tasks.stage.retention import Saving
+from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class FlywheelSpec(Saving, LearnerSettings, SamplingSpec):
+class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec):
     """Fields of a flywheel stage."""
 
-    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
-    steps: int = Field(4, ge=1, description="rounds, unless it stops gaining before")
-    tasks: int = Field(1024, ge=1, description="fresh training tasks a round")
-    samples: int = Field(4, ge=1, description="answers a task, of which the likeliest right one is kept")
-    updates: int = Field(100, ge=1, description="optimizer steps a round, on the traces of all rounds")
-    batch_size: int = Field(64, ge=1, description="traces an optimizer step")
-    heldout: int = Field(256, ge=2, description="held-out tasks that each round is judged on")
-    save_every: int = Field(1, ge=1, description="rounds between two checkpoints to resume from")
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
+    steps: int = Field(4, ge=1, description="most rounds; the stage stops when a round gains nothing")
+    tasks: int = Field(1024, ge=1, description="new training tasks per round")
+    samples: int = Field(4, ge=1, description="answers per task; the most likely right one is kept")
+    updates: int = Field(100, ge=1, description="optimizer steps per round, on the traces of all rounds")
+    batch_size: int = Field(64, ge=1, description="traces per optimizer step")
+    heldout: int = Field(256, ge=2, description="held-out tasks to evaluate each round on")
+    save_every: int = Field(1, ge=1, description="rounds between checkpoints to resume from")

@@ -1,4 +1,4 @@
-"""flywheel: sample, verify, filter, train, evaluate, and again, while it still gains."""
+"""flywheel: rounds of sampling, filtering, training and evaluation while the pass rate rises."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.flywheel.spec import FlywheelSpec
+from perilune.tasks.stage.memory_plan import model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Flywheel(Stage[FlywheelSpec]):
-    """Rounds of training on one's own right answers."""
+    """Rounds of training a policy on its own right answers."""
 
     name = "flywheel"
     spec = FlywheelSpec
@@ -22,8 +23,6 @@ class Flywheel(Stage[FlywheelSpec]):
 
     def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
         """Answers, updates and memory."""
-        from perilune.tasks.stage.memory_plan import model_config, stage_memory
-
         answers = spec.tasks * spec.samples
         memory = stage_memory(
             model_config(job),
@@ -41,7 +40,7 @@ class Flywheel(Stage[FlywheelSpec]):
         }
 
     def execute(self, spec: FlywheelSpec, workspace: Workspace) -> dict[str, Any]:
-        """Run rounds until one gains nothing."""
+        """Run rounds until a round gains nothing."""
         from perilune.tasks.flywheel.loop import run
 
         return run(workspace, spec)

@@ -1,4 +1,4 @@
-"""The work of calibrate: compare the values of prefixes with Monte Carlo rollouts from them."""
+"""The work of calibrate: compare cheap values of prefixes with Monte Carlo values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from perilune.data.episodes_file import write_episodes
 from perilune.errors import WorkFailedError
 from perilune.learn.process_rewards import AnswerValues
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.process_rewards.calibration import Calibrated, calibration_summary, flat, told
+from perilune.tasks.process_rewards.calibration import (
+    CalibratedAnswer,
+    calibration_metrics,
+    calibration_summary,
+    describe_calibration,
+)
 from perilune.tasks.process_rewards.rewards import ProcessRewards
 from perilune.tasks.process_rewards.spec import CalibrateSpec
-from perilune.tasks.stage.player import open_player, outcome_figures
+from perilune.tasks.stage.outcomes import outcome_figures
+from perilune.tasks.stage.player import open_player
 from perilune.tasks.stage.policy import heldout_tasks
 
 
 def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
-    """Sample answers, value their prefixes, play on from them, and compare."""
+    """Sample answers, compute both values of their prefixes, and compare."""
     assert isinstance(spec.process_rewards, AnswerValues)
-    workspace.rewind(-1)  # removes the figures of an earlier attempt
+    workspace.rewind(-1)  # removes the metrics of an earlier attempt
     total, seed = spec.tasks * spec.samples, workspace.job.seed
     watch = Stopwatch()
     with open_player(workspace, spec.max_tokens) as player:
@@ -33,21 +39,22 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
         groups = player.play(
             tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total
         )
-        walks = process.walks(tasks, groups)
-        begun = time.perf_counter()
-        values = process.answered(walks, spec.process_rewards)
+        segmented = process.segment(tasks, groups)
+        began = time.perf_counter()
+        values = process.answer_values(segmented, spec.process_rewards)
         valued = time.perf_counter()
-        verdicts = process.played(walks, 0, spec.continuations)
+        rewards = process.continuation_rewards(segmented, 0, spec.continuations)
         played = time.perf_counter()
     episodes = [one for group in groups for one in group]
     answers = [
-        Calibrated(walk.task.task_id, found, outcomes)
-        for walk, found, outcomes in zip(walks, values, verdicts, strict=True)
-        if found is not None and not np.isnan(outcomes).any()
+        CalibratedAnswer(one.task.task_id, cheap, outcomes)
+        for one, cheap, outcomes in zip(segmented, values, rewards, strict=True)
+        if cheap is not None and not np.isnan(outcomes).any()
     ]
     if not answers:
         raise WorkFailedError(
-            "no answer could be given values: none is stated, it is guessed too easily, or nobody judged",
+            "no answer has both values: its task states no right answer, the right answer is too easy to"
+            " guess, or the verifier failed",
             where=player.environment.id,
             remedy="choose an environment that states its answers, or raise process_rewards.guessable",
         )
@@ -63,15 +70,15 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
     }
     workspace.episodes.mkdir(exist_ok=True)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)
-    workspace.metric(0, **flat(summary))
-    workspace.timing(0, **watch.figures() | {"values": valued - begun, "play": played - valued})
+    workspace.metric(0, **calibration_metrics(summary))
+    workspace.timing(0, **watch.figures() | {"values": valued - began, "play": played - valued})
     workspace.progress(total, total, "answers")
-    said = told(summary)
-    for sentence in said:
+    sentences = describe_calibration(summary)
+    for sentence in sentences:
         workspace.log(sentence)
     return summary | {
-        "said": said,
+        "sentences": sentences,
         "seconds": watch.elapsed,
-        "seconds_values": valued - begun,
+        "seconds_values": valued - began,
         "seconds_play": played - valued,
     }

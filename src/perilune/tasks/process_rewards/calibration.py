@@ -1,4 +1,4 @@
-"""What a calibration says: do cheap values of prefixes put them in the order that play does?"""
+"""Statistics of a calibration: whether cheap values rank prefixes as Monte Carlo values do."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from numpy.typing import NDArray
 
 from perilune.metrics.rank_correlation import Figures, ceiling, spearman, spearman_over_problems
 
-BINS = 10  # of the reliability curve
-MOST_PLACES = 12  # by which values are told apart
+BINS = 10  # bins of the reliability curve
+MOST_PLACES = 12  # prefixes of an answer for which `by_place` has an entry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Calibrated:
-    """One answer's prefixes.
+class CalibratedAnswer:
+    """The prefixes of one answer.
 
     Attributes:
-        task_id: whose.
-        values: float64[prefixes], the cheap ones.
-        verdicts: float64[prefixes, continuations], of play, without NaN.
+        task_id: the answer's task.
+        values: float64[prefixes], cheap values.
+        rewards: float64[prefixes, continuations], rewards of continuations, without NaN.
     """
 
     task_id: str
     values: NDArray[np.float64]
-    verdicts: NDArray[np.float64]
+    rewards: NDArray[np.float64]
 
     @property
     def played(self) -> Figures:
-        """Mean verdict of each prefix."""
-        return np.asarray(self.verdicts.mean(axis=1))
+        """The Monte Carlo value of each prefix."""
+        return np.asarray(self.rewards.mean(axis=1))
 
 
-def calibration_summary(answers: Sequence[Calibrated], seed: int) -> dict[str, Any]:
-    """The figures of a calibration; intervals are over tasks.
+def calibration_summary(answers: Sequence[CalibratedAnswer], seed: int) -> dict[str, Any]:
+    """The statistics of a calibration; intervals are over tasks.
 
     Returns:
-        values: of all prefixes. differences: of what each segment before the last earned, which is what is
-        learned from. Each with `count`, `spearman` (an interval, or null), and `ceiling`, what a perfect
-        value would reach beside so few continuations. by_place: the same for each prefix by its place.
-        reliability: mean value and mean of play in tenths of the values. standard_error: mean of play's.
+        `values`: agreement of the values of all prefixes. `differences`: agreement of the process rewards of
+        all segments but the last. Each has `count`, `spearman` (an interval, or null), and `ceiling`, the
+        correlation of a perfect value with so few continuations. `by_place`: the same by index of the prefix.
+        `reliability`: mean cheap and Monte Carlo value in tenths of the cheap values. `standard_error`: mean
+        standard error of the Monte Carlo values.
     """
     return {
         "values": _agreement(answers, seed, differences=False),
@@ -55,37 +56,33 @@ def calibration_summary(answers: Sequence[Calibrated], seed: int) -> dict[str, A
     }
 
 
-def flat(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that go into metrics.jsonl, where there are any."""
-    found = {}
-    for name in ("values", "differences"):
-        interval = summary[name]["spearman"]
-        if interval is not None:
-            found[f"spearman_{name}"] = interval["mean"]
-    return found
+def calibration_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics for metrics.jsonl: the correlations that could be computed."""
+    intervals = {name: summary[name]["spearman"] for name in ("values", "differences")}
+    return {f"spearman_{name}": one["mean"] for name, one in intervals.items() if one is not None}
 
 
-def told(summary: Mapping[str, Any]) -> list[str]:
-    """What there is to say, in sentences."""
-    names = {"values": "values of prefixes", "differences": "what segments earn"}
-    said = []
+def describe_calibration(summary: Mapping[str, Any]) -> list[str]:
+    """The result in sentences."""
+    names = {"values": "values of prefixes", "differences": "process rewards of segments"}
+    sentences = []
     for name, what in names.items():
         interval, best = summary[name]["spearman"], summary[name]["ceiling"]
         if interval is None:
-            said.append(f"{what}: nothing to correlate in {summary[name]['count']}")
+            sentences.append(f"{what}: {summary[name]['count']} of them give no correlation")
             continue
         most = "" if best is None else f"; a perfect value would reach {best:.2f}"
-        said.append(
-            f"{what} and play: Spearman {interval['mean']:.2f} ({interval['low']:.2f} to"
+        sentences.append(
+            f"{what} against Monte Carlo: Spearman {interval['mean']:.2f} ({interval['low']:.2f} to"
             f" {interval['high']:.2f}) over {summary[name]['count']}{most}"
         )
     interval = summary["differences"]["spearman"]
     if interval is None or interval["low"] <= 0:
-        said.append("do not trust these process rewards: they do not pay for what leads to right answers")
-    return said
+        sentences.append("do not train on these process rewards: they do not predict right answers")
+    return sentences
 
 
-def _agreement(answers: Sequence[Calibrated], seed: int, *, differences: bool) -> dict[str, Any]:
+def _agreement(answers: Sequence[CalibratedAnswer], seed: int, *, differences: bool) -> dict[str, Any]:
     def of(figures: Figures) -> Figures:
         return np.diff(figures) if differences else figures
 
@@ -93,40 +90,40 @@ def _agreement(answers: Sequence[Calibrated], seed: int, *, differences: bool) -
     for one in answers:
         by_task[one.task_id].append((of(one.values), of(one.played)))
     pairs = [
-        (np.concatenate([a for a, _ in some]), np.concatenate([b for _, b in some]))
-        for some in by_task.values()
+        (np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]))
+        for parts in by_task.values()
     ]
-    found = spearman_over_problems(pairs, seed=seed)
+    correlation = spearman_over_problems(pairs, seed=seed)
     halves = [
-        np.concatenate([np.zeros(0), *(of(one.verdicts[:, side::2].mean(axis=1)) for one in answers)])
+        np.concatenate([np.zeros(0), *(of(one.rewards[:, side::2].mean(axis=1)) for one in answers)])
         for side in (0, 1)
     ]
     return {
         "count": sum(len(a) for a, _ in pairs),
-        "spearman": None if found is None else found._asdict(),
+        "spearman": None if correlation is None else correlation._asdict(),
         "ceiling": ceiling(*halves) if len(halves[0]) > 1 else None,
     }
 
 
-def _by_place(answers: Sequence[Calibrated]) -> list[dict[str, Any]]:
-    found = []
+def _by_place(answers: Sequence[CalibratedAnswer]) -> list[dict[str, Any]]:
+    rows = []
     for place in range(min(MOST_PLACES, max((len(one.values) for one in answers), default=0))):
-        there = [one for one in answers if len(one.values) > place]
-        values = np.array([one.values[place] for one in there])
-        played = np.array([one.played[place] for one in there])
-        found.append(
+        longer = [one for one in answers if len(one.values) > place]
+        values = np.array([one.values[place] for one in longer])
+        played = np.array([one.played[place] for one in longer])
+        rows.append(
             {
                 "place": place,
-                "count": len(there),
+                "count": len(longer),
                 "value": float(values.mean()),
                 "played": float(played.mean()),
-                "spearman": spearman(values, played) if len(there) > 1 else None,
+                "spearman": spearman(values, played) if len(longer) > 1 else None,
             }
         )
-    return found
+    return rows
 
 
-def _reliability(answers: Sequence[Calibrated]) -> list[dict[str, float]]:
+def _reliability(answers: Sequence[CalibratedAnswer]) -> list[dict[str, float]]:
     if not answers:
         return []
     values = np.concatenate([one.values for one in answers])
@@ -139,6 +136,6 @@ def _reliability(answers: Sequence[Calibrated]) -> list[dict[str, float]]:
     ]
 
 
-def _standard_error(answers: Sequence[Calibrated]) -> float | None:
-    errors = [one.verdicts.std(axis=1) / math.sqrt(one.verdicts.shape[1]) for one in answers]
+def _standard_error(answers: Sequence[CalibratedAnswer]) -> float | None:
+    errors = [one.rewards.std(axis=1) / math.sqrt(one.rewards.shape[1]) for one in answers]
     return float(np.concatenate(errors).mean()) if errors else None

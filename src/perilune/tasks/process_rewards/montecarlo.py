@@ -1,4 +1,4 @@
-"""Playing on from the middle of an answer: what a prefix is worth, by what becomes of it."""
+"""Monte Carlo values: continue answers from their prefixes, and score the continuations."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from perilune.watchdog import STALL, Waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Position:
-    """A task, its prompt int32[P], and what has been written of an answer, int32[t]."""
+class Prefix:
+    """A task, its prompt int32[P], and the first tokens int32[t] of an answer."""
 
     task: Task
     prompt_ids: NDArray[np.int32]
-    written: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
 
 
-def play_on(
-    rollouts: RolloutWorker, positions: Sequence[Position], count: int, params: SamplingParams, step: int
+def score_continuations(
+    rollouts: RolloutWorker, prefixes: Sequence[Prefix], count: int, params: SamplingParams, step: int
 ) -> list[NDArray[np.float64]]:
-    """The verdicts on `count` answers that go on from each position, float64[count], NaN for a failure.
+    """The rewards float64[count] of `count` continuations of each prefix, NaN for failures.
 
-    An answer has `params.max_tokens` tokens at most, with what was written already. Equal positions are
-    played once. Random numbers are none that the step's own episodes use.
+    An answer has at most `params.max_tokens` tokens, with those of its prefix. Equal prefixes are continued
+    once. The random numbers differ from those of all episodes.
     """
-    if not positions:
+    if not prefixes:
         return []
-    keys = [(one.task.task_id, one.prompt_ids.tobytes(), one.written.tobytes()) for one in positions]
-    distinct = dict(zip(keys, positions, strict=True))
-    longest = params.max_tokens - min(len(one.written) for one in distinct.values())
+    keys = [(one.task.task_id, one.prompt_ids.tobytes(), one.token_ids.tobytes()) for one in prefixes]
+    distinct = dict(zip(keys, prefixes, strict=True))
+    longest = params.max_tokens - min(len(one.token_ids) for one in distinct.values())
     seed = int.from_bytes(hashlib.blake2b(f"montecarlo/{rollouts.seed}".encode(), digest_size=7).digest())
     prompts = [
-        Prompt([*one.prompt_ids.tolist(), *one.written.tolist()], (seed, step, index))
+        Prompt([*one.prompt_ids.tolist(), *one.token_ids.tolist()], (seed, step, index))
         for index, one in enumerate(distinct.values())
     ]
     with Waiting("sampling") as wait:
@@ -48,13 +48,13 @@ def play_on(
         )
     items = []
     for one, group in zip(distinct.values(), completions, strict=True):
-        room = params.max_tokens - len(one.written)
+        room = params.max_tokens - len(one.token_ids)
         for sample in group:
-            tokens = [*one.written.tolist(), *sample.token_ids[:room].tolist()]
+            tokens = [*one.token_ids.tolist(), *sample.token_ids[:room].tolist()]
             finished = sample.finish_reason == "stop" and len(sample.token_ids) <= room
             items.append((one.task, Transcript(rollouts.tokenizer.decode(tokens), finished=finished)))
     with Waiting("scoring", STALL + 2 * len(items) * rollouts.scorer.item_seconds):
         outcomes = rollouts.scorer.score(items)
     rewards = [outcome.reward if isinstance(outcome, Score) else np.nan for outcome in outcomes]
-    found = dict(zip(distinct, np.array(rewards).reshape(len(distinct), count), strict=True))
-    return [found[key] for key in keys]
+    by_key = dict(zip(distinct, np.array(rewards).reshape(len(distinct), count), strict=True))
+    return [by_key[key] for key in keys]

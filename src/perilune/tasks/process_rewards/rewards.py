@@ -1,4 +1,4 @@
-"""From judged episodes to episodes with process rewards: cut, value every prefix, take differences."""
+"""Process rewards: cut episodes into segments, compute the value of each prefix, take differences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.process_rewards.montecarlo import Position, play_on
+from perilune.tasks.process_rewards.montecarlo import Prefix, score_continuations
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.verifiers.segments import end_of_reasoning, segment_boundaries
 from perilune.verifiers.step_rewards import shaping
@@ -32,12 +32,12 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Walk:
-    """An episode on its way through its prefixes.
+class SegmentedEpisode:
+    """An episode with the lengths of the prefixes at which its segments begin.
 
     Attributes:
-        prefixes: counts of its tokens, from 0, each below T.
-        stated: the answer that its task states.
+        prefixes: numbers of tokens, from 0, each below T.
+        stated: the right answer that the task states; None if it states none.
     """
 
     task: Task
@@ -48,18 +48,18 @@ class Walk:
 
 @dataclass(frozen=True)
 class ProcessRewards:
-    """Gives episodes their `step_rewards`; does nothing without settings.
+    """Computes the `step_rewards` of episodes; does nothing without settings.
 
     Args:
-        settings: of the recipe's `process_rewards` section.
-        decoder: the policy as it sampled, for values from a forward pass.
-        rollouts: who samples and judges, for values from play.
-        sampling: how the episodes were sampled.
-        token_budget: tokens of one forward pass.
+        settings: the recipe's `process_rewards` section.
+        decoder: the policy that sampled the episodes.
+        rollouts: samples and scores continuations.
+        sampling: the sampling settings of the episodes.
+        token_budget: most tokens of a forward pass.
 
     Raises:
-        RequestError: when values from play are wanted of episodes of several turns, or the likelihood of
-            the right answer where the environment states none.
+        RequestError: for Monte Carlo values in an environment of several turns, or the likelihood of the
+            right answer in an environment that states none.
     """
 
     settings: ProcessRewardSettings | None
@@ -72,15 +72,15 @@ class ProcessRewards:
         environment = self.rollouts.environment
         if isinstance(self.settings, MonteCarloValues) and getattr(environment, "max_turns", 1) > 1:
             raise RequestError(
-                f"an episode of {environment.id} has several turns, and play goes on within one",
+                f"an episode of {environment.id} has several turns, and montecarlo continues within one",
                 where="process_rewards",
-                remedy="leave process_rewards: montecarlo to environments of one turn",
+                remedy="use process_rewards: montecarlo only with environments of one turn",
             )
         if isinstance(self.settings, AnswerValues) and not hasattr(environment, "reference_answer"):
             raise RequestError(
-                f"{environment.id} states no right answer, whose likelihood could be asked for",
+                f"{environment.id} states no right answer, so its likelihood cannot be computed",
                 where="process_rewards",
-                remedy="process_rewards: montecarlo, or none",
+                remedy="use process_rewards: montecarlo, or remove process_rewards",
             )
 
     def play(
@@ -93,89 +93,92 @@ class ProcessRewards:
         watch: Stopwatch,
         first: int,
     ) -> Groups:
-        """As `Rollouts.play`, with process rewards wherever there can be any."""
+        """`RolloutWorker.play`, with process rewards for the episodes that can have them."""
         groups = self.rollouts.play(
             tasks, samples=samples, params=params, step=step, watch=watch, first=first
         )
         return groups if self.settings is None else self.reward(tasks, groups, step, watch)
 
     def reward(self, tasks: Sequence[Task], groups: Groups, step: int, watch: Stopwatch) -> Groups:
-        """The groups of these tasks, with process rewards wherever there can be any."""
+        """The groups of these tasks, with process rewards for the episodes that can have them."""
         assert self.settings is not None
-        begun = time.perf_counter()
-        walks = self.walks(tasks, groups)
+        began = time.perf_counter()
+        segmented = self.segment(tasks, groups)
         weight = self.settings.weight if self.settings.role == "reward" else 1.0
-        potentials = self.potentials(walks, step)
-        earned = {
-            walk.episode.episode_id: step_rewards(walk, weight * found)
-            for walk, found in zip(walks, potentials, strict=True)
-            if found is not None
+        rewards = {
+            one.episode.episode_id: step_rewards(one, weight * potentials)
+            for one, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
+            if potentials is not None
         }
-        watch.process_rewards += time.perf_counter() - begun
+        watch.process_rewards += time.perf_counter() - began
         return [
-            tuple(replace(one, step_rewards=earned.get(one.episode_id)) for one in group) for group in groups
+            tuple(replace(one, step_rewards=rewards.get(one.episode_id)) for one in group) for group in groups
         ]
 
-    def walks(self, tasks: Sequence[Task], groups: Groups) -> list[Walk]:
-        """The prefixes at which the judged episodes are looked at."""
-        of_id = {task.task_id: (task, reference_answer(self.rollouts.environment, task)) for task in tasks}
+    def segment(self, tasks: Sequence[Task], groups: Groups) -> list[SegmentedEpisode]:
+        """Cut the scored episodes into segments."""
+        by_id = {task.task_id: (task, reference_answer(self.rollouts.environment, task)) for task in tasks}
         return [
-            self._walk(*of_id[one.task_id], one)
+            self._segment(*by_id[one.task_id], one)
             for group in groups
             for one in group
             if not one.failure and one.loss_mask.any()
         ]
 
-    def potentials(self, walks: Sequence[Walk], step: int) -> list[Values | None]:
-        """Phi of each prefix, float64[prefixes]; None where a walk can have no values."""
+    def potentials(self, segmented: Sequence[SegmentedEpisode], step: int) -> list[Values | None]:
+        """Phi of each prefix, float64[prefixes]; None for an episode that cannot have values."""
         if isinstance(self.settings, MonteCarloValues):
-            played = self.played(walks, step, self.settings.continuations)
-            return [means_of(verdicts) for verdicts in played]
+            rewards = self.continuation_rewards(segmented, step, self.settings.continuations)
+            return [prefix_means(one) for one in rewards]
         assert isinstance(self.settings, AnswerValues)
-        return self.answered(walks, self.settings)
+        return self.answer_values(segmented, self.settings)
 
-    def answered(self, walks: Sequence[Walk], settings: AnswerValues) -> list[Values | None]:
-        """By how likely the right answer is; None where none is stated, it is too long or easily guessed."""
-        probes = [self._probe(walk, settings) for walk in walks]
-        asked = [probe for probe in probes if probe is not None]
+    def answer_values(
+        self, segmented: Sequence[SegmentedEpisode], settings: AnswerValues
+    ) -> list[Values | None]:
+        """Phi from the likelihood of the right answer; None if there is none, or too long or guessable."""
+        probes = [self._probe(one, settings) for one in segmented]
+        possible = [probe for probe in probes if probe is not None]
+        temperature = self.sampling.temperature
         with Waiting("process rewards"):
             values = iter(
-                prefix_values(
-                    self.decoder, asked, token_budget=self.token_budget, temperature=self.sampling.temperature
-                )
+                prefix_values(self.decoder, possible, token_budget=self.token_budget, temperature=temperature)
             )
         return [None if probe is None else potential(next(values), settings) for probe in probes]
 
-    def played(self, walks: Sequence[Walk], step: int, count: int) -> list[Values]:
-        """Verdicts on `count` continuations of each prefix, float64[prefixes, count], NaN for failures."""
-        positions = [
-            Position(walk.task, walk.episode.prompt_ids, walk.episode.token_ids[:prefix])
-            for walk in walks
-            for prefix in walk.prefixes
+    def continuation_rewards(
+        self, segmented: Sequence[SegmentedEpisode], step: int, count: int
+    ) -> list[Values]:
+        """Rewards of `count` continuations of each prefix, float64[prefixes, count], NaN for failures."""
+        prefixes = [
+            Prefix(one.task, one.episode.prompt_ids, one.episode.token_ids[:length])
+            for one in segmented
+            for length in one.prefixes
         ]
         params = self.sampling.params(self.decoder.config.eos_token_ids)
-        verdicts = iter(play_on(self.rollouts, positions, count, params, step))
-        return [np.array([next(verdicts) for _ in walk.prefixes]) for walk in walks]
+        rewards = iter(score_continuations(self.rollouts, prefixes, count, params, step))
+        return [np.array([next(rewards) for _ in one.prefixes]) for one in segmented]
 
-    def _walk(self, task: Task, stated: ReferenceAnswer | None, episode: Episode) -> Walk:
+    def _segment(self, task: Task, stated: ReferenceAnswer | None, episode: Episode) -> SegmentedEpisode:
         pieces = [self._bytes[token] or b"" for token in episode.token_ids.tolist()]
         opens = () if stated is None else stated.opens
         forms = stated.forms if stated is not None and isinstance(self.settings, AnswerValues) else ()
         assert self.settings is not None
         stop = end_of_reasoning(pieces, opens, forms)
-        places = segment_boundaries(pieces, episode.logprobs, stop, self.settings.segments)
-        return Walk(task, episode, (0, *_with_own_tokens(places, episode.loss_mask)), stated)
+        cuts = segment_boundaries(pieces, episode.logprobs, stop, self.settings.segments)
+        return SegmentedEpisode(task, episode, (0, *_with_own_tokens(cuts, episode.loss_mask)), stated)
 
-    def _probe(self, walk: Walk, settings: AnswerValues) -> Probe | None:
-        if walk.stated is None:
+    def _probe(self, segmented: SegmentedEpisode, settings: AnswerValues) -> Probe | None:
+        stated, prefixes, episode = segmented.stated, segmented.prefixes, segmented.episode
+        if stated is None:
             return None
-        lead = walk.stated.lead if settings.lead is None else settings.lead
-        endings = _endings(self.rollouts.tokenizer, lead, walk.stated.forms)
-        longest = walk.prefixes[-1] + max(len(ending) for ending, _ in endings)
-        room = self.decoder.config.max_position_embeddings - len(walk.episode.prompt_ids)
+        lead = stated.lead if settings.lead is None else settings.lead
+        endings = _endings(self.rollouts.tokenizer, lead, stated.forms)
+        longest = prefixes[-1] + max(len(ending) for ending, _ in endings)
+        room = self.decoder.config.max_position_embeddings - len(episode.prompt_ids)
         if longest > room or not all(answer for _, answer in endings):
             return None
-        return Probe(walk.episode, walk.prefixes, [e for e, _ in endings], [answer for _, answer in endings])
+        return Probe(episode, prefixes, [ending for ending, _ in endings], [answer for _, answer in endings])
 
     @cached_property
     def _bytes(self) -> list[bytes | None]:
@@ -184,19 +187,22 @@ class ProcessRewards:
 
 @lru_cache(maxsize=1024)
 def _endings(tokenizer: Tokenizer, lead: str, forms: tuple[str, ...]) -> list[tuple[list[int], int]]:
-    """Lead and answer as the tokenizer joins them; a token that holds some of both is the answer's."""
+    """The tokens of lead and answer together, and how many are the answer's, for each form of the answer.
+
+    A token with parts of both belongs to the answer.
+    """
     before, *wholes = tokenizer.encode_batch([lead, *(lead + form for form in forms)])
-    return [(whole, len(whole) - _shared(before, whole)) for whole in wholes]
+    return [(whole, len(whole) - _common_prefix(before, whole)) for whole in wholes]
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens that both start with."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def potential(values: Values, settings: AnswerValues) -> Values | None:
-    """Phi of mean log-probs V: exp(V), or V bounded by `floor` and divided by it; None if easily guessed."""
+    """Phi of mean log-probs V: exp(V), or V clipped at `floor` and divided by it; None if easy to guess."""
     if np.exp(values[0]) > settings.guessable:
         return None
     if settings.floor is None:
@@ -204,28 +210,28 @@ def potential(values: Values, settings: AnswerValues) -> Values | None:
     return np.asarray(np.clip(values, settings.floor, 0.0) / -settings.floor)
 
 
-def means_of(verdicts: Values) -> Values | None:
-    """Mean verdict of each prefix; None where one has no verdict at all."""
-    if np.isnan(verdicts).all(axis=1).any():
+def prefix_means(rewards: Values) -> Values | None:
+    """The mean reward of each prefix; None if all continuations of one failed."""
+    if np.isnan(rewards).all(axis=1).any():
         return None
-    return np.asarray(np.nanmean(verdicts, axis=1))
+    return np.asarray(np.nanmean(rewards, axis=1))
 
 
-def step_rewards(walk: Walk, potentials: Values) -> NDArray[np.float32]:
+def step_rewards(segmented: SegmentedEpisode, potentials: Values) -> NDArray[np.float32]:
     """float32[T]: Phi(after) - Phi(before) at each segment's last token, Phi = 0 at the end; else NaN."""
-    earned = shaping(np.append(potentials, 0.0), (-np.inf, np.inf))
-    mask = walk.episode.loss_mask
-    found = np.full(len(mask), np.nan, np.float32)
+    differences = shaping(np.append(potentials, 0.0), (-np.inf, np.inf))
+    mask = segmented.episode.loss_mask
+    rewards = np.full(len(mask), np.nan, np.float32)
     own = np.flatnonzero(mask)
-    ends = [*walk.prefixes[1:], len(mask)]
-    found[own[np.searchsorted(own, ends) - 1]] = earned
-    return found
+    ends = [*segmented.prefixes[1:], len(mask)]
+    rewards[own[np.searchsorted(own, ends) - 1]] = differences
+    return rewards
 
 
-def _with_own_tokens(places: Sequence[int], mask: NDArray[np.bool_]) -> list[int]:
-    """The cuts between which the policy wrote something, as it must have behind the last."""
+def _with_own_tokens(cuts: Sequence[int], mask: NDArray[np.bool_]) -> list[int]:
+    """The cuts that leave a token of the policy in every segment."""
     kept: list[int] = []
-    for place in places:
-        if mask[kept[-1] if kept else 0 : place].any() and mask[place:].any():
-            kept.append(place)
+    for cut in cuts:
+        if mask[kept[-1] if kept else 0 : cut].any() and mask[cut:].any():
+            kept.append(cut)
     return kept

@@ -14,17 +14,19 @@ from perilune.tasks.stage.sampling import SamplingSpec
 class CalibrateSpec(SamplingSpec):
     """Fields of a calibrate stage."""
 
-    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="policy that is asked and plays")
-    tasks: int = Field(64, ge=2, description="held-out tasks")
-    samples: int = Field(4, ge=1, description="answers a task")
-    continuations: int = Field(16, ge=2, description="played from each prefix of an answer")
-    process_rewards: ProcessRewardField = Field(
-        AnswerValues(), description="what is calibrated: `answer`, or its section"
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
+        description="stage whose checkpoint samples and gives the values"
     )
-    token_budget: int = Field(4096, ge=1, description="tokens in one forward pass, a matter of memory")
+    tasks: int = Field(64, ge=2, description="held-out tasks")
+    samples: int = Field(4, ge=1, description="answers per task")
+    continuations: int = Field(16, ge=2, description="continuations sampled from each prefix of an answer")
+    process_rewards: ProcessRewardField = Field(
+        AnswerValues(), description="process rewards to calibrate: `answer`, or a section with that name"
+    )
+    token_budget: int = Field(4096, ge=1, description="most tokens of a forward pass; limits memory")
 
     @model_validator(mode="after")
     def _cheap(self) -> CalibrateSpec:
         if self.process_rewards is None or self.process_rewards.name != "answer":
-            raise ValueError("process is what is compared with play: give answer, or a section of that name")
+            raise ValueError("calibrate takes process_rewards: answer, or a section with that name")
         return self

@@ -1,4 +1,4 @@
-"""calibrate: whether training-free process rewards can be trusted with a policy, before training on them."""
+"""calibrate: checks process rewards from a policy's likelihoods before training on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.process_rewards.spec import CalibrateSpec
+from perilune.tasks.stage.memory_plan import model_config, stage_memory
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ class Calibrate(Stage[CalibrateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample."""
-        from perilune.tasks.stage.memory_plan import model_config, stage_memory
-
+        """Answers and continuations to sample, and memory."""
         answers = spec.tasks * spec.samples
         most = spec.process_rewards.segments.most if spec.process_rewards else 0
         memory = stage_memory(
@@ -32,12 +31,12 @@ class Calibrate(Stage[CalibrateSpec]):
         )
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",
-            "continuations": f"{spec.continuations} from each of at most {most} prefixes an answer",
+            "continuations": f"{spec.continuations} from each of at most {most} prefixes per answer",
             "memory": memory,
         }
 
     def execute(self, spec: CalibrateSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample answers, value their prefixes, and compare."""
+        """Compare the values of sampled prefixes."""
         from perilune.tasks.process_rewards.calibrate import run
 
         return run(workspace, spec)

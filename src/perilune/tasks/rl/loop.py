@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning. `step` is all of it: publish weights, sample groups, learn, record."""
+"""The loop of reinforcement learning: each step publishes weights, samples groups, trains and records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from perilune.rollout.learned_reward import LearnedReward
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.checks.preflight import run_preflight
-from perilune.tasks.rl.memory import rl_memory
 from perilune.tasks.rl.metrics import Recorder
 from perilune.tasks.rl.opponents import NoOpponents
 from perilune.tasks.rl.sampling import GroupSampler
@@ -36,13 +35,13 @@ def run(
     *,
     stop_without_signal: bool = True,
 ) -> dict[str, Any]:
-    """Train the policy, and return the stage's summary.
+    """Train the policy and return the stage's summary.
 
     Args:
-        make_opponents: the players beside the policy that learns; none by default.
-        stop_without_signal: stop a run in which nearly all groups have had equal rewards for many steps.
+        make_opponents: makes the opponents of the policy; none by default.
+        stop_without_signal: stop the run when nearly all groups have had equal rewards for many steps.
     """
-    with open_player(workspace, spec.max_tokens, spec, partial(rl_memory, spec)) as opened:
+    with open_player(workspace, spec.max_tokens, spec, spec.memory_plan) as opened:
         player = replace(opened, rollouts=replace(opened.rollouts, learned=_reward_model(spec, opened)))
         policy, device = player.policy, player.device
         load_start = partial(load_reference, workspace, device, policy, spec)
@@ -66,12 +65,12 @@ def run(
 
         def step(done: int, watch: Stopwatch) -> StepReport:
             publisher.publish()
-            groups = publisher.checked(sampler.sample(done + 1, watch))
+            groups = publisher.check_versions(sampler.sample(done + 1, watch))
             learner.memory["tasks"] = sampler.taken
-            with watch.learns():
+            with watch.time_learning():
                 weighted, figures = updates.make(groups, done)
-            known = opponents.after(done + 1, weighted, figures | {"epoch": sampler.epoch})
-            return recorder.record(done + 1, weighted, known, watch)
+            figures = opponents.after(done + 1, weighted, figures | {"epoch": sampler.epoch})
+            return recorder.record(done + 1, weighted, figures, watch)
 
         loop.run(step)
     assert player.memory is not None

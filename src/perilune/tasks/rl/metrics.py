@@ -1,4 +1,4 @@
-"""The metrics and episodes of every step of reinforcement learning, and the stop of a run without signal."""
+"""Metrics and episodes of each RL step, and the stop of a run without signal."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from perilune.learn.algorithms import Algorithm
 from perilune.learn.objective import objective_curve
 from perilune.learn.weights import WeightedGroup, step_figures
 from perilune.metrics.length_dynamics import length_dynamics
-from perilune.rollout.failures import failure_figures
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
-from perilune.tasks.stage.outcomes import passed, strategies
+from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.training import StepReport, first_and_last
 
 DEAD_LIMIT = 0.95  # share of dead groups above which a step has no signal
-DEAD_PATIENCE = 20  # such steps in a row after which the run is stopped
+DEAD_PATIENCE = 20  # consecutive steps without signal after which the run stops
 
 
 class Recorder:
-    """Turns each step into metrics, writes its episodes, and stops a run that has nothing to learn from.
+    """Computes the metrics of each step, writes its episodes, and stops a run without signal.
 
-    Make it after the workspace was rewound: it reads the metrics of earlier attempts. Pass rates and rewards
-    are means over all scored episodes, dead groups among them.
+    Create it after `TrainingLoop`: it reads the metrics of earlier attempts. Pass rates and rewards are means
+    over all scored episodes, including those of dead groups.
 
     Args:
         stop_without_signal: stop after `DEAD_PATIENCE` steps in which nearly all groups were dead.
@@ -50,7 +49,7 @@ class Recorder:
     def record(
         self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float], watch: Stopwatch
     ) -> StepReport:
-        """Write the episodes of a step and return its metrics; only the process that leads has any.
+        """Write the episodes of a step and return its metrics; empty in processes other than the first.
 
         Raises:
             WorkFailedError: when no episode was scored.
@@ -58,29 +57,22 @@ class Recorder:
         if not self._workspace.leads:
             return StepReport({})
         episodes = [one for group in groups for one in group.episodes]
+        outcomes = outcome_figures(episodes, f"step {step}")
         rewards = [one.reward for one in episodes if one.reward is not None]
-        if not rewards:
-            first = episodes[0].failure
-            raise WorkFailedError(f"the verifier judged no episode: {first}", where=f"step {step}")
         mean = math.fsum(rewards) / len(rewards)
         dead = sum(group.dead for group in groups) / len(groups)
         line: dict[str, Any] = {
+            **outcomes,
             "reward": mean,
-            "pass_rate": sum(map(passed, episodes)) / len(rewards),
             "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "groups": len(groups),
             "dead_groups": dead,
-            **failure_figures(episodes),
-            "length": sum(one.sampled for one in episodes) / len(episodes),
-            "truncated": sum(one.truncated for one in episodes) / len(episodes),
             **step_figures(groups),
             **figures,
-            **self._gold.look(step, episodes),
+            **self._gold.observe(step, episodes),
+            **term_means(episodes),
+            "collapse_alarm": self._watch_collapse(step, mean, dead),
         }
-        line |= term_means(episodes) | {"collapse_alarm": self._watch_collapse(step, mean, dead)}
-        for name, found in strategies(episodes).items():
-            line[f"strategy/{name}"] = found["share"]
-            line[f"accuracy/{name}"] = found["accuracy"]
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
         shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
         shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
@@ -93,7 +85,7 @@ class Recorder:
         return float(self._collapse.alarm)
 
     def _warnings(self) -> dict[str, list[str]]:
-        """What the reader of a finished run must know first."""
+        """Warnings to show first in the summary of a finished run."""
         watch = self._collapse
         if watch.since is None:
             return {}
@@ -113,15 +105,15 @@ class Recorder:
             f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
             " there is nothing to learn from",
             where=f"step {step}",
-            remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks"
-            " or more samples; if the reward fell to zero, lower lr",
+            remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks, or"
+            " raise samples; if the reward fell to zero, lower lr",
         )
 
     def _count_dead(self, dead: float) -> None:
         self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
 
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
-        """First and last figures, and what the estimator climbs, if that can be said of groups alone."""
+        """First and last metrics, and the estimator's implicit objective if it compares within groups."""
         if not self._workspace.leads:
             return {}
         lines = self._workspace.metrics()
@@ -141,15 +133,15 @@ class Recorder:
 
 def term_means(episodes: Sequence[Episode]) -> dict[str, float]:
     """`term/NAME`: mean of each reward term over the episodes that have it."""
-    found: dict[str, list[float]] = {}
+    terms: dict[str, list[float]] = {}
     for one in episodes:
         for name, value in one.reward_terms.items():
-            found.setdefault(f"term/{name}", []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
+            terms.setdefault(f"term/{name}", []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(terms.items())}
 
 
 def lengths_over(workspace: Workspace) -> dict[str, Any]:
-    """`length_dynamics` from the first to the last few steps that left episodes."""
+    """`length_dynamics` between the first and the last few steps with stored episodes."""
     files = sorted(workspace.episodes.glob("step-*.parquet"))
     edge = max(1, min(5, len(files) // 2))
     before, after = (
@@ -159,7 +151,7 @@ def lengths_over(workspace: Workspace) -> dict[str, Any]:
 
 
 def with_advantages(groups: Sequence[WeightedGroup]) -> list[Episode]:
-    """Episodes in order, each with its advantage among its metrics."""
+    """The episodes in order, with their advantages as a metric."""
     episodes = []
     for group in groups:
         for index, one in enumerate(group.episodes):

@@ -1,4 +1,4 @@
-"""The policy plays alone: what the RL loop asks of a league, for a stage that has none."""
+"""The opponents of an RL stage without any, and the interface that a league overrides."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from perilune.rollout.worker import RolloutWorker
 
 
 class NoOpponents:
-    """The policy plays every seat. `perilune.tasks.selfplay.league.League` overrides all of this.
+    """The policy is every player. `perilune.tasks.selfplay.league.League` overrides these methods.
 
     Attributes:
-        rollouts: the worker that plays the stage's episodes.
+        rollouts: the worker that samples the stage's episodes.
     """
 
     def __init__(self, rollouts: RolloutWorker) -> None:
         self.rollouts = rollouts
 
     def after(
-        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float]
-    ) -> Mapping[str, float]:
-        """Add to the figures of a step that has just been learned from."""
+        self, step: int, groups: Sequence[WeightedGroup], figures: dict[str, float]
+    ) -> dict[str, float]:
+        """Called after each step's update; returns the step's metrics, possibly with more of them."""
         return figures
 
     def write(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
@@ -34,5 +34,5 @@ class NoOpponents:
         save_policy(path, decoder, tokenizer)
 
     def summary(self) -> Mapping[str, Any]:
-        """Add to the stage's summary."""
+        """Further entries of the stage's summary."""
         return {}

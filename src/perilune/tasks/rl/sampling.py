@@ -1,7 +1,7 @@
-"""The rollout side of reinforcement learning: tasks in, finished groups out.
+"""The rollout side of reinforcement learning: from tasks to finished groups.
 
-The learner side (`perilune.tasks.rl.update`) takes nothing from here but groups of `Episode`, whose tokens
-carry the version of the weights that sampled them. Weights come the other way, through `Publisher`.
+The learner side (`perilune.tasks.rl.update`) receives only groups of `Episode`, whose tokens carry the
+version of the weights that sampled them. Weights travel the other way, through `Publisher`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from perilune.tasks.stage.player import Player
 
 
 class GroupSampler:
-    """Yields the groups of each step, with process rewards where the spec asks for them.
+    """Samples the groups of each step, with process rewards if the spec has them.
 
     Args:
-        rollouts: plays the episodes; the player's own, or one with opponents.
-        taken: training tasks that earlier attempts have used.
+        rollouts: samples the episodes, possibly with opponents.
+        taken: number of training tasks that earlier attempts have used.
     """
 
     def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, taken: int) -> None:
@@ -32,19 +32,19 @@ class GroupSampler:
 
     @property
     def taken(self) -> int:
-        """Training tasks used so far, by earlier attempts too."""
+        """Number of training tasks used so far, with those of earlier attempts."""
         return self._tasks.taken
 
     @property
     def epoch(self) -> int:
-        """How often every training task had been used before the latest one."""
+        """Number of completed epochs of the training tasks."""
         return self._tasks.epoch
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """Play the groups of a step (from 1); dead groups are refilled where the algorithm asks for it.
+        """Sample the groups of a step (from 1), and refill dead groups if the algorithm does so.
 
         Raises:
-            WorkFailedError: when sampling fails, or a task comes twice within an epoch.
+            WorkFailedError: when sampling fails, or a task repeats within an epoch.
         """
         spec, player = self._spec, self._player
 

@@ -9,39 +9,53 @@ from pydantic import Field, model_validator
 from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
-from perilune.tasks.stage.retention import Saving
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
+from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
+class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec):
     """Fields of an rl stage."""
 
-    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="where the policy starts")
-    steps: int = Field(100, ge=1, description="batches of episodes, sampled and learned from")
-    prompts: int = Field(32, ge=1, description="tasks a step")
-    samples: int = Field(8, ge=1, description="episodes a task: the size of a group")
+    checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
+    steps: int = Field(100, ge=1, description="training steps; each samples a batch of episodes")
+    prompts: int = Field(32, ge=1, description="tasks per step")
+    samples: int = Field(8, ge=1, description="episodes per task: the size of a group")
     reward_model: Annotated[str | None, Consumes("reward_model")] = Field(
         None,
         description="stage whose reward model gives the reward; the verifier's score is then only recorded",
     )
     verifier_weight: float = Field(
-        0.0, ge=0, description="weight of the verifier's score in the reward, beside a reward model"
+        0.0, ge=0, description="weight of the verifier's score in the reward, besides a reward model"
     )
     process_rewards: ProcessRewardField = Field(
-        None, description="process rewards: a name, or a section of a name and its options"
+        None, description="process rewards: a name, or a section with a name and options"
     )
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the policy is compared with the one that training started from."""
+        """Whether training needs the policy that it started from."""
         return self.kl > 0 or "deviation" in self.algorithm.needs
+
+    def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
+        """The memory plan for episodes of at most `longest` tokens after the prompt."""
+        return stage_memory(
+            config,
+            samples=self.prompts * self.samples,
+            max_tokens=longest,
+            token_budget=self.token_budget,
+            reference=self.uses_reference,
+            learner=self,
+            device=device,
+        )
 
     @model_validator(mode="after")
     def _large_enough(self) -> RLSpec:
         least = self.algorithm.least_samples
         if self.samples < least:
             raise ValueError(
-                f"samples is {self.samples}, and {self.algorithm.name} compares at least {least}"
+                f"samples is {self.samples}, and {self.algorithm.name} needs at least {least} per group"
             )
         return self
 
@@ -49,8 +63,8 @@ class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
     def _takes_the_kl(self) -> RLSpec:
         if self.kl and self.kl_estimator == "k1_reward" and not self.algorithm.takes_any_reward:
             raise ValueError(
-                f"kl_estimator is k1_reward, which makes rewards negative, and {self.algorithm.name} takes"
-                " rewards from 0 upwards or verdicts: k2 has the same gradient as a loss"
+                f"kl_estimator is k1_reward, which makes rewards negative, and {self.algorithm.name} needs"
+                " rewards of at least 0. Set kl_estimator to k2: it is a loss with the same gradient"
             )
         return self
 
@@ -66,6 +80,7 @@ class RLSpec(Saving, AlgorithmSettings, LearnerSettings, SamplingSpec):
             )
         if self.reward_model and self.process_rewards.name == "montecarlo":
             raise ValueError(
-                "process_rewards: montecarlo plays for the verifier's verdict, and a reward model is climbed"
+                "process_rewards: montecarlo estimates the verifier's score, and the reward is that of"
+                " reward_model. Remove one of them"
             )
         return self

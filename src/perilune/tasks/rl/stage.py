@@ -10,6 +10,7 @@ from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.memory_plan import model_config, planned_tokens
 from perilune.tasks.stage.stage import Stage, training_plan
 
 if TYPE_CHECKING:
@@ -19,20 +20,21 @@ Spec = TypeVar("Spec", bound=RLSpec)
 
 
 class ReinforcementStage(Stage[Spec]):
-    """What rl and selfplay have in common: the plan."""
+    """The plan that rl and selfplay share."""
 
     produces = "checkpoint"
 
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
-        """Episodes, updates, the schedule and memory."""
-        from perilune.tasks.rl.memory import rl_memory
-        from perilune.tasks.stage.memory_plan import model_config, planned_tokens
+        """Episodes, updates, the schedule and memory.
 
+        Raises:
+            RequestError: when the environment has `rewards` that a reward model would replace.
+        """
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
                 "`rewards` is ignored when `reward_model` is set",
                 where=f"stages.{job.stage}.reward_model",
-                remedy="set verifier_weight above 0 to combine them, or leave one of them out",
+                remedy="set verifier_weight above 0 to combine them, or remove one of them",
             )
         config = model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
@@ -45,7 +47,7 @@ class ReinforcementStage(Stage[Spec]):
             "algorithm": f"{_describe(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
             **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
-            **training_plan(spec, job, rl_memory(spec, config, longest, job.resources.device)),
+            **training_plan(spec, job, spec.memory_plan(config, longest, job.resources.device)),
         }
 
 
@@ -57,7 +59,7 @@ class RL(ReinforcementStage[RLSpec]):
     parallel = True
 
     def execute(self, spec: RLSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample, score, compare within the group, learn."""
+        """Train the policy with the RL loop."""
         from perilune.tasks.rl.loop import run
 
         return run(workspace, spec)

@@ -1,4 +1,4 @@
-"""What reinforcement learning makes of a batch of groups: weights, corrections, and a step's updates."""
+"""The learner side of reinforcement learning: token weights, off-policy corrections and updates."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from perilune.watchdog import STALL, Waiting
 if TYPE_CHECKING:
     from perilune.tasks.rl.spec import RLSpec
 
-SECONDS_A_TOKEN = 1.0  # no machine on which anybody would train is slower
+SECONDS_A_TOKEN = 1.0  # longer than training takes on any useful machine
 
 
 class PolicyUpdates:
-    """Weighs batches of groups and makes the updates of a run, watched from its first step to its last.
+    """Computes token weights and makes the updates of a run, with its checks.
 
     Args:
-        reference: the policy that training began with, where the spec asks for one.
-        longest: most tokens of an episode, where that is not the most of an answer.
-        draws_are_known: as of `LogprobChecker`.
+        reference: the policy before training, if the spec uses it.
+        longest: most tokens of an episode; `max_tokens` by default.
+        draws_are_known: see `LogprobChecker`.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class PolicyUpdates:
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
 
     def make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
-        """Weigh a batch of groups and make the step's updates of it.
+        """Make the updates of a step from its groups.
 
         Args:
-            step: steps done before this one.
+            step: number of completed steps.
 
         Raises:
-            WorkFailedError: when a check says that the step cannot be right.
+            WorkFailedError: when a check finds the step wrong.
 
         Returns:
-            all weighted groups, also those that no update used; and the figures of the updates.
+            all weighted groups, with those that no update used, and the metrics of the updates.
         """
         tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
         with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
@@ -91,8 +91,8 @@ class PolicyUpdates:
         centred = algorithm.centred and algorithm.compares == "group"
         check_weights(weighted, centred=centred, sparse=algorithm.sparse)
         weighted = apply_process_rewards(weighted, algorithm, context, spec.process_rewards)
-        learned = kept(weighted, spec.prompts, algorithm.refills)
-        corrected, measured = correct(learned, signals.get("logprobs", {}), off_policy, learner.version)
+        used = kept(weighted, spec.prompts, algorithm.refills)
+        corrected, measured = correct(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
         for part in minibatches(corrected, spec.updates_per_batch) * spec.epochs_per_batch:
@@ -106,5 +106,5 @@ class PolicyUpdates:
             with self._optimizer.watched(lr):
                 figures |= learner.optim_step(lr)
             updates.append(figures)
-        found = {f"off_policy/{name}": value for name, value in measured.items()}
-        return weighted, merge_updates(updates) | found | {"groups_learned": float(len(learned))}
+        staleness = {f"off_policy/{name}": value for name, value in measured.items()}
+        return weighted, merge_updates(updates) | staleness | {"groups_learned": float(len(used))}

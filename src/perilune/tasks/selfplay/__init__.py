@@ -1,1 +1,1 @@
-"""selfplay: reinforcement learning in games against frozen past policies."""
+"""selfplay: reinforcement learning in games against earlier versions of the policy."""

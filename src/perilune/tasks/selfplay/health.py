@@ -1,4 +1,4 @@
-"""What games of a policy against itself say of its health, and the signs of a collapse."""
+"""Metrics of self-play games, and alarms for signs of a collapse."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 from perilune.data.episode import Episode
 
-WINDOW = 8  # steps that are averaged before anything is called a sign
-MOST_SPOILT = 0.25  # share of games that may end by an illegal move, or be cut off,
-MORE_SPOILT = 1.25  # or as many times the share over the first steps
-LEAST_ENTROPY = 0.02  # of the entropy that training began with
-ONE_OPENING = 1.05  # effective number of first moves
+WINDOW = 8  # steps in a mean
+MOST_SPOILT = 0.25  # largest normal share of games that end by an illegal move, or are cut off
+MORE_SPOILT = 1.25  # largest normal ratio of this share to that over the first steps
+LEAST_ENTROPY = 0.02  # smallest normal ratio of the entropy to that over the first steps
+ONE_OPENING = 1.05  # effective number of first moves below which the policy has only one
 NARROW = ("entropy", "openings")  # signs that a policy has settled, which need not be bad
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A sign, and what it rests on."""
+    """A sign of a collapse, with the evidence as a message."""
 
     name: str
-    said: str
+    message: str
 
     @property
     def is_collapse(self) -> bool:
@@ -30,19 +30,19 @@ class Alarm:
         return self.name not in NARROW
 
 
-def seat_of(episode: Episode) -> int:
-    """The player whose episode it is: 1 of the group "12/3/p1", 0 of "12/3"."""
+def player_of(episode: Episode) -> int:
+    """The player of an episode: 1 for the group "12/3/p1", 0 for "12/3"."""
     last = episode.group_id.rpartition("/")[2]
     return int(last[1:]) if last.startswith("p") else 0
 
 
 def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Figures of a step's games.
+    """Metrics of a step's games.
 
     Returns:
-        `illegal`, the share that ended by an illegal move, where the environment says so; `unfinished`, the
-        share that was cut off; `drawn`, the share that nobody won; `turns` of a player; `openings`, exp of
-        the entropy of what the first player does first; `seat/N/reward` and `seat/N/won` of each player.
+        `illegal`, the share that ended by an illegal move, if the environment reports it; `unfinished`, the
+        share that was cut off; `drawn`, the share of draws; `turns`, the mean turns of a player; `openings`,
+        exp of the entropy of the first player's first move; `seat/N/reward` and `seat/N/won` of each player.
     """
     judged = [one for one in episodes if one.reward is not None]
     figures: dict[str, float] = {}
@@ -53,53 +53,53 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     if judged:
         figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
         figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)
-    first = [_first_move(one) for one in judged if seat_of(one) == 0]
+    first = [_first_move(one) for one in judged if player_of(one) == 0]
     if first:
         figures["openings"] = effective_number(Counter(first))
-    for seat in sorted({seat_of(one) for one in judged}):
-        own = [one.reward or 0.0 for one in judged if seat_of(one) == seat]
-        figures[f"seat/{seat}/reward"] = math.fsum(own) / len(own)
-        figures[f"seat/{seat}/won"] = sum(reward > 0 for reward in own) / len(own)
+    for player in sorted({player_of(one) for one in judged}):
+        own = [one.reward or 0.0 for one in judged if player_of(one) == player]
+        figures[f"seat/{player}/reward"] = math.fsum(own) / len(own)
+        figures[f"seat/{player}/won"] = sum(reward > 0 for reward in own) / len(own)
     return figures
 
 
 def effective_number(counts: Mapping[str, int]) -> float:
-    """exp of the entropy: how many equally frequent things vary as much."""
+    """exp of the entropy: the number of equally frequent values with the same entropy."""
     total = sum(counts.values())
     return math.exp(-math.fsum(n / total * math.log(n / total) for n in counts.values() if n))
 
 
 def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> list[Alarm]:
-    """Signs of a collapse in the last steps of `lines`, one line of figures a step.
+    """Signs of a collapse in the last steps of `lines`, the metrics of all steps.
 
     | sign | over the last 8 steps |
     |---|---|
-    | illegal | over a quarter of the games ended by an illegal move, and clearly more than over the first 8 |
-    | unfinished | the same of games that were cut off |
-    | weaker | lost to whom it did not lose before: `weaker` |
-    | entropy | below 2% of what it was over the first 8 steps |
-    | openings | one first move, where the first 8 steps had more |
+    | illegal | over 25% of games ended by an illegal move, and over 1.25 times the share in the first 8 |
+    | unfinished | the same for games that were cut off |
+    | weaker | the policy plays worse than the initial policy did against the opponents in `weaker` |
+    | entropy | below 2% of the entropy over the first 8 steps |
+    | openings | only one first move is left, and the first 8 steps had more |
 
     Args:
-        weaker: against whom the policy now clearly plays worse than the one that training began with.
+        weaker: opponents against which the policy clearly plays worse than the initial policy.
     """
-    found = (
-        [Alarm("weaker", f"clearly worse than it began, against {' and '.join(weaker)}")] if weaker else []
-    )
+    signs = []
+    if weaker:
+        signs.append(Alarm("weaker", f"clearly worse than the initial policy against {' and '.join(weaker)}"))
     if len(lines) < WINDOW:
-        return found
+        return signs
     for name in ("illegal", "unfinished"):
-        began, last = _mean(lines[:WINDOW], name), _mean(lines[-WINDOW:], name)
-        if began is not None and last is not None and last > max(MOST_SPOILT, MORE_SPOILT * began):
+        first, last = _mean(lines[:WINDOW], name), _mean(lines[-WINDOW:], name)
+        if first is not None and last is not None and last > max(MOST_SPOILT, MORE_SPOILT * first):
             how = "ended by an illegal move" if name == "illegal" else "were cut off"
-            found.append(Alarm(name, f"{last:.0%} of games {how}"))
-    began, last = _mean(lines[:WINDOW], "entropy"), _mean(lines[-WINDOW:], "entropy")
-    if began and last is not None and last < LEAST_ENTROPY * began:
-        found.append(Alarm("entropy", f"entropy is {last:.2g} nats, and was {began:.2g}"))
-    began, last = _mean(lines[:WINDOW], "openings"), _mean(lines[-WINDOW:], "openings")
-    if began and last and last < ONE_OPENING < began:
-        found.append(Alarm("openings", f"one first move is left, of {began:.1f}"))
-    return found
+            signs.append(Alarm(name, f"{last:.0%} of games {how}"))
+    first, last = _mean(lines[:WINDOW], "entropy"), _mean(lines[-WINDOW:], "entropy")
+    if first and last is not None and last < LEAST_ENTROPY * first:
+        signs.append(Alarm("entropy", f"entropy fell from {first:.2g} to {last:.2g} nats"))
+    first, last = _mean(lines[:WINDOW], "openings"), _mean(lines[-WINDOW:], "openings")
+    if first and last and last < ONE_OPENING < first:
+        signs.append(Alarm("openings", f"one first move is left of {first:.1f}"))
+    return signs
 
 
 def _first_move(episode: Episode) -> str:

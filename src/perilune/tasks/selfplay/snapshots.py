@@ -1,4 +1,4 @@
-"""Frozen policies: what is trained, written down as it was at a step, and put into a decoder of their own."""
+"""Snapshots of the policy at earlier steps, loaded into a separate decoder to play against."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from perilune.models.decoder import Decoder
 
 
 class Snapshots:
-    """All that were frozen stay on disk; one at a time has the engine.
+    """Keeps all snapshots on disk, and one at a time in the engine.
 
     Args:
-        directory: among the stage's checkpoints, so that it is carried from attempt to attempt.
-        engine: samples with `decoder`, which nobody else uses.
+        directory: below the stage's checkpoints, so that the next attempt receives it.
+        engine: samples with `decoder`, which nothing else uses.
     """
 
     def __init__(self, directory: Path, decoder: Decoder, engine: Engine) -> None:
         self.engine, self.decoder = engine, decoder
         self._directory = directory
-        self._seated: int | None = None
+        self._loaded: int | None = None
 
-    def freeze(self, step: int, policy: Decoder) -> str:
-        """Write down what is trained of `policy`, and return its checksum."""
+    def save(self, step: int, policy: Decoder) -> str:
+        """Write the trained parameters of `policy`, and return their checksum."""
         tensors = {name: one.detach() for name, one in trainable(policy).items()}
         checkpoints.write(self._path(step), {"weights": tensors}, {"step": step})
-        self._seated = None if self._seated == step else self._seated
+        self._loaded = None if self._loaded == step else self._loaded
         return checksum(tensors)
 
-    def seat(self, step: int, digest: str) -> Engine:
-        """Let the engine sample as the policy did at that step, to the bit.
+    def load(self, step: int, digest: str) -> Engine:
+        """Make the engine sample with the policy of that step, bit for bit.
 
         Args:
-            digest: what `freeze` returned, perhaps to an attempt before this one.
+            digest: the checksum that `save` returned, possibly in an earlier attempt.
 
         Raises:
-            RequestError: when the file is missing or damaged.
-            WorkFailedError: when it is another policy than was frozen.
+            RequestError: when the snapshot is missing or damaged.
+            WorkFailedError: when it has another checksum.
         """
-        if self._seated == step:
+        if self._loaded == step:
             return self.engine
         tensors, _ = checkpoints.read(self._path(step), ("weights",))
-        found = checksum(tensors["weights"])
-        if found != digest:
+        actual = checksum(tensors["weights"])
+        if actual != digest:
             raise WorkFailedError(
-                f"the policy frozen at step {step} has checksum {found}, and had {digest}",
+                f"the snapshot of step {step} has checksum {actual}, and was saved with {digest}",
                 where=str(self._path(step)),
                 remedy=REPORT_BUG,
             )
         checkpoints.copy_into(trainable(self.decoder), tensors["weights"], self._path(step))
         self.engine.update_weights(None, step)
-        self._seated = step
+        self._loaded = step
         return self.engine
 
     def _path(self, step: int) -> Path:

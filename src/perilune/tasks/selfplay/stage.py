@@ -1,4 +1,4 @@
-"""selfplay: `rl` in games whose other seats are sometimes played by frozen past policies."""
+"""selfplay: `rl` in games in which earlier versions of the policy play a share of the opponents."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class SelfPlay(ReinforcementStage[SelfPlaySpec]):
-    """Reinforcement learning in games of several players, against the present and past policies."""
+    """Reinforcement learning in games of several players, against current and earlier policies."""
 
     name = "selfplay"
     spec = SelfPlaySpec
 
     def describe(self, spec: SelfPlaySpec, job: Job) -> Mapping[str, object]:
-        """As rl, with the league.
+        """The plan of rl, with the league.
 
         Raises:
-            RequestError: when the environment has one player, or lacks a player of `league.against`.
+            RequestError: when the environment has one player, or lacks a player in `league.against`.
         """
         check_players(job.environment, spec.league)
         league = spec.league
@@ -33,12 +33,12 @@ class SelfPlay(ReinforcementStage[SelfPlaySpec]):
             **super().describe(spec, job),
             "league": f"a member every {league.every} steps; {league.share:.0%} of tasks against one of the"
             f" newest {league.size}, the first and the champion, {league.choice}",
-            "judged": f"in {league.games} games each, against"
+            "judged": f"in {league.games} games against each of"
             f" {', '.join((*league.against, 'the first', 'the champion'))}",
         }
 
     def execute(self, spec: SelfPlaySpec, workspace: Workspace) -> dict[str, Any]:
-        """Play, learn, and judge the members of the league."""
+        """Train the policy, and evaluate the members of the league."""
         from perilune.tasks.selfplay.loop import run
 
         check_players(workspace.job.environment, spec.league)
@@ -46,24 +46,24 @@ class SelfPlay(ReinforcementStage[SelfPlaySpec]):
 
 
 def check_players(section: Mapping[str, Any], settings: LeagueSettings) -> None:
-    """Refuse what has nobody to play against.
+    """Check that the environment has several players, and the players in `league.against`.
 
     Raises:
-        RequestError: naming the key.
+        RequestError: when it has not.
     """
     environment = make_environment(section)
     if getattr(environment, "players", 1) < 2:
         raise RequestError(
-            f"in {environment.id} the policy has one seat, and self-play needs two",
+            f"{environment.id} has one player, and selfplay needs two",
             where="environment",
-            remedy="a game with `opponent: self`, or task: rl",
+            remedy="use a game with `opponent: self`, or task: rl",
         )
     for name in settings.against:
         try:
             make_environment({**section, "opponent": name})
         except RequestError as error:
             raise RequestError(
-                f"no player '{name}' to be judged against: {error.what}",
+                f"the environment has no player '{name}': {error.what}",
                 where="league.against",
                 remedy=error.remedy,
             ) from None

@@ -1,1 +1,1 @@
-"""What every stage does: load the policy, set up an engine, train, save, publish weights."""
+"""Shared parts of the stages: policy loading, engine set-up, the training loop, checkpoints, weights."""

@@ -1,4 +1,4 @@
-"""The memory of a stage: the plan before it starts, the engine's share of it, and the peak that was used."""
+"""The memory plan of a stage, the size of its engine, and its peak memory use."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from perilune.learn.training_settings import LearnerSettings
     from perilune.models.decoder import Decoder
 
-LEAST_BUDGET = 64  # tokens; with fewer, a step is mostly overhead
+LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 SLOTS = 256  # most samples in flight
-CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # room for their keys and values
-PROMPT_TOKENS = 256  # assumed of a prompt: tasks are not looked at before the work starts
+CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys and values
+PROMPT_TOKENS = 256  # assumed length of a prompt: the plan doesn't read the tasks
 
 
 def model_config(job: Job) -> DecoderConfig:
-    """Shape of the recipe's model, which every checkpoint of the recipe shares; no weights are read.
+    """The configuration of the recipe's model, shared by all its checkpoints; reads no weights.
 
     Raises:
-        RequestError: when its config.json is missing, malformed or not implemented.
+        RequestError: when config.json is missing, malformed or describes a model that is not implemented.
     """
     if job.model.get("preset"):
         return PRESETS[job.model["preset"]]
@@ -53,63 +53,63 @@ def model_config(job: Job) -> DecoderConfig:
 
 
 def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig | None) -> int:
-    """`episode_tokens` for the environment of a recipe, as far as the model, if known, has positions."""
-    found = episode_tokens(make_environment(section), episode_settings(section), max_tokens)
-    if config is None or found <= max_tokens:
-        return found
-    return max(max_tokens, min(found, config.max_position_embeddings - 1))
+    """`episode_tokens` for the environment of a recipe, limited by the model's positions if it is known."""
+    tokens = episode_tokens(make_environment(section), episode_settings(section), max_tokens)
+    if config is None or tokens <= max_tokens:
+        return tokens
+    return max(max_tokens, min(tokens, config.max_position_embeddings - 1))
 
 
 def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
-    """How many samples the engine may have in flight on a device of that type ("auto" counts as "cpu").
+    """The most samples in flight on a device of this type ("auto" counts as "cpu").
 
-    A constant of the recipe, not of the memory that happens to be free, so that a run can be repeated.
+    It depends on the recipe and not on the free memory, so that a run can be repeated.
     """
-    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
+    available = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
     length = _length(config, max_tokens)
-    fitting = bisect_right(range(1, SLOTS + 1), room, key=lambda slots: cache_bytes(config, slots, length))
-    return max(1, fitting)
+    slots = range(1, SLOTS + 1)
+    return max(1, bisect_right(slots, available, key=lambda count: cache_bytes(config, count, length)))
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory(MemoryPlan):
-    """The memory of a stage.
+    """The memory plan of a stage.
 
     Attributes:
-        token_budget: of the stage; 0 where it does not learn.
-        replan: the plan with another token budget.
+        token_budget: tokens of a forward pass in training; 0 for a stage that doesn't train.
+        replan: computes the plan for another token budget.
     """
 
     token_budget: int
     replan: Callable[[int], MemoryPlan]
 
     def fitting(self, available: int) -> str:
-        """The largest token budget that fits into so many bytes, or else what takes less memory."""
-        less = range(LEAST_BUDGET, self.token_budget)
-        fits = bisect_right(less, available, key=lambda budget: self.replan(budget).total)
+        """How to fit into `available` bytes: a lower token budget, or settings that save more."""
+        budgets = range(LEAST_BUDGET, self.token_budget)
+        fits = bisect_right(budgets, available, key=lambda budget: self.replan(budget).total)
         if fits:
-            return f"lower token_budget to {less[fits - 1]}"
+            return f"lower token_budget to {budgets[fits - 1]}"
         return "train an adapter (lora: {}), set activation_checkpointing: true, or use a smaller model"
 
 
-class EngineRoom(TypedDict):
-    """What the engine is given: most samples in flight, and tokens of all of them together in its cache."""
+class EngineSize(TypedDict):
+    """The most samples in flight, and the tokens that the cache holds for all of them together."""
 
     slots: int
     cache_tokens: int
 
 
-def engine_room(config: DecoderConfig, max_tokens: int, device: str) -> EngineRoom:
-    """Room for `slots_for` samples of the length that is planned, and for one of the longest in any case.
+def engine_size(config: DecoderConfig, max_tokens: int, device: str) -> EngineSize:
+    """Room for `slots_for` samples of the planned length, and for at least one of the model's full length.
 
-    A prompt that is longer than planned leaves less for others.
+    A prompt longer than planned leaves less room for other samples.
     """
     slots = slots_for(config, max_tokens, device)
     planned = slots * -(-_length(config, max_tokens) // BLOCK) * BLOCK
-    room = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
+    available = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
     counts = range(1, 1 - (-config.max_position_embeddings // BLOCK))
-    one = BLOCK * bisect_right(counts, room, key=lambda count: blocks_bytes(config, 1 + count, slots))
-    return EngineRoom(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
+    one = BLOCK * bisect_right(counts, available, key=lambda count: blocks_bytes(config, 1 + count, slots))
+    return EngineSize(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
 
 
 def make_engine(decoder: Decoder, max_tokens: int) -> Engine:
@@ -117,7 +117,7 @@ def make_engine(decoder: Decoder, max_tokens: int) -> Engine:
     from perilune.engine.engine import Engine
 
     device = next(decoder.parameters()).device
-    return Engine(decoder, **engine_room(decoder.config, max_tokens, device.type))
+    return Engine(decoder, **engine_size(decoder.config, max_tokens, device.type))
 
 
 def stage_memory(
@@ -130,15 +130,20 @@ def stage_memory(
     learner: LearnerSettings | None = None,
     device: str = "cpu",
 ) -> StageMemory:
-    """Memory of a stage that samples `samples` answers, learns from `token_budget` tokens at once, or both.
+    """The memory plan of a stage that samples, trains, or both.
 
-    A trace or an answer with its prompt is taken to be as long as the model allows, but at most
-    `PROMPT_TOKENS` longer than `max_tokens`.
+    An answer with its prompt is assumed to be as long as the model allows, but at most `PROMPT_TOKENS` longer
+    than `max_tokens`.
+
+    Args:
+        samples: answers sampled together; 0 for a stage that doesn't sample.
+        token_budget: tokens of a forward pass in training; 0 for a stage that doesn't train.
+        reference: whether a frozen copy of the policy is kept.
 
     Raises:
         RequestError: when the answers leave no room for a prompt.
     """
-    require_room(config, max_tokens)
+    require_prompt_room(config, max_tokens)
     length = _length(config, max_tokens)
     slots = min(samples, slots_for(config, max_tokens, device))
 
@@ -151,12 +156,12 @@ def stage_memory(
             savings=_savings(config, learner),
         )
 
-    found = planned(token_budget)
-    return StageMemory(found.persistent, found.transient, token_budget, planned)
+    plan = planned(token_budget)
+    return StageMemory(plan.persistent, plan.transient, token_budget, planned)
 
 
 def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:
-    """Memory of a stage that samples `samples` answers in the recipe's environment."""
+    """The memory plan of a stage that samples `samples` answers in the recipe's environment."""
     config = model_config(job)
     longest = planned_tokens(job.environment, max_tokens, config)
     return stage_memory(config, samples=samples, max_tokens=longest, device=job.resources.device)
@@ -175,11 +180,11 @@ def _length(config: DecoderConfig, max_tokens: int) -> int:
     return min(PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
 
 
-def require_room(config: DecoderConfig, max_tokens: int) -> None:
-    """Refuse answers that leave no room for a prompt.
+def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
+    """Check that the answers leave room for a prompt.
 
     Raises:
-        RequestError: naming the key.
+        RequestError: when they don't.
     """
     if max_tokens >= config.max_position_embeddings:
         raise RequestError(
@@ -191,9 +196,9 @@ def require_room(config: DecoderConfig, max_tokens: int) -> None:
 
 
 def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
-    """What was planned, and the most that was held so far: resident memory, or the GPU's own.
+    """The planned and the peak bytes, of resident memory or of the GPU.
 
-    The second depends on the machine and the moment; comparisons leave it out.
+    The peak depends on the machine and its load, so comparisons of runs ignore it.
     """
     if device.type == "cuda":
         import torch
@@ -204,8 +209,8 @@ def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
 
 
 def peak_resident() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    if sys.platform == "linux":  # where getrusage also counts what the process was before it called exec
+    """Peak resident size of this process, in bytes."""
+    if sys.platform == "linux":  # getrusage would include the peak of the parent before exec
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What an evaluation says: pass@k with intervals, and what the figures are made of."""
+"""The outcomes of episodes: pass rates, strategies, and the summary of an evaluation with pass@k."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from perilune.metrics.pass_at_k import pass_at_k
 from perilune.rollout.failures import failure_figures
 
 CORRECT = 1.0  # a reward of at least this counts as a pass
-MOST = 0.9  # of the tasks must have k verdicts for pass@k to be given; the rest is left out of it
+LEAST_SHARE = 0.9  # share of tasks with k scored answers below which pass@k is not reported
 STRATEGY = "strategy/"
 
 
 def evaluation_summary(
     environment: str, groups: Sequence[Sequence[Episode]], greedy: Sequence[Episode], seed: int
 ) -> dict[str, Any]:
-    """The evaluation's document, less its times.
+    """The summary of an evaluation, without times.
 
-    Episodes whose verifier failed count neither as right nor as wrong; a task with no verdict is left out
-    and counted, and a task with fewer than k verdicts is left out of pass@k.
+    Episodes whose verifier failed count neither as right nor as wrong. Tasks without a scored answer are
+    counted apart, and tasks with fewer than k scored answers are left out of pass@k.
 
     Raises:
-        WorkFailedError: when no task has a verdict.
+        WorkFailedError: when no answer was scored.
     """
     counts = [(group[0].task_id, *_count(group)) for group in groups]
     judged = [(task_id, n, c) for task_id, n, c in counts if n]
     if not judged:
         first = next(one.failure for group in groups for one in group if one.failure)
-        raise WorkFailedError(f"the verifier judged no answer: {first}", where=environment)
+        raise WorkFailedError(f"the verifier scored no answer; the first failure: {first}", where=environment)
     most = max(n for _, n, _ in judged)
 
     def interval(values: Sequence[float]) -> dict[str, float]:
         return bootstrap_problems(values, seed=seed)._asdict()
 
-    passes = {
-        k: [pass_at_k(n, c, k) for _, n, c in judged if n >= k]
-        for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        if k <= most
-    }
+    passes = {}
+    for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        values = [pass_at_k(n, c, k) for _, n, c in judged if n >= k]
+        if k <= most and len(values) >= LEAST_SHARE * len(judged):
+            passes[f"pass@{k}"] = interval(values)
     samples = [one for group in groups for one in group]
     scored_greedy = [float(passed(one)) for one in greedy if not one.failure]
     return {
@@ -51,7 +51,7 @@ def evaluation_summary(
         "environment": environment,
         "tasks": len(judged),
         "samples": most,
-        **{f"pass@{k}": interval(found) for k, found in passes.items() if len(found) >= MOST * len(judged)},
+        **passes,
         "greedy": interval(scored_greedy) if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
@@ -63,8 +63,31 @@ def evaluation_summary(
     }
 
 
+def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
+    """Mean reward, pass rate, failures, length and strategies of episodes.
+
+    Raises:
+        WorkFailedError: when no episode was scored.
+    """
+    rewards = [one.reward for one in episodes if one.reward is not None]
+    if not rewards:
+        first = episodes[0].failure
+        raise WorkFailedError(f"the verifier scored no episode; the first failure: {first}", where=where)
+    figures: dict[str, Any] = {
+        "reward": sum(rewards) / len(rewards),
+        "pass_rate": sum(map(passed, episodes)) / len(rewards),
+        **failure_figures(episodes),
+        "length": sum(one.sampled for one in episodes) / len(episodes),
+        "truncated": sum(one.truncated for one in episodes) / len(episodes),
+    }
+    for name, strategy in strategies(episodes).items():
+        figures[f"strategy/{name}"] = strategy["share"]
+        figures[f"accuracy/{name}"] = strategy["accuracy"]
+    return figures
+
+
 def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """Share of each strategy that the environment recognised, and how often it was right."""
+    """Share and accuracy of each strategy that the environment recognised."""
     results_of: dict[str, list[bool]] = defaultdict(list)
     judged = [one for one in episodes if not one.failure]
     for one in judged:
@@ -83,7 +106,7 @@ def _count(group: Sequence[Episode]) -> tuple[int, int]:
 
 
 def passed(episode: Episode) -> bool:
-    """Whether an episode counts as right: by its gold figure where it has one, else by its reward."""
+    """Whether an episode counts as right, by its gold score if it has one, else by its reward."""
     return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= CORRECT
 
 

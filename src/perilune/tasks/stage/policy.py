@@ -1,4 +1,4 @@
-"""What every task that touches a model starts with: device, threads, weights, environment."""
+"""Device, process group and weights of a stage that uses a model, and the held-out tasks."""
 
 from __future__ import annotations
 
@@ -21,58 +21,57 @@ from perilune.models.decoder import Decoder
 from perilune.models.native.build import missing_kernels, native
 from perilune.models.text.tokenizer import Tokenizer
 
-MODEL = "model"  # the input that holds the weights the recipe's model section names
+MODEL = "model"  # the input with the weights of the recipe's model section
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model ready to sample and to learn."""
+    """A model and its tokenizer."""
 
     decoder: Decoder
     tokenizer: Tokenizer
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sample: those the model names, the tokenizer's end-of-sequence among them.
-
-        A token outside the vocabulary is never sampled, and is left out.
-        """
+        """Tokens that end a sample, without those outside the vocabulary."""
         config = self.decoder.config
         return tuple(token for token in config.eos_token_ids if token < config.vocab_size)
 
 
 def prepare_device(workspace: Workspace) -> torch.device:
-    """Fix the number of threads and choose the device the job asks for.
+    """Set the number of threads and the seed, and choose the device that the job requests.
 
     Raises:
-        RequestError: when CUDA is asked for and not there.
+        RequestError: when the job requests CUDA and the machine has none.
     """
     resources = workspace.job.resources
     if resources.threads:
         torch.set_num_threads(resources.threads)
-    if resources.device == "cuda" and not torch.cuda.is_available():
-        raise RequestError("device cuda is asked for and this machine has none", remedy="perilune doctor")
-    wanted: str = resources.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    kind: str = resources.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise RequestError(
+            "the recipe requests device cuda, and this machine has none", remedy="perilune doctor"
+        )
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(workspace.job.seed)
-    workspace.log(f"device {wanted}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    if wanted == "cpu" and (kernels := native()).library is None:
+    workspace.log(f"device {kind}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if kind == "cpu" and (kernels := native()).library is None:
         workspace.log(missing_kernels(kernels.reason))
         workspace.event("kernels_missing", reason=kernels.reason)
-    if wanted == "cuda" and "LOCAL_RANK" in os.environ:  # each of several processes has a device to itself
+    if kind == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
-    return torch.device(wanted)
+    return torch.device(kind)
 
 
 def join_ranks(workspace: Workspace, device: torch.device) -> Ranks:
-    """Meet the other processes of the stage, where it runs in several."""
+    """Join the process group of the stage, if it runs in several processes."""
     ranks = join(device, workspace.job.resources.sharded)
     if ranks.count > 1:
-        kept = "cut over all" if ranks.sharded else "whole in each"
-        workspace.log(f"process {ranks.rank} of {ranks.count}, what is trained {kept}")
+        layout = "sharded over all processes" if ranks.sharded else "replicated in each process"
+        workspace.log(f"process {ranks.rank} of {ranks.count}, trained parameters {layout}")
     return ranks
 
 
@@ -81,21 +80,21 @@ def load_policy(
     device: torch.device,
     settings: LearnerSettings | None = None,
     *,
-    only_samples: bool = False,
+    sampling_only: bool = False,
 ) -> Policy:
-    """The checkpoint that the stage consumes; else the recipe's own model.
+    """Load the stage's checkpoint, or the recipe's model if it has none.
 
     Args:
-        settings: how it is to learn, where it is.
-        only_samples: whether an engine alone will have its weights.
+        settings: training settings, for a policy that is trained.
+        sampling_only: whether only an engine uses the weights.
     """
     base: BaseKind = settings.lora.base if settings and settings.lora else "float32"
-    if workspace.has_input("checkpoint") and only_samples:
+    if workspace.has_input("checkpoint") and sampling_only:
         policy = Policy(*open_checkpoint(workspace.input("checkpoint"), device))
     elif workspace.has_input("checkpoint"):
         policy = Policy(*load_checkpoint(workspace.input("checkpoint"), device, base=base))
     else:
-        policy = start_model(workspace, device, base)
+        policy = load_recipe_model(workspace, device, base)
     if settings is not None:
         adapt(policy.decoder, settings, workspace.job.seed)
     return policy
@@ -104,17 +103,17 @@ def load_policy(
 def load_reference(
     workspace: Workspace, device: torch.device, policy: Policy, settings: LearnerSettings
 ) -> Decoder:
-    """The policy that training begins with, computed as `policy` is: its base, or the same loaded again."""
+    """The policy before training: the base of an adapter, else the stage's policy loaded a second time."""
     if settings.lora is not None:
         return base_of(policy.decoder)
     return load_policy(workspace, device, settings).decoder
 
 
-def start_model(workspace: Workspace, device: torch.device, base: BaseKind = "float32") -> Policy:
-    """The recipe's model section: the staged Hugging Face folder, or a fresh preset from the seed.
+def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind = "float32") -> Policy:
+    """The model of the recipe's `model` section: a Hugging Face folder, or a new preset from the seed.
 
     Args:
-        base: how matrices are kept, for a model that is to be frozen.
+        base: storage type of the frozen matrices under an adapter.
     """
     model = workspace.job.model
     if workspace.has_input(MODEL):
@@ -125,18 +124,17 @@ def start_model(workspace: Workspace, device: torch.device, base: BaseKind = "fl
         narrow_base(decoder, base)
     if model.get("chat_template"):
         tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
-    # A base model may name another end than its tokenizer, whose token training ends every answer with.
+    # A base model may end with another token than its tokenizer, which ends every answer in training.
     ends = dict.fromkeys((*decoder.config.eos_token_ids, tokenizer.eos_token_id))
     decoder.config = decoder.config.replace(eos_token_ids=tuple(ends))
     return Policy(decoder, tokenizer)
 
 
 def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]:
-    """The first `count` held-out tasks: the same for everything that is judged with this seed.
+    """The first `count` held-out tasks, which depend on the environment and the seed alone.
 
     Raises:
-        RequestError: when the environment has fewer. None is asked twice: a figure over repeated tasks would
-            claim more certainty than there is.
+        RequestError: when the environment has fewer. Repeating tasks would make intervals too narrow.
     """
     tasks = list(islice(environment.tasks("heldout", seed), count))
     if len(tasks) < count:

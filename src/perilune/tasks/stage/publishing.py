@@ -1,4 +1,4 @@
-"""Weights go from the learner to the engine: every version has a checksum, and arrival is checked."""
+"""Publishing weights from the learner to the engine, with checks that the engine uses them."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 
-# In nats; past this the sampler and the learner are not the same policy. On a CPU the gap is zero.
+# Nats by which log-probs of sampler and learner may differ through rounding. On a CPU they are equal.
 GAP_LIMIT = {"cpu": 1e-4, "cuda": 1e-2}
-# The same where products round to bfloat16. Were every one of their roundings another, log-probs of the tiny
-# model would differ by 0.05; sums in another order turn a few of them over. On a CPU the gap is 0 here too.
+# The same with bfloat16 products. If every product rounded differently, log-probs of the tiny model would
+# differ by 0.05; another order of summation changes only a few of them. On a CPU they are equal here too.
 BFLOAT16_LIMIT = {"cpu": 0.02, "cuda": 0.1}
-PLAIN_LIMIT = 1e-3  # at least, where one side was computed by `plain_logprobs`: its sums have another order
-RANDOM = "it has dropout or another random layer, and the policy that learns is not the one that samples"
-ALONE = "alone: the adapter did not reach it"
-_PROBE = 16  # tokens that are scored to see with which weights the engine computes
+PLAIN_LIMIT = 1e-3  # least limit for a comparison with `plain_logprobs`, which sums in another order
+RANDOM = "it has dropout or another random layer, so the policy that learns is not the one that samples"
+WITHOUT_ADAPTER = "the base weights alone: the adapter did not reach the engine"
+_PROBE = 16  # tokens scored to compare the engine's weights with the learner's
 
 
 def gap_limit(decoder: Decoder) -> float:
-    """The largest difference in nats that counts as rounding, on the decoder's device, in its precision."""
+    """The largest difference in nats that counts as rounding, for the decoder's device and precision."""
     limits = BFLOAT16_LIMIT if decoder.precision == "bfloat16" else GAP_LIMIT
     return limits.get(next(decoder.parameters()).device.type, max(limits.values()))
 
 
 def plain_limit(decoder: Decoder) -> float:
-    """The same against `plain_logprobs`."""
+    """`gap_limit` for a comparison with `plain_logprobs`."""
     return max(PLAIN_LIMIT, gap_limit(decoder))
 
 
 class Publisher:
-    """Gives the engine the learner's weights, and knows which versions there have been.
+    """Copies the learner's weights to the engine and records every version.
 
     Args:
-        learner: in the state that the first step begins with.
-        reference: the policy that training began with, where it is used.
+        learner: in its state before the first step of this attempt.
+        reference: the policy before training, if the stage uses it.
 
     Raises:
-        WorkFailedError: when the reference is another policy.
+        WorkFailedError: when the reference is not the policy that training started from.
 
     Attributes:
         published: checksum of the weights by policy version.
@@ -62,62 +62,53 @@ class Publisher:
     def _check_reference(self) -> None:
         if self._start is None:
             return
-        weights = checksum(base_state(self._learner.decoder))  # an adapter begins with nothing
+        weights = checksum(base_state(self._learner.decoder))  # a new adapter changes nothing
         began = weights if self._learner.version == 0 else self._learner.memory.get("start", self._start)
         self._learner.memory["start"] = began
         if began != self._start:
             raise WorkFailedError(
-                f"the reference policy has checksum {self._start}, and training began with {began}",
+                f"the reference policy has checksum {self._start}, and training started from {began}",
                 where="reference",
                 remedy=REPORT_BUG,
             )
 
     def publish(self) -> None:
-        """Have the engine sample with the learner's present weights.
+        """Make the engine sample with the learner's current weights.
 
         Raises:
-            WorkFailedError: when the engine then has, or computes with, other weights; when the reference
+            WorkFailedError: when the engine then holds or computes with other weights; when the reference
                 policy has changed.
         """
         version, decoder = self._learner.version, self._learner.decoder
         self.published[version] = checksum(decoder.state_dict())
         self._learner.ranks.check_same(f"weights of version {version}", self.published[version])
         self._engine.update_weights(None, version)
-        taken = (self._engine.version, self._engine.checksum)
-        if taken != (version, self.published[version]):
-            raise WorkFailedError(
+        held = (self._engine.version, self._engine.checksum)
+        if held != (version, self.published[version]):
+            raise self._error(
                 f"the learner published version {version} with checksum {self.published[version]}, and the"
-                f" engine has version {taken[0]} with {taken[1]}: its weights are stale, or another model's",
-                where=f"version {version}",
-                remedy=REPORT_BUG,
+                f" engine has version {held[0]} with {held[1]}: its weights are stale, or another model's"
             )
         gap = self._probe_gap(decoder)
         if not gap <= plain_limit(decoder):
             if is_random(decoder, self._probe):
-                raise WorkFailedError(
-                    f"the learner's forward pass gives other log-probs each time: {RANDOM}",
-                    where=f"version {version}",
-                    remedy=REPORT_BUG,
-                )
+                raise self._error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
             alone = bool(pairs_of(decoder)) and self._probe_gap(base_of(decoder)) <= plain_limit(decoder)
-            raise WorkFailedError(
+            raise self._error(
                 f"on {_PROBE} fixed tokens engine and learner differ by {gap:.3g} nats: the engine took"
-                f" version {version} and computes with {f'the base {ALONE}' if alone else 'other weights'}",
-                where=f"version {version}",
-                remedy=REPORT_BUG,
+                f" version {version} and computes with {WITHOUT_ADAPTER if alone else 'other weights'}"
             )
         if self._reference is not None and checksum(self._reference.state_dict()) != self._start:
-            raise WorkFailedError(
-                "the reference policy has changed: it is being trained",
-                where=f"version {version}",
-                remedy=REPORT_BUG,
-            )
+            raise self._error("the reference policy has changed: it is being trained")
 
-    def checked(self, groups: Groups) -> Groups:
-        """The groups, every token of which was sampled by a version that was published.
+    def _error(self, message: str) -> WorkFailedError:
+        return WorkFailedError(message, where=f"version {self._learner.version}", remedy=REPORT_BUG)
+
+    def check_versions(self, groups: Groups) -> Groups:
+        """Return the groups, after checking that published versions sampled all their tokens.
 
         Raises:
-            WorkFailedError: naming the first episode of another.
+            WorkFailedError: naming the first episode with another version.
         """
         for episode in (one for group in groups for one in group):
             unknown = {*np.unique(episode.policy_version[episode.loss_mask]).tolist()} - self.published.keys()
@@ -131,9 +122,9 @@ class Publisher:
 
     def _probe_gap(self, decoder: Decoder) -> float:
         head, rest = self._probe[:1], self._probe[1:]
-        (theirs,) = self._engine.score([head.tolist()], [rest.tolist()])
-        mine = plain_logprobs(decoder, self._probe, len(rest), 1.0)
-        return float((mine.cpu() - torch.from_numpy(theirs)).abs().max())
+        (from_engine,) = self._engine.score([head.tolist()], [rest.tolist()])
+        from_decoder = plain_logprobs(decoder, self._probe, len(rest), 1.0)
+        return float((from_decoder.cpu() - torch.from_numpy(from_engine)).abs().max())
 
 
 def is_random(decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
@@ -145,20 +136,20 @@ def is_random(decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]])
 def plain_logprobs(
     decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]], count: int, temperature: float
 ) -> Tensor:
-    """Log-probs float32[count] of the last `count` of int64[T] tokens, as `plain_distributions`."""
-    found = plain_distributions(decoder, ids, count, temperature)
-    tokens = torch.as_tensor(np.asarray(ids, np.int64)[-count:], device=found.device)
-    return found.gather(1, tokens[:, None])[:, 0]
+    """Log-probs float32[count] of the last `count` of int64[T] tokens, from `plain_distributions`."""
+    logprobs = plain_distributions(decoder, ids, count, temperature)
+    tokens = torch.as_tensor(np.asarray(ids, np.int64)[-count:], device=logprobs.device)
+    return logprobs.gather(1, tokens[:, None])[:, 0]
 
 
 @torch.no_grad()
 def plain_distributions(
     decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]], count: int, temperature: float
 ) -> Tensor:
-    """Log-probs float32[count, V] that the last `count` of int64[T] tokens are drawn from.
+    """Log-probs float32[count, V] of the distributions that the last `count` of int64[T] tokens come from.
 
-    Written out for checks, one sequence by itself: it shares the decoder's layers with what is checked, but
-    not packing, rows or the log-prob kernels.
+    A plain computation for checks: one sequence, without packing, row selection or the log-prob kernels. It
+    shares the decoder's layers with the code that it checks.
     """
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)

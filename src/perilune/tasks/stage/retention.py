@@ -1,4 +1,4 @@
-"""Which checkpoints of a stage stay: the newest, and the best by a figure that the stage writes."""
+"""Checkpoint retention: a stage keeps its newest checkpoints, and the best by one of its metrics."""
 
 from __future__ import annotations
 
@@ -20,60 +20,65 @@ if TYPE_CHECKING:
 STEP = "step-"
 FINAL = "final"
 BEST = "best"
-LOWER_IS_BETTER = ("loss", "nll")  # what the names of such figures end in
+LOWER_IS_BETTER = ("loss", "nll")  # suffixes of metrics of which the lowest is best
 
 
 class Keep(Frozen):
-    """The checkpoints that stay."""
+    """Which checkpoints a stage keeps."""
 
-    last: int = Field(1, ge=1, description="so many of the newest stay, the final one among them")
+    last: int = Field(1, ge=1, description="number of newest checkpoints to keep, counting the final one")
     best: str | None = Field(
-        None, description="figure by which the best stays too: highest, or lowest of a loss or an nll"
+        None,
+        description="metric by which to keep the best checkpoint too: the highest, or the lowest loss or nll",
     )
     optimizer: bool = Field(
-        False, description="the optimizer's state stays beside the final weights, for restore_optimizer"
+        False, description="keep the optimizer state beside the final weights, for restore_optimizer"
     )
 
 
-class Saving(Frozen):
-    """Fields of every stage that learns."""
+class TrainingSpec(Frozen):
+    """Fields of every stage that trains."""
 
     steps: int
-    save_every: int = Field(20, ge=1, description="steps between two checkpoints to resume from")
-    keep: Keep = Field(Keep(), description="which of them stay")
+    save_every: int = Field(20, ge=1, description="steps between checkpoints to resume from")
+    keep: Keep = Field(Keep(), description="which checkpoints to keep")
 
 
 def step_directory(workspace: Workspace, step: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
+    """The directory of the checkpoint after `step` steps."""
     return workspace.checkpoints / f"{STEP}{step:06d}"
 
 
 def saved_steps(workspace: Workspace) -> list[int]:
-    """Steps after which there is a checkpoint, in order."""
+    """The steps that have a checkpoint, in order."""
     return sorted(int(path.name.removeprefix(STEP)) for path in workspace.checkpoints.glob(f"{STEP}*"))
 
 
-def forget(directory: Path) -> None:
-    """Remove a checkpoint. Killed in the middle, it leaves a name that nothing takes for one."""
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint. A kill in the middle leaves a hidden directory, which nothing reads."""
     hidden = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.old")
     directory.rename(hidden)
     shutil.rmtree(hidden)
 
 
-def prune(workspace: Workspace, spec: Saving, *, beside: int = 0) -> None:
-    """Remove all checkpoints of steps but those that the spec keeps; `beside`: how many stay elsewhere."""
+def prune(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0) -> None:
+    """Remove the checkpoints of steps that the spec doesn't keep.
+
+    Args:
+        saved_elsewhere: newest checkpoints outside the directories of steps.
+    """
     steps = saved_steps(workspace)
-    newest = steps[max(0, len(steps) - max(0, spec.keep.last - beside)) :]
+    newest = steps[max(0, len(steps) - max(0, spec.keep.last - saved_elsewhere)) :]
     best = best_step(workspace, spec, steps)
     for step in steps:
         if step not in newest and step != best:
-            forget(step_directory(workspace, step))
+            remove_checkpoint(step_directory(workspace, step))
 
 
-def figure_of(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
-    """The mean of the figure that decides, over the steps that led to a checkpoint, with its interval.
+def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
+    """The mean of the metric `keep.best` over the last `save_every` steps before a checkpoint.
 
-    Those steps are the last `save_every`; they are resampled. None when none of them has the figure.
+    The interval comes from resampling the steps. None when no step has the metric.
     """
     from perilune.metrics.bootstrap import bootstrap_problems
 
@@ -86,40 +91,40 @@ def figure_of(workspace: Workspace, spec: Saving, step: int) -> Interval | None:
     return bootstrap_problems(values, seed=workspace.job.seed, resamples=2000) if values else None
 
 
-def best_step(workspace: Workspace, spec: Saving, steps: Sequence[int]) -> int | None:
-    """Which of the steps stands best, the earlier of equals; None when no figure is asked for, or seen."""
+def best_step(workspace: Workspace, spec: TrainingSpec, steps: Sequence[int]) -> int | None:
+    """The best of the steps by the metric `keep.best`, the earlier of equals; None without the metric."""
     if spec.keep.best is None:
         return None
     sign = 1 if spec.keep.best.endswith(LOWER_IS_BETTER) else -1
-    seen = [(sign * found.mean, step) for step in steps if (found := figure_of(workspace, spec, step))]
-    return min(seen)[1] if seen else None
+    means = [(sign * mean.mean, step) for step in steps if (mean := metric_before(workspace, spec, step))]
+    return min(means)[1] if means else None
 
 
-def best_summary(workspace: Workspace, spec: Saving) -> dict[str, Any]:
-    """`best`: the figure, the best step and the last one, with their intervals; empty when none is asked for.
+def best_summary(workspace: Workspace, spec: TrainingSpec) -> dict[str, Any]:
+    """`best`: the metric, and its intervals at the best and the last step; empty without `keep.best`.
 
-    Intervals that overlap say that the best is not surely better than the last.
+    When the intervals overlap, the best checkpoint may be no better than the last.
     """
     if spec.keep.best is None:
         return {}
     step = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
-    last = figure_of(workspace, spec, spec.steps)
-    found = None if step is None else figure_of(workspace, spec, step)
+    last = metric_before(workspace, spec, spec.steps)
+    best = None if step is None else metric_before(workspace, spec, step)
     return {
         "best": {
             "figure": spec.keep.best,
             "step": step,
-            "interval": found and found._asdict(),
+            "interval": best and best._asdict(),
             "last": last and last._asdict(),
             "checkpoint": step and (FINAL if step == spec.steps else BEST),
         }
     }
 
 
-def planned(spec: Saving, memory: MemoryPlan) -> str:
-    """What is kept, and about how much of the disk it takes at most: the plan's line of a stage that learns.
+def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
+    """The line of a stage's plan about checkpoints: which it keeps, and the most disk space they take.
 
-    A checkpoint holds the weights and AdamW's two moments; one more is there while it is written.
+    A checkpoint holds the weights and AdamW's two moments. One more exists while it is written.
     """
     one = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
     kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
@@ -128,10 +133,10 @@ def planned(spec: Saving, memory: MemoryPlan) -> str:
     return f"every {spec.save_every} steps; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
 
 
-def disk_bytes(workspace: Workspace, without: Path | None = None) -> int:
-    """Bytes of all checkpoints that are there, but for the folder `without`."""
+def disk_bytes(workspace: Workspace, exclude: Path | None = None) -> int:
+    """Bytes of all checkpoints on disk, without the directory `exclude`."""
     return sum(
         path.stat().st_size
         for path in workspace.checkpoints.rglob("*")
-        if path.is_file() and (without is None or without not in path.parents)
+        if path.is_file() and (exclude is None or exclude not in path.parents)
     )

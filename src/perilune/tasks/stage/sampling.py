@@ -1,4 +1,4 @@
-"""Who samples for a task: our engine with the stage's checkpoint, or a server that holds the weights."""
+"""Sampling settings, and the backend of a stage that may sample from a server instead of our engine."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 class SamplingSpec(Frozen):
     """Fields of every stage that samples answers."""
 
-    max_tokens: int = Field(64, ge=1, description="longest answer in tokens")
-    temperature: float = Field(1.0, gt=0, description="of sampling; log-probs are taken at it too")
+    max_tokens: int = Field(64, ge=1, description="most tokens of an answer")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs use it too")
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
-        """As the engine wants them."""
+        """The engine's sampling parameters; `greedy` sets the temperature to 0."""
         from perilune.engine.request import SamplingParams
 
         return SamplingParams(self.max_tokens, 0.0 if greedy else self.temperature, stop_token_ids)
 
 
 class ServerSpec(Frozen):
-    """A server that samples: the fields of a stage's `engine` section."""
+    """The fields of a stage's `engine` section: a server that samples."""
 
     url: str = Field(
-        description="of an OpenAI-compatible server (vLLM, SGLang, perilune serve), with or without /v1"
+        description="URL of an OpenAI-compatible server (vLLM, SGLang, perilune serve), with or without /v1"
     )
     model: str | None = Field(
-        None, description="name by which the server knows it; the only one it has, if left out"
+        None, description="the model's name on the server; needed only if the server has several models"
     )
     token: str | None = Field(
         None,
@@ -47,14 +47,15 @@ class ServerSpec(Frozen):
     )
     reported: Literal["raw", "tempered", "processed"] | None = Field(
         None,
-        description="its log-probs: of the model, after temperature, or after all; by default as known of it",
+        description="log-probs that the server reports: of the model, after temperature, or after all"
+        " processing; by default inferred from the kind of server",
     )
-    concurrency: int = Field(32, ge=1, le=1024, description="most requests at once")
+    concurrency: int = Field(32, ge=1, le=1024, description="most concurrent requests")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """What samples, and the tokenizer that its tokens belong to."""
+    """A sampling backend with its tokenizer."""
 
     engine: SamplingBackend
     tokenizer: Tokenizer
@@ -62,16 +63,16 @@ class Sampler:
 
 
 def check_server(spec: ServerSpec, job: Job) -> None:
-    """Refuse what cannot work, before any of it is tried.
+    """Check the settings of a server without connecting to it.
 
     Raises:
-        RequestError: when the URL is none, the token is no secret of the recipe, or httpx is missing.
+        RequestError: when the URL is malformed, the recipe's secrets lack the token, or httpx is missing.
     """
     try:
         from perilune.engine.remote import server_root
     except ModuleNotFoundError as error:
         raise RequestError(
-            f"a server is asked through the package {error.name}, which is not installed",
+            f"sampling from a server needs the package {error.name}, which is not installed",
             where="engine.url",
             remedy="pip install 'perilune[remote]'",
         ) from None
@@ -79,9 +80,9 @@ def check_server(spec: ServerSpec, job: Job) -> None:
     server_root(spec.url)
     if spec.token is not None and spec.token not in job.secrets:
         raise RequestError(
-            f"{spec.token} is not among the recipe's secrets, and only those reach a run",
+            f"{spec.token} is not listed in the recipe's `secrets`, and only listed variables reach a run",
             where="engine.token",
-            remedy=f"add it, by its name, beside `stages`: secrets: [{spec.token}]",
+            remedy=f"add it at the top level of the recipe: secrets: [{spec.token}]",
         )
 
 
@@ -106,7 +107,7 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
-    """The server, with the tokenizer of the checkpoint; no weights are read."""
+    """The server with the checkpoint's tokenizer; reads no weights."""
     from perilune.models.text.tokenizer import Tokenizer
 
     folder = next(
@@ -121,7 +122,7 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """What ends an answer, by config.json and generation_config.json."""
+    """The end-of-sequence tokens in config.json and generation_config.json."""
     from perilune.files import read_json
     from perilune.models.config.decoder_config import DecoderConfig
 

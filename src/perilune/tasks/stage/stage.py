@@ -1,4 +1,4 @@
-"""What every stage plugin shares: the spec is validated once, then the stage is planned or run."""
+"""The base class of stage plugins: it validates the spec, then plans or runs the stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perilune.bundle.job import Job
 from perilune.bundle.plugin import OutputKind
 from perilune.learn.learning_rates import default_lr, with_default_lr
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
-from perilune.tasks.stage.retention import Saving, planned
+from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -43,25 +43,25 @@ class Stage(ABC, Generic[Spec]):
         """Validate the spec and describe the work: name to printable value.
 
         Raises:
-            RequestError: when the job cannot work.
+            RequestError: when the settings contradict each other or the job's model or environment.
         """
         return self.describe(read_spec(self.spec, job), job)
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Validate the spec, do the work, and return the summary."""
+        """Validate the spec, run the stage, and return its summary."""
         return self.execute(read_spec(self.spec, workspace.job, workspace.log), workspace)
 
     @abstractmethod
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
-        """The plan of a stage with this spec."""
+        """Plan the stage: name to printable value."""
 
     @abstractmethod
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
-        """The work of a stage with this spec; returns the summary."""
+        """Run the stage and return its summary."""
 
 
 def read_spec(kind: type[Spec], job: Job, log: Callable[[str], None] | None = None) -> Spec:
-    """The job's spec, with the learning rate filled in; a default rate is logged with its reason."""
+    """Validate the job's spec with the default learning rate filled in, and log why it was chosen."""
     spec = kind.model_validate(with_default_lr(job.task, job.spec, job.model))
     if log is not None and isinstance(spec, OptimizerSettings) and _lr_reason(spec, job):
         log(f"learning rate: {_describe_learning_rate(spec, job)}")
@@ -72,14 +72,14 @@ def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dic
     """The last lines of a training stage's plan: learning rate, checkpoints, adapter, memory."""
     return {
         "learning rate": _describe_learning_rate(spec, job),
-        "checkpoints": planned(cast(Saving, spec), memory),
+        "checkpoints": describe_retention(cast(TrainingSpec, spec), memory),
         **(spec.describe_learning() if isinstance(spec, LearnerSettings) else {}),
         "memory": memory,
     }
 
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
-    """The schedule, and for a default rate the reason for it."""
+    """The schedule, with the reason for a default rate."""
     reason = _lr_reason(spec, job)
     return spec.describe_schedule() + (f"; {reason}" if reason else "")
 

@@ -1,4 +1,4 @@
-"""The loop of every stage that trains: it resumes, times, records, saves and finishes around the step."""
+"""The training loop of every stage: it resumes, times, records, saves and finishes around `step`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
     BEST,
     FINAL,
-    Saving,
+    TrainingSpec,
     best_step,
     best_summary,
     disk_bytes,
-    forget,
     prune,
+    remove_checkpoint,
     saved_steps,
     step_directory,
 )
 from perilune.watchdog import Waiting
 
-OPTIMIZER = "optimizer"  # beside the final weights: the learner's state
+OPTIMIZER = "optimizer"  # directory of the learner's state beside the final weights
 
 
 class Resumable(Protocol):
@@ -50,13 +50,13 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class StepReport:
-    """The outcome of one step.
+    """The result of one step.
 
     Attributes:
         metrics: reproducible figures, for metrics.jsonl.
-        progress: figures beside the progress bar.
-        timing: wall-clock figures beside those of the stopwatch, for timings.jsonl.
-        failure: stops the stage, once the step has been recorded.
+        progress: figures shown with the progress bar.
+        timing: wall-clock figures besides those of the stopwatch, for timings.jsonl.
+        failure: an error that stops the stage after the step has been recorded.
     """
 
     metrics: Mapping[str, Any]
@@ -68,14 +68,14 @@ class StepReport:
 class TrainingLoop:
     """Runs the steps of a stage from the last checkpoint to the final one.
 
-    Make it when the learner is complete and before anything reads the workspace's metrics: it restores the
-    learner from the last checkpoint of an earlier attempt, and removes what that attempt recorded after it.
+    Create it after the learner and before anything reads the workspace's metrics: it restores the learner
+    from the last checkpoint of an earlier attempt, and removes the metrics of later steps.
 
     Attributes:
-        first: steps that are already done.
+        first: number of steps that earlier attempts completed.
     """
 
-    def __init__(self, workspace: Workspace, learner: Resumable, spec: Saving) -> None:
+    def __init__(self, workspace: Workspace, learner: Resumable, spec: TrainingSpec) -> None:
         self._workspace, self._learner, self._spec = workspace, learner, spec
         self._watch = Stopwatch()
         if isinstance(learner, Learner) and getattr(spec, "restore_optimizer", False):
@@ -83,10 +83,11 @@ class TrainingLoop:
         self.first = resume(workspace, learner)
 
     def run(self, step: Callable[[int, Stopwatch], StepReport | None]) -> None:
-        """Call `step` with the number of steps done and a fresh stopwatch, and record its report.
+        """Run the remaining steps and record their reports.
 
         Args:
-            step: returns None to end the loop early.
+            step: runs one step, given the number of completed steps and a new stopwatch; returns None to end
+                the loop early.
 
         Raises:
             WorkFailedError: the failure that a step reports.
@@ -105,7 +106,7 @@ class TrainingLoop:
             self._save_when_due(done + 1)
 
     def _save_when_due(self, step: int) -> None:
-        """After every `save_every` steps but the last, write a checkpoint and remove older ones."""
+        """Write a checkpoint after every `save_every` steps but the last, and prune older ones."""
         workspace, spec = self._workspace, self._spec
         if step % spec.save_every or step >= spec.steps:
             return
@@ -118,19 +119,19 @@ class TrainingLoop:
         workspace.event("checkpoint", step=step, disk_bytes=held)
         workspace.log(f"checkpoint of step {step}; all checkpoints take {held / 1e6:,.1f} MB")
         if spec.keep.best and best_step(workspace, spec, [step]) is None:
-            workspace.log(f"keep.best: the last {spec.save_every} steps have no figure {spec.keep.best!r}")
+            workspace.log(f"keep.best: the last {spec.save_every} steps have no metric {spec.keep.best!r}")
 
     def finish(
         self, policy: Policy, write: Callable[[Path, Decoder, Tokenizer], None] = save_policy
     ) -> dict[str, Any]:
-        """Write the final checkpoint in Hugging Face format, and the best one; nothing may train after this.
+        """Write the final checkpoint in Hugging Face format, and the best one; do not train afterwards.
 
-        The learner's state lies beside the final weights until the stage's summary is written, so that a kill
-        costs nothing; `keep.optimizer` keeps it for good. To write the best checkpoint, learner and policy
-        load it.
+        The learner's state stays beside the final weights until the stage's summary is written, so that a
+        killed attempt can resume there; `keep.optimizer` keeps it permanently. To write the best checkpoint,
+        the learner and the policy load it.
 
         Returns:
-            the first entries of a training summary; only "seconds" where another process leads.
+            the first entries of a training summary; only "seconds" in processes other than the first.
         """
         assert isinstance(self._learner, Learner)
         return _finish(self._workspace, policy, self._learner, self._spec, write) | {
@@ -139,17 +140,17 @@ class TrainingLoop:
 
 
 def resume(workspace: Workspace, learner: Resumable) -> int:
-    """Load the last complete checkpoint of an earlier attempt; return the number of steps done.
+    """Load the last complete checkpoint of an earlier attempt; return its number of steps.
 
-    Incomplete and damaged checkpoints are removed, and so are the metrics of later steps.
+    Removes incomplete and damaged checkpoints, and the metrics of later steps.
     """
-    found = _checkpoint_to_resume(workspace) if workspace.leads else None
-    name = learner.ranks.broadcast("checkpoint to resume", "" if found is None else str(found))
+    directory = _checkpoint_to_resume(workspace) if workspace.leads else None
+    name = learner.ranks.broadcast("checkpoint to resume", "" if directory is None else str(directory))
     step = int(learner.load_state(Path(name))["step"]) if name else 0
     if workspace.leads:
-        for later in saved_steps(workspace):  # damaged ones
+        for later in saved_steps(workspace):  # damaged checkpoints
             if later > step:
-                forget(step_directory(workspace, later))
+                remove_checkpoint(step_directory(workspace, later))
     workspace.rewind(step)
     if name:
         workspace.event("resumed", step=step)
@@ -164,28 +165,42 @@ def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
     if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
         return final / OPTIMIZER
     directory = latest_complete(workspace.checkpoints)
-    for made in (final, workspace.checkpoints / BEST):
-        if made.exists():
-            forget(made)
+    for stale in (final, workspace.checkpoints / BEST):
+        if stale.exists():
+            remove_checkpoint(stale)
     return directory
+
+
+def write_final(workspace: Workspace, learner: Resumable, steps: int, write: Callable[[Path], None]) -> None:
+    """Write the final checkpoint and the learner's state beside it, unless an earlier attempt did.
+
+    Args:
+        write: writes the weights to a new directory.
+    """
+    if (workspace.checkpoints / FINAL).exists():
+        return
+    partial = workspace.checkpoints / f".{FINAL}.partial"
+    if workspace.leads:
+        write(partial)
+    learner.save_state(partial / OPTIMIZER, {"step": steps})
+    if workspace.leads:
+        _commit(partial, workspace.checkpoints / FINAL)
 
 
 def _finish(
     workspace: Workspace,
     policy: Policy,
     learner: Learner,
-    spec: Saving,
+    spec: TrainingSpec,
     write: Callable[[Path, Decoder, Tokenizer], None],
 ) -> dict[str, Any]:
     state = workspace.checkpoints / FINAL / OPTIMIZER
+
+    def write_policy(directory: Path) -> None:
+        write(directory, policy.decoder, policy.tokenizer)
+
     with Waiting("final checkpoint"):
-        if not (workspace.checkpoints / FINAL).exists():
-            partial = workspace.checkpoints / f".{FINAL}.partial"
-            if workspace.leads:
-                write(partial, policy.decoder, policy.tokenizer)
-            learner.save_state(partial / OPTIMIZER, {"step": spec.steps})
-            if workspace.leads:
-                put_in_place(partial, workspace.checkpoints / FINAL)
+        write_final(workspace, learner, spec.steps, write_policy)
         best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
         if best == spec.steps or (workspace.checkpoints / BEST).exists():
             best = None
@@ -194,18 +209,18 @@ def _finish(
             learner.load_state(step_directory(workspace, int(chosen)))
         if best is not None:
             partial = workspace.checkpoints / f".{BEST}.partial"
-            write(partial, policy.decoder, policy.tokenizer)
-            put_in_place(partial, workspace.checkpoints / BEST)
+            write_policy(partial)
+            _commit(partial, workspace.checkpoints / BEST)
     learner.ranks.check_same("last version", str(learner.version))
     if not workspace.leads:
         return {}
-    prune(workspace, spec, beside=1)
+    prune(workspace, spec, saved_elsewhere=1)
     dropped = None if spec.keep.optimizer else state
     if dropped is not None:
         workspace.delete_at_end(dropped)
     chosen_best = best_summary(workspace, spec)
     if chosen_best and chosen_best["best"]["step"] is None:
-        workspace.log(f"keep.best: no step has a figure {spec.keep.best!r}; no best checkpoint was kept")
+        workspace.log(f"keep.best: no step has a metric {spec.keep.best!r}; no best checkpoint was kept")
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {
         "kind": "training",
@@ -217,17 +232,17 @@ def _finish(
     }
 
 
-def put_in_place(partial: Path, whole: Path) -> None:
+def _commit(partial: Path, target: Path) -> None:
     """Rename a complete directory to its final name, durably."""
-    partial.rename(whole)
-    fsync_directory(whole.parent)
+    partial.rename(target)
+    fsync_directory(target.parent)
 
 
 def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Means of the named figures over the first and the last steps, and the number of tokens learned from.
+    """Means of the named metrics over the first and the last steps, and the number of tokens trained on.
 
     Args:
-        lines: as `Workspace.metrics` gives them.
+        lines: the lines of `Workspace.metrics`.
     """
     edge = max(1, min(5, len(lines) // 2))
 
@@ -242,10 +257,10 @@ def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 
 
 def _restore_optimizer(workspace: Workspace, learner: Learner) -> None:
-    """Load the second moments stored beside the weights of the stage's checkpoint.
+    """Load the second moments from the optimizer state of the stage's checkpoint.
 
     Raises:
-        RequestError: when the checkpoint has no optimizer state, or one of other parameters.
+        RequestError: when the checkpoint has no optimizer state, or the state has other parameters.
     """
     state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
     if state is None or not state.is_dir():

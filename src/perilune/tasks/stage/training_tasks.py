@@ -1,4 +1,4 @@
-"""The tasks that training draws from: without end, also where the environment has only so many."""
+"""An endless stream of training tasks; a finite set of tasks is reshuffled in every epoch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from perilune.tasks.checks.epochs import EpochChecker
 
 
 class TrainingTasks:
-    """Tasks of the training split, batch after batch.
+    """Batches of tasks of the training split.
 
-    First in the environment's own order. When it has no more, all of them come again, each epoch in an order
-    drawn from (seed, epoch), so that a resumed run goes on with the very tasks it would have had. A batch may
-    reach over the end of an epoch.
+    The first epoch has the environment's order. Later epochs have an order drawn from (seed, epoch), so a
+    resumed run continues with the same tasks. A batch may span two epochs.
+
+    Args:
+        skip: number of tasks that earlier attempts have used.
 
     Attributes:
-        epoch: how often every task had been used before the one that was taken last.
-        taken: how many were taken so far, by earlier attempts too.
+        epoch: number of completed epochs before the task taken last.
+        taken: number of tasks taken so far, with those of earlier attempts.
     """
 
     def __init__(self, environment: Environment, workspace: Workspace, skip: int = 0) -> None:
-        """Leave out the first `skip` tasks, which an earlier attempt has used."""
         self.epoch, self.taken = 0, skip
         self._environment, self._workspace = environment, workspace
         self._checker = EpochChecker(environment, workspace.job.seed, skip)
@@ -37,17 +38,17 @@ class TrainingTasks:
         """The next `size` tasks.
 
         Raises:
-            RequestError: when the environment has no training tasks at all.
+            RequestError: when the environment has no training tasks.
         """
         tasks = list(islice(self._stream, size))
         self.taken += len(tasks)
         return tasks
 
     def check(self, groups: Sequence[Sequence[Episode]], step: int) -> None:
-        """Compare what was played with the environment's tasks.
+        """Check that the groups of a step repeat no task.
 
         Raises:
-            WorkFailedError: when a task comes again within an epoch.
+            WorkFailedError: when a task repeats within an epoch.
         """
         self._checker.check(groups, step)
 
@@ -59,9 +60,9 @@ class TrainingTasks:
             yield task
         if not used:
             raise RequestError(f"{self._environment.id} has no training tasks", remedy="widen its config")
-        known = list(self._environment.tasks("train", seed))  # they are few, as it has come to an end
+        known = list(self._environment.tasks("train", seed))  # a finite set fits in memory
         for self.epoch in count(1):
-            self._workspace.log(f"all {used} training tasks were used {self.epoch} times: again, reshuffled")
+            self._workspace.log(f"epoch {self.epoch + 1} of the {used} training tasks, reshuffled")
             self._workspace.event("epoch", epoch=self.epoch, tasks=used)
-            for place in np.random.default_rng([seed, self.epoch]).permutation(len(known)):
-                yield known[place]
+            for index in np.random.default_rng([seed, self.epoch]).permutation(len(known)):
+                yield known[index]

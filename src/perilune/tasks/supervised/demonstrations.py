@@ -1,4 +1,4 @@
-"""Traces as episodes to imitate, in an order that depends on the seed and the step alone."""
+"""Traces as episodes to train on; the order depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from perilune.data.episode import Episode
+from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.records import TraceRecord, read_records, records_file
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ from perilune.models.text.turns import encode_turns
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """Tokenised traces. Each epoch is a fresh permutation; a step's batch is computed, not remembered."""
+    """Tokenised traces. Each epoch is a new permutation, and the batch of a step needs no stored state."""
 
     episodes: Sequence[Episode]
     seed: int
@@ -27,12 +27,12 @@ class Demonstrations:
         """Read trace records.
 
         Raises:
-            RequestError: for a broken row (file and line), no rows, or one longer than the model takes or
-                with a character that its vocabulary lacks.
+            RequestError: naming file and line, for a malformed row, a row longer than `longest` tokens or one
+                with a character that the vocabulary lacks; when there are no rows.
         """
         records = read_records(path)
         if not records:
-            raise RequestError("there are no traces to learn from", where=str(path))
+            raise RequestError("there are no traces to train on", where=str(path))
         episodes = []
         for line, record in enumerate(records, start=1):
             where = f"{records_file(path)}:{line}"
@@ -40,9 +40,9 @@ class Demonstrations:
             length = len(one.prompt_ids) + len(one.token_ids)
             if length > longest:
                 raise RequestError(
-                    f"a trace of {length} tokens; the model takes {longest}",
+                    f"the trace has {length} tokens, and the model has {longest} positions",
                     where=where,
-                    remedy="leave it out, or take a model with more positions",
+                    remedy="remove the trace, or use a model with more positions",
                 )
             episodes.append(one)
         return cls(episodes, seed)
@@ -52,16 +52,16 @@ class Demonstrations:
 
     def batch(self, step: int, size: int) -> list[Episode]:
         """The traces of optimizer step `step` (from 0)."""
-        return [self.episodes[place] for place in places_of(self.seed, step, size, len(self.episodes))]
+        return [self.episodes[index] for index in batch_indices(self.seed, step, size, len(self.episodes))]
 
 
-def places_of(seed: int, step: int, size: int, total: int) -> list[int]:
-    """Which of `total` rows make the batch of step `step`: each epoch is a fresh permutation."""
+def batch_indices(seed: int, step: int, size: int, total: int) -> list[int]:
+    """The indices among `total` rows of the batch of step `step`; each epoch is a new permutation."""
     epochs, within = np.divmod(np.arange(step * size, (step + 1) * size), total)
     orders = {
         epoch: np.random.default_rng([seed, int(epoch)]).permutation(total) for epoch in np.unique(epochs)
     }
-    return [int(orders[epoch][place]) for epoch, place in zip(epochs, within, strict=True)]
+    return [int(orders[epoch][index]) for epoch, index in zip(epochs, within, strict=True)]
 
 
 def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -> Episode:
@@ -77,10 +77,6 @@ def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -
         seed=seed,
         messages=tuple(record.messages),
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        loss_mask=np.asarray(loss_mask, dtype=np.bool_),
-        logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        policy_version=np.full(len(token_ids), -1, dtype=np.int32),
-        finish_reason="stop",
         reward=record.score,
+        **unsampled_tokens(token_ids) | {"loss_mask": np.asarray(loss_mask, dtype=np.bool_)},
     )

@@ -1,4 +1,4 @@
-"""The loop of preference: learn from pairs which answer is better (DPO, IPO)."""
+"""The loop of preference: preference optimisation on pairs (DPO, IPO)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_la
 from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.specs import PreferenceSpec
 
-COLLAPSE_PATIENCE = 5  # steps in a row before the warning: a single batch may look like a collapse
+COLLAPSE_PATIENCE = 5  # consecutive steps before the warning: one batch may look like a collapse by chance
 REFERENCE_LIMIT = 1e-2  # nats a token between two forward passes of the same weights
 VALIDATED = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")
 
 
 def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
-    """Train on the pairs, and return the stage's summary."""
+    """Train on the pairs and return the stage's summary."""
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     memory = require_memory(
@@ -62,7 +62,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         return {f"validation_{name}": held[name] for name in VALIDATED}
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.learns():
+        with watch.time_learning():
             batch = data.batch(done, spec.batch_size)
             loss = objective(batch, learner.trained, learner.ranks)
             figures = learner.forward_backward_custom(pack_pairs(batch, spec.token_budget), loss)
@@ -93,14 +93,14 @@ def _require_same_policy(loss: PreferenceObjective) -> None:
         raise WorkFailedError(
             f"policy and reference differ by {loss.largest_shift:.3g} nats a token before any update",
             where="step 1",
-            remedy="the reference must be the checkpoint that training starts from, in its precision",
+            remedy="use the checkpoint that training starts from as the reference, in the same precision",
         )
 
 
 class CollapseAlarm:
-    """Warns once when chosen answers have become less likely for a few steps in a row.
+    """Warns once when chosen answers become less likely for several consecutive steps.
 
-    Make it after the workspace was rewound: steps of earlier attempts count.
+    Create it after `TrainingLoop`: it counts the steps of earlier attempts too.
     """
 
     def __init__(self, workspace: Workspace) -> None:

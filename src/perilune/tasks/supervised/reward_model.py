@@ -1,4 +1,4 @@
-"""The loop of reward_model: learn from pairs to score an answer by one number."""
+"""The loop of reward_model: train a reward model on pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from perilune.tasks.supervised.specs import RewardModelSpec
 
 
 def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
-    """Train the reward model on the pairs, and return the stage's summary."""
+    """Train the reward model on the pairs and return the stage's summary."""
     device = prepare_device(workspace)
     policy = load_policy(workspace, device)
     if workspace.has_input("refresh"):
@@ -42,7 +42,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
     loop = TrainingLoop(workspace, learner, spec)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.learns():
+        with watch.time_learning():
             pairs = data.batch(done, spec.batch_size)
             objective = RewardObjective(trained, len(pairs), spec.centre, learner.ranks)
             batches = pack_pairs(as_read(pairs), spec.token_budget)

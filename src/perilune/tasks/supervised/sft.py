@@ -1,4 +1,4 @@
-"""The loop of sft: imitate verified traces, so that reinforcement learning starts above zero."""
+"""The loop of sft: supervised fine-tuning on verified traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from perilune.tasks.supervised.specs import SFTSpec
 
 
 def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
-    """Train on the traces, and return the stage's summary."""
+    """Train on the traces and return the stage's summary."""
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
@@ -34,7 +34,7 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     loop = TrainingLoop(workspace, learner, spec)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
-        with watch.learns():
+        with watch.time_learning():
             episodes = demonstrations.batch(done, spec.batch_size)
             figures = learner.forward_backward(
                 pack([weight_groups(episodes, max_tokens=0)], spec.token_budget)

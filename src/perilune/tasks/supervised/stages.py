@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
+from perilune.tasks.stage.memory_plan import model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
-from perilune.tasks.supervised.specs import PreferenceSpec, RewardModelSpec, SFTSpec
+from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -23,8 +24,6 @@ class SFT(Stage[SFTSpec]):
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
         """Traces seen, the schedule and memory."""
-        from perilune.tasks.stage.memory_plan import model_config, stage_memory
-
         memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
         return {"traces seen": _examples(spec), **training_plan(spec, job, memory)}
 
@@ -36,7 +35,7 @@ class SFT(Stage[SFTSpec]):
 
 
 class Preference(Stage[PreferenceSpec]):
-    """Direct preference optimisation (DPO, IPO), with figures that show when it only lowers answers."""
+    """Direct preference optimisation (DPO, IPO), with an alarm when chosen answers become less likely."""
 
     name = "preference"
     spec = PreferenceSpec
@@ -45,8 +44,6 @@ class Preference(Stage[PreferenceSpec]):
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
         """Pairs seen, the loss, the schedule and memory."""
-        from perilune.tasks.stage.memory_plan import model_config, stage_memory
-
         memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
         return {
             "pairs seen": _examples(spec),
@@ -71,8 +68,6 @@ class RewardModelStage(Stage[RewardModelSpec]):
 
     def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
         """Pairs seen, the schedule and memory."""
-        from perilune.tasks.stage.memory_plan import model_config, stage_memory
-
         memory = stage_memory(model_config(job), token_budget=spec.token_budget)
         return {"pairs seen": _examples(spec), **training_plan(spec, job, memory)}
 
@@ -83,7 +78,7 @@ class RewardModelStage(Stage[RewardModelSpec]):
         return run(workspace, spec)
 
 
-def _examples(spec: SFTSpec | PreferenceSpec | RewardModelSpec) -> str:
+def _examples(spec: SFTSpec | PairTrainingSpec) -> str:
     return f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}"
 
 
