@@ -82,10 +82,10 @@ def test_all_of_it_is_counted_and_the_run_goes_on(climb: Path) -> None:
         (
             ["well", "raises"],
             {"on_failure": "stop"},
-            "2 of 4 episodes failed, where none is allowed; .*no idea",
+            "2 of 4 episodes failed, and none are allowed; .*no idea",
         ),
-        (["well", "raises"], {"max_failures": 0.4}, "2 of 4 episodes failed, where 40% are allowed"),
-        (["raises"], {}, "the verifier judged no episode: environment: ValueError: no idea"),
+        (["well", "raises"], {"max_failures": 0.4}, "2 of 4 episodes failed, and 40% are allowed"),
+        (["raises"], {}, "scored no episode; the first failure: environment: ValueError: no idea"),
     ],
 )
 def test_or_the_recipe_says_that_it_stops(tmp_path: Path, kinds: list[str], policy: dict, said: str) -> None:

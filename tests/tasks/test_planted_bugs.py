@@ -23,7 +23,7 @@ HALF = {**DIGITS, "raises": "02468ace"}
 
 DUAL = {"name": "grpo", "dual_clip": 3.0}
 
-ANOTHER = "scored another text than episode .* sampled: is it another answer"
+ANOTHER = "scored another text than episode .* sampled: is it another answer's score"
 RANDOM = "the learner's forward pass gives other log-probs each time: it has dropout"
 
 PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
