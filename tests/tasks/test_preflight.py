@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from planted_in_learning import gradients_scaled_twice, loss_has_the_wrong_sign, micro_batch_forgotten
 from task_cases import metrics, run_task
 
 from perilune.errors import WorkFailedError
-from perilune.learn import losses
 from perilune.learn.algorithms import RL_ALGORITHMS
 from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.batch import COMPONENTS
-from perilune.learn.trainer import Learner
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import Rope
@@ -63,38 +62,7 @@ def test_it_leaves_the_random_numbers_of_the_run_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def gradients_scaled_twice(patch: pytest.MonkeyPatch) -> None:
-    """Weights have the denominator of the step, and the sum is divided by the micro-batches once more."""
-    right = Learner.forward_backward
-
-    def twice(self: Learner, batches: Any) -> dict[str, float]:
-        figures = right(self, batches)
-        for parameter in self.decoder.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= len(batches)
-        return figures
-
-    patch.setattr(Learner, "forward_backward", twice)
-
-
-def micro_batch_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """The gradient of the last micro-batch replaces those of the others."""
-    right = Learner._loss
-
-    def alone(self: Learner, *args: Any) -> torch.Tensor:
-        for parameter in self.decoder.parameters():
-            parameter.grad = None
-        return right(self, *args)
-
-    patch.setattr(Learner, "_loss", alone)
-
-
-def losses_have_the_wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    right = losses.policy_gradient
-    patch.setattr(losses, "policy_gradient", lambda *args: (-(found := right(*args))[0], found[1]))
-
-
-@pytest.mark.parametrize("plant", [gradients_scaled_twice, micro_batch_forgotten, losses_have_the_wrong_sign])
+@pytest.mark.parametrize("plant", [gradients_scaled_twice, micro_batch_forgotten, loss_has_the_wrong_sign])
 def test_a_wrong_gradient_stops_a_long_run(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
