@@ -119,7 +119,7 @@ def _answer(name: str, prompt: np.ndarray, reward: float, random: np.random.Gene
         messages=(),
         prompt_ids=prompt,
         reward=reward,
-        **unsampled_tokens(random.integers(_VOCABULARY, size=length)) | {"loss_mask": mask},
+        **unsampled_tokens(random.integers(_VOCABULARY, size=length).tolist()) | {"loss_mask": mask},
     )
 
 
