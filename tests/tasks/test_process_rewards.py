@@ -128,7 +128,7 @@ def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
             assert one.messages == other.messages  # nothing of the answer reaches what is learned from
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
-            walk = made._walk(task, made.rollouts.environment.reference_answer(task), one)
+            walk = made._segment(task, made.rollouts.environment.reference_answer(task), one)
             lead, answer = policy.tokenizer.encode(";"), policy.tokenizer.encode(task.data["answer"])
             value = [
                 np.exp(
@@ -157,7 +157,7 @@ def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
             one, token_ids=ids, logprobs=blank, loss_mask=np.ones(len(ids), bool),
             policy_version=np.zeros(len(ids), np.int32),
         )  # fmt: skip
-        return made._walk(tasks[0], made.rollouts.environment.reference_answer(tasks[0]), written).prefixes
+        return made._segment(tasks[0], made.rollouts.environment.reference_answer(tasks[0]), written).prefixes
 
     assert prefixes("so\nthen\n;0") == (0, 3, 8)
     assert prefixes(f"so\nit is {gold}\n{gold}\n{gold};0") == (0, 3, 9)
