@@ -24,6 +24,7 @@ from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters import lora
 from perilune.models.decoder import Block
 from perilune.tasks.rl import update as policy_update
+from perilune.tasks.stage import player
 from perilune.tasks.stage import policy as session
 
 Patch = pytest.MonkeyPatch
@@ -93,14 +94,15 @@ def another_reference(patch: Patch) -> None:
     right = session.load_policy
     calls: list[None] = []
 
-    def load(*args: Any) -> session.Policy:
-        policy = right(*args)
+    def load(*args: Any, **options: Any) -> session.Policy:
+        policy = right(*args, **options)
         calls.append(None)
         if len(calls) == 2:
             policy.decoder.initialize(99)
         return policy
 
-    patch.setattr(session, "load_policy", load)
+    for module in (session, player):
+        patch.setattr(module, "load_policy", load)
 
 
 def reference_is_trained(patch: Patch) -> None:
@@ -112,7 +114,8 @@ def reference_is_trained(patch: Patch) -> None:
         loaded.append(loaded[0] if loaded else right(*args))
         return loaded[-1]
 
-    patch.setattr(session, "load_policy", load)
+    for module in (session, player):
+        patch.setattr(module, "load_policy", load)
 
 
 def group_baseline_forgotten(patch: Patch) -> None:

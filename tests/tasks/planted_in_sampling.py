@@ -254,7 +254,7 @@ def aborted_are_judged(patch: Patch) -> None:
         turns = self.trajectory.turns
         turns[-1] = replace(turns[-1], completion=completion)
 
-    patch.setattr(Rollout, "say", add_completion)
+    patch.setattr(Rollout, "add_completion", add_completion)
     change_completions(patch, lambda one: replace(one, finish_reason="aborted"))
 
 

@@ -89,5 +89,5 @@ def test_others_in_it_do(tmp_path: Path) -> None:
     sft = {"name": "traces", "task": "collect", "teacher": "gold", "traces": 4}
     with pytest.raises(RequestError, match="model is missing"):
         load_recipe(recipe(tmp_path, stages=[*STAGES, sft]))
-    with pytest.raises(RequestError, match="wants a player"):
+    with pytest.raises(RequestError, match="needs a stage that makes a player"):
         load_recipe(recipe(tmp_path, stages=[{**STAGES[1], "player": "model"}]))

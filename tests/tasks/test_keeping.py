@@ -145,8 +145,8 @@ def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
     weights.write_bytes(weights.read_bytes()[:-1])
     there: list[list[int]] = []
 
-    def watched(workspace: Workspace, spec: TrainingSpec, *, beside: int = 0) -> None:
-        prune(workspace, spec, saved_elsewhere=beside)
+    def watched(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0) -> None:
+        prune(workspace, spec, saved_elsewhere=saved_elsewhere)
         there.append([s for s in saved_steps(workspace) if is_complete(step_directory(workspace, s))])
 
     monkeypatch.setattr(training, "prune", watched)
@@ -159,4 +159,4 @@ def test_a_figure_that_no_step_writes_is_told_of_at_the_end(
 ) -> None:
     bundle = run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=1)
     assert summary(bundle)["best"]["step"] is None
-    assert "no step has a figure 'rewrad'" in capsys.readouterr().out
+    assert "no step has a metric 'rewrad'" in capsys.readouterr().out

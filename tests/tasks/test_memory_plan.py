@@ -109,7 +109,7 @@ def test_plans_say_what_will_be_done() -> None:
     assert evaluate["answers"] == "6 held-out tasks x (4 samples + 1 greedy) = 30"
     assert evaluate["tokens at most"] == "300"
     assert derived("collect", teacher="arithmetic") == {
-        "traces": "40 verified, one a task, from the training split",
+        "traces": "40 verified, one per task, from the training split",
         "teacher": "arithmetic (40% scratchpad, 60% direct)",
     }
 

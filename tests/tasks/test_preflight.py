@@ -118,4 +118,4 @@ def test_the_advantages_and_gradients_of_every_algorithm_are_right(algorithm: st
 
 
 def test_every_component_of_a_loss_is_written_out_by_hand() -> None:
-    assert set(gradient._BY_HAND) == set(gradient._CALLED) == set(COMPONENTS)
+    assert set(gradient._LOSSES) == set(gradient._LABELS) == set(COMPONENTS)
