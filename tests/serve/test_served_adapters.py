@@ -71,7 +71,7 @@ def test_each_name_gets_its_own_answers(client: TestClient, folders: tuple[Path,
 def test_other_names_are_refused(client: TestClient) -> None:
     refused = client.post("/v1/completions", json={"model": "bard", "prompt": "1", "max_tokens": 2})
     assert refused.status_code == 404
-    assert "there is 'base', 'poet'" in refused.json()["error"]["message"]
+    assert "this server has 'base', 'poet'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("given", ["poet", "=folder", "poet="])

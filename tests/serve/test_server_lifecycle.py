@@ -149,7 +149,7 @@ def test_wrong_requests_end_at_once(
         taken.listen()
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1 port {port}" in refusal(capsys, str(checkpoint), "--port", port)
-    assert "no address" in refusal(capsys, str(checkpoint), "--host", "no.such.host.invalid")
+    assert "is not an address" in refusal(capsys, str(checkpoint), "--host", "no.such.host.invalid")
 
 
 def test_the_token_is_nowhere_to_be_seen(server: Served) -> None:
