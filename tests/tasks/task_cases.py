@@ -28,6 +28,7 @@ SUMS: Mapping[str, Any] = {
     },
     "prompt": "compact",
 }  # fmt: skip
+DUEL: Mapping[str, Any] = {"id": "factory", "factory": "duel_environment:Duel"}
 TINY: Mapping[str, Any] = {"preset": "tiny"}
 
 COLLECT: Mapping[str, Any] = {"teacher": "gold", "traces": 40}

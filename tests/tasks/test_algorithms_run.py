@@ -99,6 +99,6 @@ def test_later_updates_of_a_batch_are_clipped(tmp_path: Path) -> None:
 
 
 def test_too_few_samples_are_refused_before_anything_runs() -> None:
-    with pytest.raises(ValueError, match="samples is 4, and pkpo compares at least 5"):
+    with pytest.raises(ValueError, match="samples is 4, and pkpo needs at least 5"):
         make_job("rl", algorithm={"name": "pkpo", "k": 4})
     make_job("rl", algorithm="ppo", samples=1)

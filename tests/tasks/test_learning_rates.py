@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from task_cases import DIGITS, make_job, metrics, run_task
+from task_cases import DIGITS, DUEL, make_job, metrics, run_task
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.learn.learning_rates import DEFAULTS
@@ -16,7 +16,6 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 
-DUEL = {"id": "factory", "factory": "duel_environment:Duel"}
 RECIPE = """\
 name: one
 model: {preset: tiny}
@@ -43,7 +42,7 @@ def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
     def line(**options) -> str:
         environment = DUEL if task == "selfplay" else DIGITS
         plan = load_plugin(task).plan(make_job(task, environment=environment, **options))
-        return plan["updates" if task == "flywheel" else "learning rate"]
+        return plan["learning rate"]
 
     pretrained = {"path": str(folder)}
     made_here = line(lr=None)
@@ -70,4 +69,4 @@ def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixtur
     bundle = run_task(tmp_path / "b", "rl", lr=None, steps=3, warmup=2)
     assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
     logged = capfd.readouterr().out
-    assert "learning rate: 0.0002 after 2 steps, then constant; the default for a model made" in logged
+    assert "learning rate: 0.0002 after 2 steps, then constant; the default for a new model" in logged

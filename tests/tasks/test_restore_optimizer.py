@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from task_cases import DIGITS, make_job, run_task
+from task_cases import DIGITS, DUEL, make_job, run_task
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.errors import RequestError
@@ -29,7 +29,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_nothing_to_restore_is_an_error(task: str, tmp_path: Path, data: dict[str, Path]) -> None:
     inputs = {"data": data[task]} if task in data else {}
     with pytest.raises(RequestError, match="has no optimizer state"):
-        run_task(tmp_path / "b", task, environment=ENDS, inputs=inputs, restore_optimizer=True)
+        run_task(
+            tmp_path / "b",
+            task,
+            environment=DUEL if task == "selfplay" else ENDS,
+            inputs=inputs,
+            restore_optimizer=True,
+        )
 
 
 def test_every_task_that_learns_a_policy_has_the_key() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_task, summary
+from task_cases import DUEL, episodes, make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.data.records import TraceRecord, write_records
@@ -25,7 +25,6 @@ from perilune.tasks.selfplay.matches import Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
 from perilune.tasks.stage.training import StepReport
 
-DUEL = {"id": "factory", "factory": "duel_environment:Duel"}
 FINAL = "artifacts/checkpoints/final"
 LEAGUE = "artifacts/checkpoints/league"
 
