@@ -33,6 +33,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     compared = compare(settings)
     shown: dict[str, Any] = {"title": "Algorithms compared", "command": document["command"]}
     about, charts = [outcome(compared), ABOUT], {}
+    if note := document.get("note"):
+        about.insert(1, f"**Note.** {note}")
     for name, arms in settings.items():
         title, picture = document["settings"][name]["title"], f"algorithms_{name}.svg"
         charts[picture] = _chart(arms)
@@ -46,7 +48,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     rest = {
         key: value
         for key, value in document.items()
-        if key not in (*shown, "settings", "records", "learning_rates")
+        if key not in (*shown, "note", "settings", "records", "learning_rates")
     }
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
@@ -79,7 +81,7 @@ def outcome(compared: Comparisons) -> str:
     found = f"Only {', '.join(claimed)} differ from it" if claimed else "None differs from it"
     return (
         f"{len(arms)} algorithms and variants are compared with GRPO on tiny models, seed by seed. {found}"
-        " beyond the noise of the seeds, after correction for the number of comparisons."
+        " in some setting beyond the noise of the seeds, after correction for the number of comparisons."
     )
 
 
