@@ -74,13 +74,13 @@ def test_a_correction_that_makes_no_sense_is_refused(
 
 
 def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"stages.rl: samples is 8, and pkpo compares at least 10"):
+    with pytest.raises(RequestError, match=r"stages.rl: samples is 8, and pkpo needs at least 10"):
         load(tmp_path / "r.yaml", "algorithm: {name: pkpo, k: 9}")
 
 
 @pytest.mark.parametrize("name", ["maxrl", "pkpo", "toggle"])
 def test_verdicts_are_not_made_negative_by_a_kl(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=f"makes rewards negative, and {name} takes"):
+    with pytest.raises(RequestError, match=f"makes rewards negative, and {name} needs"):
         load(tmp_path / "r.yaml", f"algorithm: {name}\n    kl: 0.1\n    kl_estimator: k1_reward")
 
 

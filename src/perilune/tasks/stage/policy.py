@@ -140,6 +140,6 @@ def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]
     if len(tasks) < count:
         raise RequestError(
             f"{environment.id} gave {len(tasks)} of {count} held-out tasks",
-            remedy="ask for fewer, or widen its config",
+            remedy="lower the number of tasks, or widen the environment's config",
         )
     return tasks
