@@ -16,7 +16,7 @@ from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.recipe.load import load_recipe
 from perilune.tasks.black_box.environment import check_pinned, lock_lines
-from perilune.tasks.black_box.source import fetched
+from perilune.tasks.black_box.source import fetch_source
 from perilune.tasks.black_box.stage import BlackBoxSpec
 
 PROGRAM = """
@@ -115,10 +115,10 @@ def test_a_program_that_fails_fails_its_stage(control: Control, tmp_path: Path) 
     (tmp_path / "plain" / "program.py").write_text("import sys; print('no luck'); sys.exit(3)")
     last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
     assert isinstance(last, StageFailed)
-    assert "the program left with 3" in last.message
+    assert "the program exited with 3" in last.message
     (tmp_path / "plain" / "program.py").write_text("print('nothing is made')")
     last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
-    assert isinstance(last, StageFailed) and "nothing that fits 'made/**/*.txt'" in last.message
+    assert isinstance(last, StageFailed) and "no file of the program matches 'made/**/*.txt'" in last.message
 
 
 def test_a_repository_is_run_clean_and_at_a_whole_commit_or_not_at_all(
@@ -128,18 +128,18 @@ def test_a_repository_is_run_clean_and_at_a_whole_commit_or_not_at_all(
     commit = git(repository, "rev-parse", "HEAD")
     for wrong in (None, commit[:12], "main", "0" * 40):
         with pytest.raises(RequestError, match=r"40 digits|git:"):
-            fetched(str(repository), wrong)
-    assert (fetched(str(repository), commit) / "program.py").read_text() == PROGRAM
-    assert (fetched(f"file://{repository}", commit) / "program.py").read_text() == PROGRAM
+            fetch_source(str(repository), wrong)
+    assert (fetch_source(str(repository), commit) / "program.py").read_text() == PROGRAM
+    assert (fetch_source(f"file://{repository}", commit) / "program.py").read_text() == PROGRAM
     (repository / "new.py").write_text("")
     with pytest.raises(RequestError, match=r"changes that no commit holds: new\.py"):
-        fetched(str(repository), commit)
+        fetch_source(str(repository), commit)
     with pytest.raises(RequestError, match="no git repository"):
-        fetched(str(tmp_path), commit)
+        fetch_source(str(tmp_path), commit)
     with pytest.raises(RequestError, match="no folder here"):
-        fetched("ext::sh -c id", commit)
+        fetch_source("ext::sh -c id", commit)
     with pytest.raises(RequestError, match="no folder here"):
-        fetched("--upload-pack=id", commit)
+        fetch_source("--upload-pack=id", commit)
 
 
 def test_a_repository_with_submodules_is_refused(
@@ -150,7 +150,7 @@ def test_a_repository_with_submodules_is_refused(
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "two")
     with pytest.raises(RequestError, match="submodules"):
-        fetched(str(repository), git(repository, "rev-parse", "HEAD"))
+        fetch_source(str(repository), git(repository, "rev-parse", "HEAD"))
 
 
 def test_requirements_are_exact(tmp_path: Path) -> None:

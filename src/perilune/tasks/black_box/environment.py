@@ -1,4 +1,4 @@
-"""An environment of its own for somebody else's code: made once for each set of exact versions, then kept."""
+"""Virtual environments for external programs, created once for each set of exact versions and then reused."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from perilune.errors import RequestError, WorkFailedError
 
 
 def check_pinned(requirements: Sequence[str]) -> None:
-    """Refuse requirements that may mean another package tomorrow.
+    """Check that all requirements name exact versions.
 
     Raises:
-        RequestError: naming the first that is not `name==version`, or a URL with its `#sha256=`.
+        RequestError: naming the first that is neither `name==version` nor a URL with `#sha256=`.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in requirements:
         try:
-            found = Requirement(line)
+            requirement = Requirement(line)
         except InvalidRequirement as error:
-            raise RequestError(f"'{line}' is no requirement: {error}") from None
-        pins = [one for one in found.specifier if one.operator == "==" and not one.version.endswith(".*")]
-        if not pins and "#sha256=" not in (found.url or ""):
-            raise RequestError(f"'{line}' is no exact version", remedy=f"{found.name}==VERSION")
+            raise RequestError(f"'{line}' is not a requirement: {error}") from None
+        exact = [
+            one for one in requirement.specifier if one.operator == "==" and not one.version.endswith(".*")
+        ]
+        if not exact and "#sha256=" not in (requirement.url or ""):
+            raise RequestError(f"'{line}' is no exact version", remedy=f"{requirement.name}==VERSION")
 
 
 def lock_lines(lock: Path) -> list[str]:
-    """The requirements in a lock file, as pip and uv write them.
+    """The requirements in a lock file in the format of pip and uv.
 
     Raises:
-        RequestError: when it cannot be read, or names a version that is not exact.
+        RequestError: when the file cannot be read, or a version is not exact.
     """
     try:
         text = lock.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise RequestError("the lock cannot be read", where=str(lock)) from None
+        raise RequestError("the lock file cannot be read", where=str(lock)) from None
     lines = [line.partition(" #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
     kept = [line for line in lines if line and not line.startswith("#")]
     check_pinned([line.partition(" --hash")[0] for line in kept])
@@ -52,12 +54,12 @@ def lock_lines(lock: Path) -> list[str]:
 
 
 def interpreter(requirements: Sequence[str]) -> Path:
-    """The Python of an environment that has `requirements` and what they need, and nothing else.
+    """The Python of a virtual environment with only `requirements` and their dependencies.
 
-    Kept in the user's cache, by Python's version and the requirements. pip's own settings hold.
+    The environment stays in the user's cache, by Python version and requirements. pip keeps its settings.
 
     Raises:
-        WorkFailedError: when they cannot be installed.
+        WorkFailedError: when the requirements cannot be installed.
     """
     text = "\n".join([platform.python_version(), sys.base_prefix, *requirements])
     name = f"black-box-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -65,7 +67,7 @@ def interpreter(requirements: Sequence[str]) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may start here at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs may create it at the same time
         if not (folder / "complete").exists():
             venv.create(folder, clear=True, with_pip=bool(requirements))
             if requirements:
@@ -75,7 +77,7 @@ def interpreter(requirements: Sequence[str]) -> Path:
 
 
 def installed(python: Path) -> list[str]:
-    """What is in an environment, as `pip freeze` says it."""
+    """The packages of an environment, from `pip freeze`."""
     if not list((python.parent.parent / "lib").glob("python*/site-packages/pip")):
         return []
     frozen = subprocess.run(
@@ -92,7 +94,7 @@ def record_digests(python: Path) -> dict[str, str]:
 
 
 def cache() -> Path:
-    """Where what can be made again is kept."""
+    """The directory of files that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "perilune"
 
 
@@ -111,5 +113,5 @@ def _install(python: Path, requirements: Sequence[str]) -> None:
     ]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise WorkFailedError(
-            "pip could not install what it needs", where=str(listed), remedy="its words are in the log"
+            "pip could not install the requirements", where=str(listed), remedy="see the log for pip's output"
         )

@@ -1,4 +1,4 @@
-"""Somebody else's code, exactly as it was at one commit, or a folder as it is."""
+"""The code of an external program: a repository at one commit, or a folder."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from perilune.tasks.black_box.environment import cache
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 URL = re.compile(r"(https|ssh|git|file)://\S+|[\w.-]+@[\w.-]+:\S+")
-SECONDS = 600.0  # for git to answer
-PROTOCOLS = "https:ssh:git:file"  # no transport that runs a command named in its URL
+SECONDS = 600.0  # time limit of a git command
+PROTOCOLS = "https:ssh:git:file"  # excludes transports that run a command named in the URL
 
 
 def is_url(source: str) -> bool:
-    """Whether it names a repository elsewhere, and not a folder."""
+    """Whether the source is the URL of a repository, and not a folder."""
     return URL.fullmatch(source) is not None
 
 
-def fetched(source: str, commit: str | None) -> Path:
+def fetch_source(source: str, commit: str | None) -> Path:
     """The folder with the code that a recipe names.
 
     Args:
         source: a folder, the folder of a git repository, or a repository's URL.
-        commit: 40 hexadecimal digits; needed for a repository, and for nothing else.
+        commit: 40 hexadecimal digits; required for a repository, and not allowed otherwise.
 
     Raises:
-        RequestError: when a repository is named without a commit, has changes that no commit holds, has no
-            such commit, or has submodules; or when there is no such folder.
+        RequestError: when the folder does not exist, or the repository has no commit in the recipe, has
+            uncommitted changes, lacks the commit, or has submodules.
     """
     here = None if is_url(source) else Path(source)
     if here is not None and not here.is_dir():
@@ -46,7 +46,7 @@ def fetched(source: str, commit: str | None) -> Path:
         return here
     if commit is None or not COMMIT.fullmatch(commit):
         raise RequestError(
-            "a repository is run at one commit, by all 40 digits of its name",
+            "a repository needs a commit: all 40 digits of its hash",
             where=source,
             remedy=f"commit: {_head(here) if here else '...'}",
         )
@@ -71,24 +71,24 @@ def _refuse_changes(repository: Path) -> None:
         raise RequestError(
             f"the repository has changes that no commit holds: {changed[0][3:]}{more}",
             where=str(repository),
-            remedy="commit them and name that commit, or take them back",
+            remedy="commit them and use that commit, or revert them",
         )
 
 
 def _check_out(source: str, commit: str, destination: Path) -> None:
-    """Write the files of one commit, and nothing of the repository, to `destination`."""
+    """Write the files of one commit, without the repository, to `destination`."""
     with tempfile.TemporaryDirectory() as scratch:
         bare = str(Path(scratch) / "bare")
         _git("init", "--quiet", "--bare", bare)
         _git("-C", bare, "fetch", "--quiet", "--depth", "1", "--no-tags", "--", source, commit)
-        found = _git("-C", bare, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
-        if found != commit:
+        resolved = _git("-C", bare, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
+        if resolved != commit:
             raise RequestError(f"{commit} is not a commit", where=source)
         if _git("-C", bare, "ls-tree", commit, "--", ".gitmodules"):
             raise RequestError(
-                "the repository has submodules, which are not taken along",
+                "the repository has submodules, which are not supported",
                 where=source,
-                remedy="run a repository that holds all it needs",
+                remedy="use a repository without submodules",
             )
         archive = Path(scratch) / "files.tar"
         _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
@@ -109,12 +109,11 @@ def _git(*arguments: str) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise RequestError("git is needed and not installed", remedy="install git") from None
+        raise RequestError("git is required and not installed", remedy="install git") from None
     except subprocess.TimeoutExpired:
         raise RequestError(f"git did not answer within {SECONDS:.0f} s", where=arguments[-1]) from None
     if answer.returncode:
-        said = answer.stderr.strip().partition("\n")[0].removeprefix("fatal: ")
-        raise RequestError(
-            f"git: {said}", where=" ".join(arguments[:1] if arguments[0] != "-C" else arguments[1:3])
-        )
+        message = answer.stderr.strip().partition("\n")[0].removeprefix("fatal: ")
+        where = " ".join(arguments[:1] if arguments[0] != "-C" else arguments[1:3])
+        raise RequestError(f"git: {message}", where=where)
     return answer.stdout

@@ -64,7 +64,7 @@ class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec):
         if self.kl and self.kl_estimator == "k1_reward" and not self.algorithm.takes_any_reward:
             raise ValueError(
                 f"kl_estimator is k1_reward, which makes rewards negative, and {self.algorithm.name} needs"
-                " verdicts or rewards of at least 0. Set kl_estimator to k2: it is a loss with the same gradient"
+                " verdicts or rewards of at least 0. Set kl_estimator to k2, a loss with the same gradient"
             )
         return self
 
