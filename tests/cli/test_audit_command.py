@@ -63,7 +63,7 @@ def test_a_recipe_is_audited_with_its_own_rewards_and_the_plan_says_the_grade(fo
 
     sound = here("environments", "audit", "sums.yaml", *QUICK)
     assert sound.returncode == 0 and "grade A" in sound.stdout and "\\\\boxed{…}" in sound.stdout
-    assert "calls of the scorer on 3 tasks" in sound.stdout
+    assert "outputs scored on 3 tasks" in sound.stdout
     assert "reward   grade A on 20" in here("run", "sums.yaml", "--plan").stdout
 
     # Another function, weight or content of the data is another reward.

@@ -137,7 +137,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RequestError, match=r"'aim'(.|\n)*tensorboard, wandb, mlflow"):
         open_sink("aim", tmp_path, RUN)
     monkeypatch.setitem(sys.modules, "perilune.tracking.to_wandb", None)
-    with pytest.raises(RequestError, match=r"wandb cannot be used(.|\n)*perilune\[tracking\]"):
+    with pytest.raises(RequestError, match=r"wandb cannot be imported(.|\n)*perilune\[tracking\]"):
         open_sink("wandb", tmp_path, RUN)
 
 

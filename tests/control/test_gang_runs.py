@@ -148,7 +148,7 @@ def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, 
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
     drill.until("provisioning")
     assert [one.rank for one in fleet.all()] == [0, 1]
-    assert any("machine 1 of 2 is asked for" in fact for fact in explain(control, drill.run_id).because)
+    assert any("machine 1 of 2 is requested" in fact for fact in explain(control, drill.run_id).because)
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=0)
     control.reconciler.rentals.fleet.request_termination(
         fleet.key(drill.run_id, 1, rank=1), "a user wanted it"

@@ -57,7 +57,7 @@ def test_a_listing_tells_what_is_recorded_when_a_machine_does_not_answer(
 
     out, err = listing()  # had it waited until the way there is given up, it would know
     assert "active" in out
-    assert f"as seen last, not answering now: drill ({run_id})" in err
+    assert f"no answer from drill ({run_id}); showing the last known state" in err
 
     control.home.daemon.mkdir()
     with locked(control.home.daemon):  # a daemon looks anyway

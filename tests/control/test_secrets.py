@@ -245,12 +245,12 @@ def test_where_secrets_are_kept(
     assert perilune("secrets", "set", "X")[0] == 2
     assert perilune("secrets", "set", "X", "--keyring", "--file", "y")[0] == 2
     assert perilune("secrets", "set", "not-a-name", "--environment", "Y")[0] == 2
-    with pytest.raises(RequestError, match="the run needs the secret NOWHERE"):
+    with pytest.raises(RequestError, match="the secret NOWHERE, which the run needs, is not set here"):
         require_secret("NOWHERE", "stage one")
 
 
 def test_a_value_in_the_place_of_a_place_is_not_repeated(control: Control) -> None:
     (control.home.root / "secrets.yaml").write_text(f"JUDGE_KEY: {CANARY}\n")
-    with pytest.raises(RequestError, match="does not say where secrets are: JUDGE_KEY") as found:
+    with pytest.raises(RequestError, match="is not a valid list of secret sources: JUDGE_KEY") as found:
         secret_value("JUDGE_KEY")
     assert CANARY not in str(found.value)

@@ -252,14 +252,14 @@ def test_a_recipe_needs_somebody_who_judges(tmp_path):
     written(tmp_path / "kept.jsonl", rows(3, start=50))
     recipe = tmp_path / "sums.yaml"
     recipe.write_text(RECIPE.replace("match: number", "match: null"))
-    with pytest.raises(RequestError, match="no rewards that judge instead") as raised:
+    with pytest.raises(RequestError, match="no rewards are given, so nothing is scored") as raised:
         load_recipe(recipe)
     assert raised.value.where.endswith("sums.yaml:4")
     (tmp_path / "fits.py").write_text("def fits(completions, **_):\n    return [1.0]\n")
     recipe.write_text(recipe.read_text() + "rewards: {fits: {function: fits.py:fits, weight: 1.0}}\n")
     load_recipe(recipe)
     recipe.write_text(RECIPE.replace("traces: 5}", "traces: 5, environment: {match: null}}"))
-    with pytest.raises(RequestError, match="no rewards that judge instead"):
+    with pytest.raises(RequestError, match="no rewards are given, so nothing is scored"):
         load_recipe(recipe)
 
 

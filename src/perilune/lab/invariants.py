@@ -83,11 +83,11 @@ def _all_gone(lab: Laboratory, session: Session) -> Iterator[str]:
 def _whole_logs(lab: Laboratory, session: Session) -> Iterator[str]:
     for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
         text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
-        begun = re.findall(r"begins after step (\d+)$", text, re.MULTILINE)
+        begun = re.findall(r"starts after step (\d+)$", text, re.MULTILINE)
         steps = [int(step) for step in re.findall(r"^[\d:]+ step (\d+)$", text, re.MULTILINE)]
         # No steps, if the attempt before had done all.
         if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):
-            yield f"run {run.id}: its log begins after {begun} and has the steps {steps}"
+            yield f"run {run.id}: its log starts after {begun} and has the steps {steps}"
 
 
 def _final(lab: Laboratory, session: Session) -> Iterator[str]:
