@@ -78,4 +78,4 @@ def test_disk_can_be_freed_when_it_is_full(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     if "refused" in done.stdout:  # nothing at all can be written, and it says what can be done
         assert "perilune gc --yes" in done.stderr
-    assert "removed 1.0 MiB" in done.stdout and "no runs yet" in done.stdout
+    assert "deleted 1.0 MiB" in done.stdout and "no runs yet" in done.stdout
