@@ -92,7 +92,7 @@ def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path
         assert "of 60 traces passed the verifier (no more tasks)" in str(caught.value)
     else:
         assert isinstance(caught.value, RequestError)
-        assert "widen its config" in caught.value.remedy
+        assert "widen the environment's config" in caught.value.remedy
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
