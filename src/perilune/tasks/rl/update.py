@@ -106,5 +106,5 @@ class PolicyUpdates:
             with self._optimizer.watched(lr):
                 figures |= learner.optim_step(lr)
             updates.append(figures)
-        staleness = {f"off_policy/{name}": value for name, value in measured.items()}
-        return weighted, merge_updates(updates) | staleness | {"groups_learned": float(len(used))}
+        corrections = {f"off_policy/{name}": value for name, value in measured.items()}
+        return weighted, merge_updates(updates) | corrections | {"groups_learned": float(len(used))}
