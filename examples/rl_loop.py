@@ -1,9 +1,9 @@
-"""GRPO on one page, by hand: a fresh model learns one-digit sums, first shown and then on its own.
+"""A complete GRPO training loop: a new model first imitates one-digit sums, then learns from rewards.
 
-    python examples/rl_loop.py            # under a minute on one core
-    python examples/rl_loop.py 5          # so many steps of GRPO
+    python examples/rl_loop.py            # 30 steps of GRPO, under a minute on one core
+    python examples/rl_loop.py 5          # 5 steps of GRPO
 
-Seven verbs do everything: `sample`, `score` and `update_weights` of the engine, `forward_backward`,
+It uses seven methods: `sample`, `score` and `update_weights` of the engine, and `forward_backward`,
 `optim_step`, `save_state` and `load_state` of the learner. docs/tutorial/loop-by-hand.md explains each part.
 """
 
@@ -42,21 +42,21 @@ tasks = list(islice(environment.tasks("train", seed=0), 64))
 policy, tokenizer = perilune.load_model("tiny", seed=0)
 engine, learner = Engine(policy), Learner(policy)
 
-# --- a cold start: imitate right answers, and stop while there is still something to learn
+# --- a cold start: imitate right answers for a few steps
 answers = [Episode.from_completion(task, ";" + task.data["answer"], tokenizer) for task in tasks]
 imitation = perilune.algorithm("sft")(answers, max_tokens=8)
 
 for step in range(16):
-    figures = learner.forward_backward(pack([imitation], token_budget=4096))
-    figures |= learner.optim_step(lr=3e-3 * min(1, (step + 1) / 10))
-print(f"cold start: loss {figures['loss']:.2f}")
+    metrics = learner.forward_backward(pack([imitation], token_budget=4096))
+    metrics |= learner.optim_step(lr=3e-3 * min(1, (step + 1) / 10))
+print(f"cold start: loss {metrics['loss']:.2f}")
 
-# --- rollouts: sample groups of answers, and score them
+# --- rollouts: sample and score groups of answers
 params = SamplingParams(max_tokens=8, stop_token_ids=(tokenizer.eos_token_id,))
 
 
-def play(tasks, samples, step):
-    """Groups of scored episodes, one group per task."""
+def rollout(tasks, samples, step):
+    """Sample and score answers, and return one group of episodes per task."""
     prompts = [
         Prompt(tokenizer.encode_prompt(task.prompt), key=(0, step, index)) for index, task in enumerate(tasks)
     ]
@@ -75,36 +75,36 @@ def play(tasks, samples, step):
 
 def pass_rate(groups):
     """Share of right answers."""
-    return np.mean([one.reward for group in groups for one in group])
+    return np.mean([episode.reward for group in groups for episode in group])
 
 
 engine.update_weights(None, version=learner.version)
-before = pass_rate(play(tasks, 8, step=0))
+before = pass_rate(rollout(tasks, 8, step=0))
 
-# --- the climb: learn from groups whose rewards differ
+# --- the training loop: update on groups whose rewards differ
 grpo = perilune.algorithm("grpo")
 gaps = []
 for step in range(1, STEPS + 1):
     engine.update_weights(None, version=learner.version)
-    groups = play(tasks[step % 4 :: 4], 8, step)
+    groups = rollout(tasks[step % 4 :: 4], 8, step)
     weighted = [grpo(group, max_tokens=8) for group in groups]
-    figures = learner.forward_backward(
+    metrics = learner.forward_backward(
         pack([group for group in weighted if not group.dead], token_budget=4096)
     )
-    figures |= learner.optim_step(lr=1e-3 * min(1, step / 5))
-    gaps.append(figures.get("logprob_gap_max", 0.0))
+    metrics |= learner.optim_step(lr=1e-3 * min(1, step / 5))
+    gaps.append(metrics.get("logprob_gap_max", 0.0))
 
 engine.update_weights(None, version=learner.version)
-after = pass_rate(play(tasks, 8, step=STEPS + 1))
+after = pass_rate(rollout(tasks, 8, step=STEPS + 1))
 print(f"{STEPS} steps of GRPO: pass rate {before:.2f}, then {after:.2f}")
 assert after > before + 0.2 or STEPS < 30
 
-# --- do sampler and learner agree?
+# --- check that engine and learner agree
 assert max(gaps) < 1e-6  # at every step, on every token
 
-group = play(tasks[:4], 4, step=STEPS + 2)[0]
-scored = engine.score([one.prompt_ids for one in group], [one.token_ids for one in group])
-assert max(np.abs(one.logprobs - again).max() for one, again in zip(group, scored, strict=True)) < 1e-6
+group = rollout(tasks[:4], 4, step=STEPS + 2)[0]
+scored = engine.score([e.prompt_ids for e in group], [e.token_ids for e in group])
+assert max(np.abs(e.logprobs - again).max() for e, again in zip(group, scored, strict=True)) < 1e-6
 
 # --- save and resume
 saved = Path(tempfile.mkdtemp()) / "checkpoint"
@@ -112,9 +112,9 @@ learner.save_state(saved, {"step": STEPS})
 other = Learner(perilune.load_model("tiny", seed=1)[0])
 assert other.load_state(saved) == {"step": STEPS}
 
-for one in (learner, other):
-    one.forward_backward(pack([imitation], token_budget=4096))
-    one.optim_step(lr=1e-3)
+for resumed in (learner, other):
+    resumed.forward_backward(pack([imitation], token_budget=4096))
+    resumed.optim_step(lr=1e-3)
 for mine, theirs in zip(learner.decoder.parameters(), other.decoder.parameters(), strict=True):
     assert torch.equal(mine, theirs)  # to the last bit
 
