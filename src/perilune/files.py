@@ -21,6 +21,11 @@ from perilune.redaction import redact_document
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 
 
+def home_directory() -> Path:
+    """The directory with all state of Perilune: $PERILUNE_HOME or ~/.perilune. Creates nothing."""
+    return Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser().absolute()
+
+
 def canonical_json(value: Any) -> bytes:
     """Encode `value` as sorted, compact UTF-8 JSON: equal values give equal bytes.
 

@@ -162,7 +162,7 @@ BAD = {  # (text replaced, by what): where, what is said
     ("flour: model", "tags: []"): (":8:", "stages.bread.flour is missing", ""),
     ("{preset: tiny}", "{}"): (":3:", "model: needs exactly one of preset and path", ""),
     ("{preset: tiny}", "{preset: tinny}"): (":3:", "model.preset is", "'tiny'"),
-    ("{preset: tiny}", "{path: nowhere}"): (":3:", "model.path: no folder /", "no model nowhere"),
+    ("{preset: tiny}", "{path: nowhere}"): (":3:", "model.path: no file or folder /", "no model nowhere"),
     ("{preset: tiny}", "{path: .}"): (":3:", "has no config.json", "Hugging Face format"),
     ("{preset: tiny}", "{preset: tiny, chat_template: x}"): (":3:", "cannot be read", "no file x"),
     ("{id: kitchen}", "{id: kitchn}"): (":4:", "no environment called 'kitchn'", "'kitchen'"),

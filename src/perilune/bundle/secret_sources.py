@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from perilune.errors import RequestError
-from perilune.files import write_atomic
+from perilune.files import home_directory, write_atomic
 from perilune.redaction import SHORTEST, learn
 
 FILE = "secrets.yaml"
@@ -119,7 +119,7 @@ def require_secret(name: str, where: str) -> str:
 
 def sources_file() -> Path:
     """The path of secrets.yaml."""
-    return Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser().absolute() / FILE
+    return home_directory() / FILE
 
 
 def read_sources() -> dict[str, SecretSource]:

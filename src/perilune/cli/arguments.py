@@ -47,7 +47,8 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A Hugging Face folder, or a run that made a checkpoint: its id, or EXPERIMENT/STAGE.",
+        help="A Hugging Face folder, a GGUF file, a model that `perilune model fetch` keeps, or a run that "
+        "made a checkpoint: its id, or EXPERIMENT/STAGE.",
         autocompletion=run_names,
         show_default=False,
     ),
@@ -114,14 +115,18 @@ def reason(fields: dict[str, Any]) -> str:
 
 
 def checkpoint_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint that is given by its path or by its run.
+    """The folder of a checkpoint that is given by its path, its name in the home or its run.
 
     Raises:
-        RequestError: when `checkpoint` is neither, or the run has no checkpoint.
+        RequestError: when `checkpoint` is none of these, or the run has no checkpoint.
     """
-    folder = Path(checkpoint).expanduser()
-    if folder.is_dir() or checkpoint.startswith((".", "/", "~")):
-        return folder
+    from perilune.models.store import model_folder, stored_model
+
+    given = Path(checkpoint).expanduser()
+    if given.is_dir() or checkpoint.startswith((".", "/", "~")) or given.suffix == ".gguf":
+        return model_folder(given)
+    if (stored := stored_model(checkpoint)) is not None:
+        return stored.folder
     from perilune.bundle.plugin import load_plugin
     from perilune.control.queries.lookup import find_run
     from perilune.control.runs.experiments import Control

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from perilune.errors import RequestError
 from perilune.files import read_regular
@@ -14,20 +16,30 @@ REQUIRED = "config.json"  # the file that every Hugging Face model has
 
 
 def find_model(path: str, base: Path) -> Path:
-    """The absolute folder of a model: `path` is a folder (relative to `base`) or an id in the local cache.
+    """The absolute folder of a model, in Hugging Face format.
+
+    Args:
+        path: a folder or a GGUF file (relative to `base`), the name of a model that `perilune model fetch`
+            keeps in the home, or an id in the local Hugging Face cache. A GGUF file is converted once.
 
     Raises:
-        ProblemsError: when it is neither, or the folder is not a Hugging Face model.
+        ProblemsError: when it is none of these, or cannot be read.
     """
-    folder = (base / Path(path).expanduser()).absolute()
-    found = folder if folder.is_dir() else _cached(path)
+    given = (base / Path(path).expanduser()).absolute()
+    found = given if given.exists() else _stored(path) or _cached(path)
     if found is None:
-        what = f"model.path: no folder {folder}, and no model {path} in the Hugging Face cache"
-        raise ProblemsError([Problem(("model", "path"), what, f"hf download {path}")])
-    if not (found / REQUIRED).is_file():
-        what = f"model.path: {found} has no {REQUIRED}"
-        raise ProblemsError([Problem(("model", "path"), what, "a folder in Hugging Face format")])
-    return found
+        what = f"model.path: no file or folder {given}, no model {path} in the home or the Hugging Face cache"
+        raise ProblemsError([Problem(("model", "path"), what, f"perilune model fetch {path}")])
+    if found.is_dir() and not (found / REQUIRED).is_file():
+        files = sorted(found.glob("*.gguf"))
+        remedy = str(files[0]) if files else "a folder in Hugging Face format, or a .gguf file"
+        raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {REQUIRED}", remedy)])
+    try:
+        folder: Path = _store().model_folder(found)
+    except RequestError as error:
+        what = f"model.path: {error.where}: {error.what}"
+        raise ProblemsError([Problem(("model", "path"), what, error.remedy)]) from None
+    return folder
 
 
 def read_chat_template(path: str, base: Path) -> str:
@@ -46,6 +58,20 @@ def read_chat_template(path: str, base: Path) -> str:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         what = f"model.chat_template: {file} cannot be read: {reason}"
         raise ProblemsError([Problem(("model", "chat_template"), what)]) from None
+
+
+def _stored(name: str) -> Path | None:
+    """The folder of the model called `name` in the home, or None."""
+    found = _store().stored_model(name)
+    return None if found is None else found.folder
+
+
+def _store() -> Any:
+    """The models of the home.
+
+    Imported by name, because the control plane imports this module and must not depend on models.
+    """
+    return import_module("perilune.models.store")
 
 
 def _cached(model_id: str) -> Path | None:

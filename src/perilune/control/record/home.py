@@ -16,6 +16,7 @@ from perilune.bundle.storage import remove_tree
 from perilune.control.record.faults import reached
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
+from perilune.files import home_directory
 
 SWEEP_AFTER = 60.0  # seconds; the process that created a directory has locked it long before
 BUILDING = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
@@ -34,6 +35,7 @@ class Home:
     runs/<run>/attempts/<N>/       working copy of the bundle, with the results of attempt N
     runs/<run>/attestations/       signed statements about the bundle and the results of attempts
     inputs/, wheels/               one copy of large files that bundles share, named by SHA-256
+    models/<name>/                 models that were fetched or converted
     keys/                          the signing keys
     tmp/<nonce>/                   under construction; renamed into place when complete
     ```
@@ -67,8 +69,7 @@ class Home:
     @classmethod
     def chosen(cls, root: Path | None = None) -> Home:
         """The home at `root`, $PERILUNE_HOME or ~/.perilune; creates nothing."""
-        path = root or Path(os.environ.get("PERILUNE_HOME") or "~/.perilune")
-        return cls(path.expanduser().absolute())
+        return cls(root.expanduser().absolute() if root else home_directory())
 
     @property
     def database(self) -> Path:

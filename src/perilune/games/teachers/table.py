@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.files import canonical_json, sha256_bytes, write_atomic
+from perilune.files import canonical_json, home_directory, sha256_bytes, write_atomic
 
 FOLDER = "teachers"  # in the home directory
 _INDEX = {"keys": np.uint8, "key_ends": np.int64, "row_ends": np.int64}
@@ -113,7 +112,7 @@ def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> Poli
         request: everything that determines the table: game, algorithm, iterations, seed, versions.
     """
     name = f"{request['algorithm']}-{sha256_bytes(canonical_json(request))}.safetensors"
-    path = Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser() / FOLDER / name
+    path = home_directory() / FOLDER / name
     log = logging.getLogger(__name__)
     if path.exists():
         try:

@@ -25,6 +25,7 @@ from perilune.models.adapters.lora import BaseKind, install_merged_projections, 
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder, pickle_error
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.store import model_folder
 from perilune.models.text.tokenizer import Tokenizer
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
@@ -60,10 +61,10 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
 def load_model(
     source: str | Path, *, seed: int = 0, device: str | torch.device = "cpu"
 ) -> tuple[Decoder, Tokenizer]:
-    """Load the model and the tokenizer of a Hugging Face folder, or create a small new model.
+    """Load the model and the tokenizer of a Hugging Face folder or a GGUF file, or create a small new model.
 
     Args:
-        source: path of the folder, or "tiny" or "small" for a new model of that size whose tokens are
+        source: path of the folder or file, or "tiny" or "small" for a new model of that size whose tokens are
             characters.
         seed: seed of a new model's weights.
         device: device of the weights, which are float32.
@@ -74,7 +75,7 @@ def load_model(
     if isinstance(source, str) and source in PRESETS:
         tokenizer = Tokenizer.characters()
         return new_model(source, tokenizer, seed).to(device), tokenizer
-    return load_checkpoint(Path(source), device)
+    return load_checkpoint(model_folder(Path(source)), device)
 
 
 def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:

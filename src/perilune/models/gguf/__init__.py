@@ -1,0 +1,1 @@
+"""Models in GGUF files: reading one as a Hugging Face folder, and writing one."""

@@ -1,0 +1,143 @@
+"""The tokenizer of a GGUF file as the `tokenizers` library has it, with its special tokens and chat template.
+
+A GGUF file has the vocabulary, the merges and the name of the rule that splits text before merging
+(`tokenizer.ggml.pre`). The rules are those of llama.cpp, which took them from the models' own tokenizers.
+transformers ignores rules that it doesn't know, for example "smollm", and then splits some texts otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from perilune.models.gguf.header import GgufHeader
+
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How text is split before merging.
+
+    Attributes:
+        pattern: a regular expression; "" for that of GPT-2.
+        digits: each digit stands alone.
+        whole_words: a piece that is in the vocabulary is one token, whatever the merges say.
+        add_bos: BOS comes first where the metadata doesn't say.
+    """
+
+    pattern: str = ""
+    digits: bool = False
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_GPT2 = Splitting()
+_DIGITS = Splitting(digits=True)
+_LLAMA_BPE = Splitting(_LLAMA3, whole_words=True, add_bos=True)
+
+SPLITTINGS: Mapping[str, Splitting] = MappingProxyType(
+    {
+        **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "jais", "default"), _GPT2),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA_BPE),
+        **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_LLAMA3)),
+        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Splitting(_QWEN2)),
+        "tekken": Splitting(_TEKKEN, whole_words=True, add_bos=True),
+    }
+)
+"""By `tokenizer.ggml.pre`."""
+
+
+def tokenizer_of(header: GgufHeader) -> tuple[tokenizers.Tokenizer, dict[str, Any], str | None]:
+    """The tokenizer, the content of tokenizer_config.json, and the chat template.
+
+    Raises:
+        RequestError: when the kind of tokenizer is not supported, or its metadata is incomplete.
+    """
+    kind = header.text("tokenizer.ggml.model")
+    if kind != "gpt2":
+        raise header.error(
+            f"the tokenizer kind {kind[:40]!r} is not supported",
+            "a file with tokenizer kind gpt2 (byte-level BPE), or the safetensors checkpoint",
+        )
+    tokens = header.array("tokenizer.ggml.tokens", str)
+    if len(set(tokens)) != len(tokens):
+        raise header.error("the vocabulary has a token twice")
+    splitting = _splitting(header)
+    backend = _byte_level(header, tokens, splitting)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": header.flag("tokenizer.ggml.add_bos_token", splitting.add_bos),
+        "model_max_length": header.integer(f"{header.text('general.architecture')}.context_length"),
+    }
+    for key, name in _SPECIAL.items():
+        index = header.optional_integer(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index >= len(tokens):
+            raise header.error(
+                f"tokenizer.ggml.{key}_token_id is {index}, and there are {len(tokens)} tokens"
+            )
+        if index is not None:
+            config[name] = tokens[index]
+    if "eos_token" not in config:
+        raise header.error("the metadata has no tokenizer.ggml.eos_token_id")
+    template = header.text("tokenizer.chat_template", "")
+    return backend, config, template or None
+
+
+def _splitting(header: GgufHeader) -> Splitting:
+    name = header.text("tokenizer.ggml.pre", "gpt-2")
+    if name not in SPLITTINGS:
+        raise header.error(
+            f"tokenizer.ggml.pre is {name[:40]!r}, a way to split text that is not supported",
+            f"a model with one of {', '.join(SPLITTINGS)}",
+        )
+    return SPLITTINGS[name]
+
+
+def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> tokenizers.Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in header.array("tokenizer.ggml.merges", str)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words)
+    except Exception as error:  # the library raises plain exceptions
+        raise header.error(f"the tokenizer is malformed: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    split = [Regex(splitting.pattern)] if splitting.pattern else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    steps += [pre_tokenizers.Split(pattern, behavior="isolated") for pattern in split]
+    steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
+    backend.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    kinds = (
+        header.array("tokenizer.ggml.token_type", int)
+        if "tokenizer.ggml.token_type" in header.metadata
+        else []
+    )
+    marked = list(zip(tokens, kinds, strict=False))
+    backend.add_special_tokens([_added(token, True) for token, kind in marked if kind == _CONTROL])
+    backend.add_tokens([_added(token, False) for token, kind in marked if kind == _USER_DEFINED])
+    return backend
+
+
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, normalized=False, special=special)

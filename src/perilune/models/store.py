@@ -1,0 +1,164 @@
+"""The models in the home: those that `perilune model fetch` keeps by name, and converted GGUF files.
+
+Each is a Hugging Face folder with a file source.json, which says where the model came from. A folder is built
+under another name and renamed when it is complete, so that a kill never leaves an incomplete model.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.files import fsync_directory, home_directory, read_json, sha256_file, write_json
+from perilune.terminal import printable
+
+SOURCE = "source.json"
+GGUF_SUFFIX = ".gguf"
+_CONVERSION = 1  # goes up when a conversion gives other files, so that old ones are not used again
+_CONVERTED = "gguf-"  # begins the names of converted GGUF files
+_READ_ONLY = 0o444  # lets bundles hard-link the files
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model in the home.
+
+    Attributes:
+        source: the content of source.json.
+    """
+
+    name: str
+    folder: Path
+    source: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Size of its files."""
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+
+def models_folder() -> Path:
+    """The folder of the home that has the models."""
+    return home_directory() / "models"
+
+
+def stored_models() -> list[StoredModel]:
+    """All complete models in the home, by name."""
+    folders = sorted(path for path in models_folder().glob("[!.]*") if (path / SOURCE).is_file())
+    return [StoredModel(_shown(path.name), path, read_json(path / SOURCE)) for path in folders]
+
+
+def stored_model(name: str) -> StoredModel | None:
+    """The model called `name` in the home, or None."""
+    folder = models_folder() / _file_name(name)
+    if folder.parent != models_folder() or folder.name.startswith(".") or not (folder / SOURCE).is_file():
+        return None
+    return StoredModel(name, folder, read_json(folder / SOURCE))
+
+
+def remove_model(name: str) -> StoredModel:
+    """Delete the model called `name` and return what it was. Bundles of runs keep their own copies.
+
+    Raises:
+        RequestError: when there is no such model.
+    """
+    found = stored_model(name)
+    if found is None:
+        raise RequestError(
+            f"no model {name} in the home", where=str(models_folder()), remedy="perilune model list"
+        )
+    with _building(found.folder) as building:
+        found.folder.rename(building)
+    return found
+
+
+def keep_model(name: str, build: Callable[[Path], Mapping[str, Any]]) -> StoredModel:
+    """The model called `name`, built if it isn't in the home.
+
+    Args:
+        build: writes the files to a folder and returns the content of source.json. The folder has what
+            an earlier, interrupted build left there.
+    """
+    final = models_folder() / _file_name(name)
+    if stored_model(name) is None:
+        with _building(final, keep_on_error=True) as building:
+            if stored_model(name) is None:  # another process may have built it meanwhile
+                building.mkdir(exist_ok=True)
+                write_json(building / SOURCE, dict(build(building)))
+                for file in building.rglob("*"):
+                    if file.is_file():
+                        file.chmod(_READ_ONLY)
+                building.rename(final)
+                fsync_directory(final.parent)
+    return StoredModel(name, final, read_json(final / SOURCE))
+
+
+def converted_gguf(path: Path) -> Path:
+    """The Hugging Face folder of the GGUF file at `path`, converted once and kept in the home.
+
+    Raises:
+        RequestError: when the file is malformed or the model is not supported.
+    """
+    from perilune.models.gguf.header import read_header
+
+    read_header(path)  # refuses other files before they are read to their end
+    digest = sha256_file(path)
+
+    def build(folder: Path) -> dict[str, Any]:
+        from perilune.models.gguf.convert import convert
+
+        print(f"converting {printable(str(path))} once, for {folder.parent}", file=sys.stderr, flush=True)
+        convert(path, folder)
+        return {"kind": "gguf", "file": path.name, "sha256": digest}
+
+    return keep_model(f"{_CONVERTED}{digest}.{_CONVERSION}", build).folder
+
+
+def model_folder(path: Path) -> Path:
+    """The Hugging Face folder of the model at `path`: the folder itself, or that of a converted GGUF file.
+
+    Raises:
+        RequestError: when the file is malformed or the model is not supported.
+    """
+    if path.is_dir() or not path.exists():
+        return path
+    if path.suffix.lower() != GGUF_SUFFIX:
+        remedy = "give a folder in Hugging Face format, or a .gguf file"
+        raise RequestError("is not a model", where=str(path), remedy=remedy)
+    return converted_gguf(path)
+
+
+@contextmanager
+def _building(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
+    """A folder beside `final` that only this process uses; what is left of it at the end is deleted."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    building = final.with_name(f".{final.name}.partial")
+    lock = os.open(final.with_name(f".{final.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield building
+        except BaseException:
+            if not keep_on_error:
+                shutil.rmtree(building, ignore_errors=True)
+            raise
+        shutil.rmtree(building, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _file_name(name: str) -> str:
+    """A model's name as a folder: the slash of "owner/name" is written as two dashes."""
+    return name.replace("/", "--")
+
+
+def _shown(file_name: str) -> str:
+    return file_name if file_name.startswith(_CONVERTED) else file_name.replace("--", "/", 1)
