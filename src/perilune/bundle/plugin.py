@@ -131,10 +131,15 @@ def uses_model(plugin: TaskPlugin) -> bool:
 def complete_spec(task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a stage, completed by the class method `complete` of its spec if there is one.
 
-    `complete` fills in defaults that depend on the model section of the recipe.
+    `complete` fills in defaults that depend on the model section of the recipe (`by_model_fields`).
     """
     complete = getattr(load_plugin(task).spec, "complete", None)
     return dict(spec) if complete is None else dict(complete(task, spec, model))
+
+
+def by_model_fields(spec: type[BaseModel]) -> list[str]:
+    """Fields of `spec` whose default depends on the model: None in a loaded recipe that does not set them."""
+    return [name for name in getattr(spec, "by_model", ()) if name in spec.model_fields]
 
 
 def path_fields(spec: type[BaseModel]) -> list[str]:

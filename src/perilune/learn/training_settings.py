@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.group_relative import GRPO
-from perilune.learn.learning_rates import with_default_lr
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.weights import KLEstimator
 
@@ -41,7 +39,7 @@ class OptimizerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float | None = Field(
-        None, gt=0, description="peak learning rate; the default depends on the model, see `run --plan`"
+        None, gt=0, description="peak learning rate; the default depends on the task and the model"
     )
     warmup: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -57,11 +55,6 @@ class OptimizerSettings(BaseModel):
     token_budget: int = Field(
         4096, ge=1, description="tokens per forward pass, which determine the memory needed"
     )
-
-    @classmethod
-    def complete(cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a stage, with the defaults that depend on the recipe's model section."""
-        return with_default_lr(task, spec, model)
 
     @property
     def peak_lr(self) -> float:

@@ -21,13 +21,14 @@ def evaluation_recipe(
 
     Args:
         environment: the section of the environment, which may have `rewards`.
-        fields: keys of the stage: tasks, samples, max_tokens and others.
+        fields: keys of the stage: tasks, samples, max_tokens and others; None leaves out a key.
         called: the name of the checkpoint in the name of the recipe. Default: the folder.
 
     Raises:
         RequestError: when the environment or a field is wrong.
     """
     section = dict(environment)
+    given = {key: value for key, value in fields.items() if value is not None}
     rewards = section.pop("rewards", {})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", called or str(folder)).strip("-")
     document = {
@@ -36,6 +37,6 @@ def evaluation_recipe(
         "model": {"path": str(folder)},
         "environment": section,
         "rewards": rewards,
-        "stages": [{"name": STAGE, "task": "evaluate", "checkpoint": "model", **fields}],
+        "stages": [{"name": STAGE, "task": "evaluate", "checkpoint": "model", **given}],
     }
     return resolve(Document(document), Path.cwd())

@@ -8,7 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.plugin import OutputKind, consumed_fields, load_plugin, path_fields, plugin_names
+from perilune.bundle.plugin import (
+    OutputKind,
+    by_model_fields,
+    consumed_fields,
+    load_plugin,
+    path_fields,
+    plugin_names,
+)
 from perilune.errors import RequestError
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -198,6 +205,7 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
         ) from None
     own = {key: value for key, value in item.items() if key not in header}
     fields = validate(spec, own, path, label).model_dump(mode="json")
+    fields |= dict.fromkeys(name for name in by_model_fields(spec) if name not in own)
     for field in path_fields(spec):
         fields[field] = _absolute(fields[field], base((*path, field)))
     consumes = {field: fields[field] for field in consumed_fields(spec) if fields[field] is not None}

@@ -23,7 +23,10 @@ def evaluate(
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 128,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 64,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,7 +48,10 @@ def evaluate(
     print_plan(recipe, derive(recipe), sys.stderr)
     options = [part for setting in settings for part in ("--set", setting)]
     options += [
-        part for name, value in fields.items() for part in (f"--{name.replace('_', '-')}", str(value))
+        part
+        for name, value in fields.items()
+        if value is not None
+        for part in (f"--{name.replace('_', '-')}", str(value))
     ]
     again = shlex.join(["perilune", "eval", checkpoint, "--environment", environment, *options])
     run_stages(recipe, None, again, as_json=as_json)

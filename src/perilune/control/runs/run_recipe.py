@@ -71,7 +71,7 @@ def evaluate(
     *,
     tasks: int = 128,
     samples: int = 8,
-    max_tokens: int = 64,
+    max_tokens: int | None = None,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ def evaluate(
         environment: the section of a recipe: {"id": ..., ...}.
         tasks: number of held-out tasks. The same seed gives the same tasks.
         samples: samples per task, for pass@k up to this k. Each task also gets one greedy answer.
-        max_tokens: longest answer in tokens.
+        max_tokens: longest answer in tokens. Default: 64, or 256 for a pretrained model.
         temperature: of sampling.
         seed: of the tasks and of the samples.
 

@@ -46,9 +46,14 @@ def model_config(job: Job) -> DecoderConfig:
     Raises:
         RequestError: when config.json is missing, malformed or describes a model that is not implemented.
     """
-    if job.model.get("preset"):
-        return PRESETS[job.model["preset"]]
-    file = Path(job.model["path"]) / "config.json"
+    return section_config(job.model)
+
+
+def section_config(model: Mapping[str, Any]) -> DecoderConfig:
+    """As `model_config`, from the recipe's model section."""
+    if model.get("preset"):
+        return PRESETS[model["preset"]]
+    file = Path(model["path"]) / "config.json"
     return DecoderConfig.from_hf(read_json(file), where=str(file))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from perilune.bundle.job import Frozen
+from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -36,7 +37,7 @@ class Keep(Frozen):
     )
 
 
-class TrainingSpec(Frozen):
+class TrainingSpec(ModelDefaults):
     """Fields of every stage that trains."""
 
     steps: int

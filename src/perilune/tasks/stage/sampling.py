@@ -10,6 +10,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.errors import RequestError
+from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from perilune.models.text.tokenizer import Tokenizer
 
 
-class SamplingSpec(Frozen):
+class SamplingSpec(ModelDefaults):
     """Fields of every stage that samples answers."""
 
     max_tokens: int = Field(64, ge=1, description="most tokens of an answer")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import OutputKind
-from perilune.learn.learning_rates import default_lr, with_default_lr
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
+from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
 if TYPE_CHECKING:
@@ -45,11 +45,18 @@ class Stage(ABC, Generic[Spec]):
         Raises:
             RequestError: when the settings contradict each other or the job's model or environment.
         """
-        return self.describe(read_spec(self.spec, job), job)
+        spec = read_spec(self.spec, job)
+        return {**self.describe(spec, job), **describe_defaults(spec, job)}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Validate the spec, run the stage, and return its summary."""
-        return self.execute(read_spec(self.spec, workspace.job, workspace.log), workspace)
+        job = with_own_model(workspace)
+        spec = read_spec(self.spec, job)
+        if isinstance(spec, OptimizerSettings):
+            workspace.log(f"learning rate: {_describe_learning_rate(spec, job)}")
+        for name, line in describe_defaults(spec, job).items():
+            workspace.log(f"{name}: {line}")
+        return self.execute(spec, workspace)
 
     @abstractmethod
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
@@ -60,12 +67,36 @@ class Stage(ABC, Generic[Spec]):
         """Run the stage and return its summary."""
 
 
-def read_spec(kind: type[Spec], job: Job, log: Callable[[str], None] | None = None) -> Spec:
-    """Validate the job's spec with the default learning rate filled in, and log why it was chosen."""
-    spec = kind.model_validate(with_default_lr(job.task, job.spec, job.model))
-    if log is not None and isinstance(spec, OptimizerSettings) and _lr_reason(spec, job):
-        log(f"learning rate: {_describe_learning_rate(spec, job)}")
-    return spec
+def read_spec(kind: type[Spec], job: Job) -> Spec:
+    """Validate the job's spec, with the defaults that depend on the model."""
+    complete = getattr(kind, "complete", None)
+    return kind.model_validate(complete(job.task, job.spec, job.model) if complete else job.spec)
+
+
+def with_own_model(workspace: Workspace) -> Job:
+    """The job with the path of its model in the bundle: the weights of the recipe, or a stage's checkpoint.
+
+    The path in the recipe exists only on the machine that submitted the run.
+    """
+    job = workspace.job
+    for name in ("model", "checkpoint"):
+        if job.model.get("path") and workspace.has_input(name):
+            return job.model_copy(update={"model": {**job.model, "path": str(workspace.input(name))}})
+    return job
+
+
+def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
+    """The fields whose default depends on a pretrained model, with the reason for each; `lr` is apart."""
+    if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
+        return {}
+    found = spec.defaults(job.task, job.spec, job.model)
+    return {name: _with_reason(name, spec, found) for name in found if name != "lr"}
+
+
+def _with_reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
+    """A value with the reason for the default, if it is the default."""
+    value = getattr(spec, name)
+    return f"{value:g}; " + (defaults[name].reason if value == defaults[name].value else "set in the recipe")
 
 
 def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dict[str, object]:
@@ -80,10 +111,7 @@ def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dic
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
     """The schedule, with the reason for a default rate."""
-    reason = _lr_reason(spec, job)
-    return spec.describe_schedule() + (f"; {reason}" if reason else "")
-
-
-def _lr_reason(spec: OptimizerSettings, job: Job) -> str:
-    rate, reason = default_lr(job.task, job.spec, job.model)
-    return reason if spec.lr == rate else ""
+    default = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)["lr"]
+    return (
+        f"{spec.describe_schedule()}; {default.reason if spec.lr == default.value else 'set in the recipe'}"
+    )

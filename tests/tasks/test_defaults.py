@@ -1,0 +1,121 @@
+"""The defaults of a stage that states none: by where the model comes from and its size, with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import DIGITS, DUEL, OPTIONS, make_job, metrics, run_task
+
+from perilune.bundle.plugin import complete_spec, load_plugin, plugin_names
+from perilune.learn.training_settings import OptimizerSettings
+from perilune.models.adapters.files import save_policy
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+from perilune.tasks.stage.defaults import RATES
+
+RECIPE = """\
+name: one
+model: {MODEL}
+environment: {id: reasoning_gym, task: basic_arithmetic}
+stages:
+  - {name: sft, task: sft, data: traces, steps: 45}
+  - {name: traces, task: collect, teacher: gold}
+  - {name: rl, task: rl, checkpoint: sft, steps: 45, token_budget: 700}
+  - {name: eval, task: evaluate, checkpoint: rl}
+"""
+LEARNERS = [name for name in plugin_names() if issubclass(load_plugin(name).spec, OptimizerSettings)]
+
+
+def config_folder(path: Path, **shape: int) -> Path:
+    """A folder with a config.json alone, of the shape of SmolLM2-135M but for `shape`."""
+    small = {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
+    tables = {"intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192}
+    config = PRESETS["tiny"].replace(**{**small, **tables, **shape})
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config.to_hf()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return config_folder(tmp_path_factory.mktemp("model") / "m")
+
+
+def jobs(tmp_path: Path, model: str) -> dict[str, dict[str, Any]]:
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("{MODEL}", model))
+    recipe = load_recipe(tmp_path / "r.yaml")
+    return {stage.name: job_for(recipe, stage).spec for stage in recipe.stages}
+
+
+def test_every_task_that_learns_has_rates() -> None:
+    assert sorted(RATES) == LEARNERS
+
+
+def test_a_new_model_gets_the_defaults_of_the_fields(tmp_path: Path) -> None:
+    specs = jobs(tmp_path, "{preset: tiny}")
+    sft, rl = specs["sft"], specs["rl"]
+    assert (sft["lr"], sft["warmup"], sft["batch_size"], sft["token_budget"]) == (3e-3, 20, 64, 4096)
+    assert (rl["lr"], rl["warmup"], rl["kl"], rl["prompts"], rl["max_tokens"]) == (2e-4, 10, 0.0, 32, 64)
+    assert rl["token_budget"] == 700 and specs["eval"]["max_tokens"] == 64
+
+
+def test_a_pretrained_model_gets_others_by_its_size(tmp_path: Path, folder: Path) -> None:
+    specs = jobs(tmp_path, f"{{path: {folder}}}")
+    sft, rl = specs["sft"], specs["rl"]
+    assert (sft["lr"], sft["warmup"], sft["batch_size"]) == (2e-5, 5, 16)
+    assert (rl["lr"], rl["warmup"], rl["kl"], rl["prompts"], rl["max_tokens"]) == (5e-6, 5, 0.0, 16, 256)
+    assert rl["token_budget"] == 700 and specs["eval"]["max_tokens"] == 256
+    larger = config_folder(tmp_path / "large", hidden_size=2048, num_layers=24, intermediate_size=8192)
+    large = jobs(tmp_path, f"{{path: {larger}}}")
+    assert large["rl"]["lr"] == 1e-6 and large["sft"]["token_budget"] < sft["token_budget"]
+
+
+def test_a_model_too_small_to_be_pretrained_counts_as_new(tmp_path: Path) -> None:
+    save_policy(tmp_path / "m", new_model("tiny", Tokenizer.characters(), seed=0), Tokenizer.characters())
+    assert jobs(tmp_path, f"{{path: {tmp_path / 'm'}}}") == jobs(tmp_path, "{preset: tiny}")
+
+
+@pytest.mark.parametrize("task", LEARNERS)
+def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
+    def line(model: dict[str, str] | None = None, **options: Any) -> str:
+        environment = DUEL if task == "selfplay" else DIGITS
+        chosen = {} if model is None else {"model": model}
+        plan = load_plugin(task).plan(make_job(task, environment=environment, **chosen, **options))
+        return plan["learning rate"]
+
+    pretrained = {"path": str(folder)}
+    made_here = line(lr=None)
+    assert f"{RATES[task].fresh:g} after" in made_here
+    assert made_here.endswith("the default for a new model (preset tiny)")
+    assert f"{RATES[task].small:g} after" in line(pretrained, lr=None)
+    assert line(pretrained, lr=None).endswith("full fine-tuning of a pretrained model of 135M parameters")
+    assert line(pretrained, lr=0.0123).endswith("set in the recipe")
+    if "lora" in load_plugin(task).spec.model_fields:
+        adapter = line(pretrained, lr=None, lora={"rank": 2})
+        assert f"{10 * RATES[task].small:g} after" in adapter
+        assert "an adapter (LoRA) of a pretrained model of 135M parameters" in adapter
+
+
+def test_the_plan_says_the_other_defaults_and_what_was_set(folder: Path) -> None:
+    fields = {**OPTIONS["rl"], "kl": None, "max_tokens": None, "token_budget": None, "prompts": 4}
+    model = {"path": str(folder)}
+    spec = complete_spec("rl", load_plugin("rl").spec.model_construct(**fields).model_dump(), model)
+    plan = load_plugin("rl").plan(make_job("rl", model=model, **spec))
+    assert plan["kl"].startswith("0; no reference policy")
+    assert plan["max_tokens"].startswith("256; room for written-out work")
+    assert plan["token_budget"].endswith("GiB")
+    assert plan["prompts"] == "4; set in the recipe"
+    assert "kl" not in load_plugin("rl").plan(make_job("rl"))  # nothing to explain for a new model
+
+
+def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bundle = run_task(tmp_path / "b", "rl", lr=None, steps=3, warmup=2)
+    assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
+    logged = capfd.readouterr().out
+    assert "learning rate: 0.0002 after 2 steps, then constant; the default for a new model" in logged
