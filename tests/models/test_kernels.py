@@ -102,6 +102,24 @@ def test_only_the_gradients_that_are_needed() -> None:
     torch.testing.assert_close(y.grad, frozen.sum(0).expand(5, -1))
 
 
+@pytest.mark.parametrize("mkl", [False, True])
+@pytest.mark.parametrize(("inner", "outer"), [(384, 512), (512, 384)])
+def test_gradients_of_large_products(
+    inner: int, outer: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which library computes them depends on the processor."""
+    monkeypatch.setattr(kernels, "_has_intel_mkl", lambda: mkl)
+    torch.manual_seed(0)
+    x, weight = torch.randn(400, inner, requires_grad=True), torch.randn(outer, inner, requires_grad=True)
+    assert kernels.prefers_mkl(x, weight) == mkl
+    assert not kernels.prefers_mkl(x[:100], weight)
+    grad = torch.randn(400, outer)
+    kernels.linear(x, weight).backward(grad)
+    wide = grad.double()
+    torch.testing.assert_close(x.grad.double(), wide @ weight.detach().double(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight.grad.double(), wide.t() @ x.detach().double(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inner", "outer"), [(96, 288), (256, 96), (96, 98), (768, 1280), (2304, 768)])

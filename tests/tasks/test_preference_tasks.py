@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from task_cases import (
     DIGITS,
     episodes,
@@ -20,10 +23,16 @@ from task_cases import (
 )
 
 from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import read_episodes
 from perilune.data.preferences import read_preferences
+from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.reward_model import load_reward_model
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.checks import gold_watch
+from perilune.tasks.checks.gold_watch import GoldWatch, kl_from_start
+from perilune.tasks.stage.policy import load_recipe_model
 from perilune.tasks.supervised.preference import CollapseAlarm
 from perilune.tasks.supervised.preference_data import PreferenceData
 
@@ -210,12 +219,50 @@ def test_a_climb_on_a_reward_model_keeps_the_verdict_apart(pairs: Path, tmp_path
     assert lines[0]["kl_start"] == pytest.approx(0, abs=1e-9)
     assert lines[-1]["kl_start"] > 0
     assert summary(climb)["gold"]["first"] == lines[0]["gold"]
+    check_kl_from_start(climb, lines[-1])
     both = run_task(
         tmp_path / "both", "rl", inputs=inputs, reward_model="judge", verifier_weight=2.0, environment=ENDS
     )
     for one in episodes(both).itertuples():
         terms = figures_of(one.reward_terms)
         assert one.reward == pytest.approx(terms["learned"] + 2 * terms["verifier"])
+
+
+def check_kl_from_start(climb: Path, line: dict[str, Any]) -> None:
+    """`kl_start` of a step is that of the start's log-probs of each answer alone, to the bit."""
+    files = sorted((climb / "artifacts/episodes").glob("step-*.parquet"))
+    played = list(read_episodes(files[line["step"] - 1]))
+    workspace = Workspace(climb)
+    start = load_recipe_model(workspace, torch.device("cpu")).decoder
+    scores = Engine(start).score(
+        [one.prompt_ids.tolist() for one in played],
+        [one.token_ids.tolist() for one in played],
+        workspace.job.spec["temperature"],
+    )
+    by_id = {one.episode_id: score for one, score in zip(played, scores, strict=True)}
+    assert line["kl_start"] == kl_from_start(played, by_id)
+
+
+def test_the_distance_of_a_large_model_is_estimated_from_every_fourth_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    climb = run_task(tmp_path / "climb", "rl", steps=1, prompts=5)
+    (file,) = (climb / "artifacts/episodes").glob("step-*.parquet")
+    groups: dict[str, list[Episode]] = {}
+    for number, one in enumerate(read_episodes(file)):  # as if a policy at some distance had sampled them
+        far = replace(one, logprobs=one.logprobs * (1 + number / 100), metrics={"gold": 1.0})
+        groups.setdefault(one.group_id, []).append(far)
+    workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
+    start = load_recipe_model(Workspace(climb), torch.device("cpu")).decoder
+
+    def distance(some: list[list[Episode]]) -> float:
+        return GoldWatch(workspace, lambda: start, 1.0, 4096).observe(1, some)["kl_start"]
+
+    played = list(groups.values())
+    assert len(played) == 5
+    whole, fourth = distance(played), distance([played[0], played[4]])
+    monkeypatch.setattr(gold_watch, "LARGE", 1000)
+    assert distance(played) == fourth != whole
 
 
 def test_a_climb_without_gold_is_not_watched(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ everywhere; they need not be equal bit for bit.
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +126,7 @@ class _Linear(torch.autograd.Function):
         if not needs_weight:
             return grad_x, None, None
         # oneDNN copies its first operand, so that should be the narrower one.
-        if weight.shape[0] < weight.shape[1]:
+        if weight.shape[0] < weight.shape[1] or prefers_mkl(grad.t(), x.t()):
             return grad_x, gradient_product(grad.t(), x.t(), precision), None
         return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
 
@@ -133,7 +135,29 @@ def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
     """x @ weight.T for a gradient, in any order of summation; in bfloat16 the result is rounded too."""
     if precision == "bfloat16":
         return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
-    return _product(x, weight) if is_exact(x) else x @ weight.t()
+    return x @ weight.t() if not is_exact(x) or prefers_mkl(x, weight) else _product(x, weight)
+
+
+_LARGE = 1 << 17
+
+
+def prefers_mkl(x: Tensor, weight: Tensor) -> bool:
+    """Whether MKL computes the product x @ weight.T faster than oneDNN: on Intel, if all matrices are large.
+
+    On a Xeon with AVX-512, gradients of matrices of 576 x 1536 take 0.6 to 0.9 of oneDNN's time; on AMD they
+    take twice as long.
+    """
+    smallest = min(x.numel(), weight.numel(), x.shape[0] * weight.shape[0])
+    return smallest >= _LARGE and x.device.type == "cpu" and _has_intel_mkl()
+
+
+@functools.cache
+def _has_intel_mkl() -> bool:
+    try:
+        processor = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "GenuineIntel" in processor and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

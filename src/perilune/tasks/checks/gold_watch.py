@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +11,13 @@ import numpy as np
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.engine.engine import Engine
 from perilune.environments.core.rewards import GOLD
+from perilune.learn.signals import SignalModels, compute_signals
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
+
+LARGE = 10_000_000  # parameters of a model above which `kl_start` is estimated from a share of the groups
+EVERY = 4  # one group in four: a forward pass over all would take a tenth of a step
 
 
 class GoldWatch:
@@ -23,34 +26,32 @@ class GoldWatch:
     Create it after `TrainingLoop`: it reads the metrics of earlier attempts.
 
     Args:
-        start: loads the policy before training; called at the first step with gold scores.
+        load_start: loads the policy before training; called at the first step with gold scores.
         temperature: sampling temperature, for log-probs.
+        token_budget: tokens per forward pass.
     """
 
-    def __init__(self, workspace: Workspace, start: Callable[[], Decoder], temperature: float) -> None:
+    def __init__(
+        self, workspace: Workspace, load_start: Callable[[], Decoder], temperature: float, token_budget: int
+    ) -> None:
         self._workspace = workspace
-        self._start = start
-        self._temperature = temperature
-        self._engine: Engine | None = None
+        self._load_start = load_start
+        self._temperature, self._token_budget = temperature, token_budget
+        self._start: Decoder | None = None
         self._watch = OveroptimisationWatch()
         for line in workspace.metrics():
             if GOLD in line:
                 self._watch.observe(line["step"], line["kl_start"], line[GOLD])
 
-    def observe(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
+    def observe(self, step: int, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         """Metrics of one step: gold, kl_start (nats per episode) and those of `OveroptimisationWatch`."""
-        judged = [one for one in episodes if GOLD in one.metrics]
+        judged = [[one for one in group if GOLD in one.metrics] for group in groups]
+        judged = [group for group in judged if group]
         if not judged:
             return {}
-        if self._engine is None:
-            self._engine = Engine(self._start())
-        scores = self._engine.score(
-            [one.prompt_ids.tolist() for one in judged],
-            [one.token_ids.tolist() for one in judged],
-            self._temperature,
-        )
-        gold = math.fsum(one.metrics[GOLD] for one in judged) / len(judged)
-        kl = kl_from_start(judged, scores)
+        gold_scores = [one.metrics[GOLD] for group in judged for one in group]
+        gold = math.fsum(gold_scores) / len(gold_scores)
+        kl = self._kl_from_start(judged)
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
         figures = self._watch.observe(step, kl, gold)
         if self._watch.recommended_stop != was_recommended:
@@ -59,6 +60,21 @@ class GoldWatch:
         if self._watch.alarm != was_alarmed:
             self._report("overoptimisation", step, "ALARM: the gold score no longer rises with the reward")
         return {GOLD: gold, "kl_start": kl, **figures}
+
+    def _kl_from_start(self, groups: Sequence[Sequence[Episode]]) -> float:
+        """`kl_from_start`, with each prompt computed once; of a large model, from every fourth group."""
+        if self._start is None:
+            self._start = self._load_start()
+        if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE:
+            groups = groups[::EVERY]
+        signals = compute_signals(
+            {"logprobs"},
+            groups,
+            SignalModels(self._start),
+            token_budget=self._token_budget,
+            temperature=self._temperature,
+        )
+        return kl_from_start([one for group in groups for one in group], signals["logprobs"])
 
     def _report(self, kind: str, step: int, message: str) -> None:
         self._workspace.event(kind, step=step)
@@ -90,14 +106,18 @@ class GoldWatch:
 
 
 def kl_from_start(
-    episodes: Sequence[Episode], start_logprobs: Sequence[np.ndarray[tuple[int], np.dtype[np.float32]]]
+    episodes: Sequence[Episode], start_logprobs: Mapping[str, np.ndarray[tuple[int], np.dtype[np.float32]]]
 ) -> float:
     """KL(policy || start) in nats per episode: the mean over episodes of the sum of k3 over tokens.
 
     k3 = exp(-x) - 1 + x, where x is the policy's log-prob minus the start's; unbiased and never negative.
+
+    Args:
+        start_logprobs: float32[T] by episode id; an episode without sampled tokens has none.
     """
     sums = []
-    for one, start in zip(episodes, start_logprobs, strict=True):
-        x = np.clip((one.logprobs.astype(np.float64) - start)[one.loss_mask], -20, 20)
+    for one in (one for one in episodes if one.episode_id in start_logprobs):
+        x = one.logprobs.astype(np.float64) - start_logprobs[one.episode_id]
+        x = np.clip(x[one.loss_mask], -20, 20)
         sums.append(float(np.sum(np.expm1(-x) + x)))
-    return sum(sums) / len(sums)
+    return sum(sums) / len(episodes)

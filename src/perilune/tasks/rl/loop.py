@@ -60,7 +60,7 @@ def run(
             longest=player.longest,
             draws_are_known=getattr(player.environment, "players", 1) == 1,
         )
-        gold = GoldWatch(workspace, load_start, spec.temperature)
+        gold = GoldWatch(workspace, lambda: reference or load_start(), spec.temperature, spec.token_budget)
         recorder = Recorder(workspace, gold, stop_without_signal=stop_without_signal)
 
         def step(done: int, watch: Stopwatch) -> StepReport:

@@ -69,7 +69,7 @@ class Recorder:
             "dead_groups": dead,
             **step_figures(groups),
             **figures,
-            **self._gold.observe(step, episodes),
+            **self._gold.observe(step, [group.episodes for group in groups]),
             **term_means(episodes),
             "collapse_alarm": self._watch_collapse(step, mean, dead),
         }
