@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,8 @@ class RolloutWorker:
     ) -> Groups:
         """Sample and score the tasks; return the groups in the order of `tasks`.
 
+        The environment's stop texts also end an answer.
+
         Args:
             first: index in the step of the first task.
             on_progress: called with the numbers of finished and of all episodes.
@@ -76,6 +78,8 @@ class RolloutWorker:
         """
         if self.opponents is not None:
             self.opponents.prepare(step)
+        if stop := getattr(self.environment, "stop_texts", ()):
+            params = replace(params, stop=(*params.stop, *stop))
         indices = self.ranks.shard(range(first, first + len(tasks)))
         tasks = self.ranks.shard(tasks)
         began = time.perf_counter()

@@ -33,7 +33,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A notice above the results: `kind` is "failed", "active" or "damage"."""
+    """A notice above the results: `kind` is "failed", "active", "warning" or "damage"."""
 
     kind: str
     title: str
@@ -74,7 +74,7 @@ def state_of(stages: Sequence[StageView]) -> str:
 
 
 def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
-    """Notices about failed and running stages and damaged files.
+    """Notices about failed and running stages, warnings of evaluations and damaged files.
 
     Call it last, because reading finds the damaged files.
     """
@@ -89,6 +89,10 @@ def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
             done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
             text = f"{done} of {total} {unit} were done when this was written." if total else ""
             notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
+        if attempt.summary.get("kind") == "evaluation":  # those of a training stand in its description
+            notices += [
+                Notice("warning", f"Stage {stage.name}:", one) for one in attempt.summary.get("warnings", ())
+            ]
         notices += [
             Notice("damage", f"A file of stage {stage.name} is damaged and was skipped.", one)
             for one in attempt.damage

@@ -34,6 +34,7 @@ def results_document(
                 "state": one.state,
                 "attempts": one.attempts,
                 "seconds": one.seconds,
+                "warnings": list(one.summary.get("warnings") or ()),
             }
             for one in stages
         ],
@@ -61,6 +62,9 @@ def print_results(document: Mapping[str, Any]) -> None:
     evaluations = document["evaluations"]
     if evaluations:
         console.print(_table(evaluations))
+    for stage in document["stages"]:
+        for warning in stage["warnings"]:
+            console.print(as_markup(f"warning: {stage['name']}: {warning}"))
     for one in evaluations:
         if change := one.get("change"):
             console.print(_sentence(one["checkpoint"], change))
@@ -138,6 +142,7 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
 
     for measure in ("pass@1", "pass@8", "greedy"):
         row(measure, [_interval(one.get(measure)) for one in evaluations])
+    row("in the answer's form", [_share(one.get("format")) for one in evaluations])
     row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
     row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
     row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
@@ -168,6 +173,10 @@ def _sentence(checkpoint: str, change: Mapping[str, Any]) -> str:
     if high < 0:
         return f"{checkpoint} lost {-mean:.1f} points of pass@1 ({-high:.1f} to {-low:.1f}) {tasks}"
     return f"{checkpoint}: no clear change of pass@1 ({mean:+.1f} points, {low:+.1f} to {high:+.1f}) {tasks}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _number(value: float | None, form: str) -> str:

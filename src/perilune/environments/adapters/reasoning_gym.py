@@ -84,6 +84,7 @@ class ReasoningGymEnvironment(SingleTurn):
     def __init__(self, spec: ReasoningGymSpec) -> None:
         self.spec = spec
         self.id = f"reasoning_gym/{spec.task}"
+        self.own_format = "after ';'" if spec.prompt == "compact" else ""
         self._dataset = _create(spec, seed=0)
         if spec.prompt == "compact" and spec.task not in compact.PROMPTS:
             raise RequestError(

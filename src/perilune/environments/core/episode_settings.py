@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field
 
 KEY = "episodes"  # in the environment section of a recipe
 
@@ -39,16 +38,3 @@ def episode_settings(section: Mapping[str, Any]) -> EpisodeSettings:
         pydantic.ValidationError: if a field is unknown or invalid.
     """
     return EpisodeSettings.model_validate(dict(section.get(KEY) or {}))
-
-
-def without_episode_settings(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The section without its episode settings, as the environment's own model expects it."""
-    return {key: value for key, value in section.items() if key != KEY}
-
-
-@cache
-def with_episode_settings(model: type[BaseModel]) -> type[BaseModel]:
-    """The model of an environment's section, extended by the `episodes` key."""
-    info = Field(default_factory=EpisodeSettings, description="bounds of an episode and policy for failures")
-    fields: dict[str, Any] = {KEY: (EpisodeSettings, info)}
-    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)

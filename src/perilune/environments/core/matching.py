@@ -36,8 +36,13 @@ def matches(match: Match, output: str, answer: str) -> bool:
 
 def last_number(text: str) -> Decimal | None:
     """The last plain number in `text`; None if there is none."""
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    numbers = plain_numbers(text)
+    return Decimal(numbers[-1][0].replace(",", "")) if numbers else None
+
+
+def plain_numbers(text: str) -> list[re.Match[str]]:
+    """The plain numbers in `text`, such as -3, 0.5 and 1,000."""
+    return list(_NUMBER.finditer(text))
 
 
 def unmatchable_reason(match: Match, answer: str) -> str:

@@ -17,15 +17,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 
-from perilune.environments.core.episode_settings import (
-    KEY,
-    EpisodeSettings,
-    episode_settings,
-    with_episode_settings,
-    without_episode_settings,
-)
+from perilune.environments.core import prompting
+from perilune.environments.core.episode_settings import KEY, EpisodeSettings, episode_settings
+from perilune.environments.core.prompted_environment import PromptedEnvironment
+from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
 from perilune.errors import RequestError
@@ -56,7 +53,8 @@ def environment_ids() -> tuple[str, ...]:
 
 
 def environment_spec(name: str) -> type[BaseModel] | None:
-    """The model of an environment's section, including `episodes`; None if the environment declares no model.
+    """The model of an environment's section, including `episodes` and `prompting`; None if the environment
+    declares no model.
 
     Raises:
         RequestError: if the environment is not installed.
@@ -64,7 +62,7 @@ def environment_spec(name: str) -> type[BaseModel] | None:
     if name == FACTORY_ID:
         return None
     model: type[BaseModel] | None = getattr(_factory({"id": name}), "Spec", None)
-    return None if model is None else with_episode_settings(model)
+    return None if model is None else _with_shared_sections(model)
 
 
 def family_field(name: str) -> str:
@@ -134,7 +132,8 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
 
     `{"id": "factory", "factory": "module:function", ...}` calls a function that is not registered as an entry
     point, for tests and notebooks. `rewards` replaces the reward by a weighted sum of terms and functions.
-    `episodes` (`EpisodeSettings`) is validated here and applied by the rollout worker.
+    `episodes` (`EpisodeSettings`) is validated here and applied by the rollout worker. `prompting`
+    (`PromptingSettings`) is how a pretrained model is asked.
 
     Args:
         checked: whether to check what only `tasks` needs, such as files of questions.
@@ -144,7 +143,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    own = {name: value for name, value in without_episode_settings(spec).items() if name != REWARDS}
+    own = {name: value for name, value in spec.items() if name not in (REWARDS, KEY, prompting.KEY)}
     try:
         settings = episode_settings(spec)
     except ValidationError as error:
@@ -164,6 +163,8 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
                 where=f"environment.{KEY}.{bound}",
                 remedy="remove it; the stage's max_tokens limits the answer",
             )
+    if spec.get(prompting.KEY):
+        environment = PromptedEnvironment(environment, _prompting_settings(spec[prompting.KEY]))
     if spec.get(REWARDS):
         return WeightedRewards(environment, spec[REWARDS])
     return environment
@@ -174,6 +175,27 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     choices = sorted(valid)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
+
+
+def _prompting_settings(section: Any) -> PromptingSettings:
+    try:
+        return PromptingSettings.model_validate(section)
+    except ValidationError as error:
+        raise _request_error(error, PromptingSettings, f"{prompting.KEY}.") from None
+
+
+@cache
+def _with_shared_sections(model: type[BaseModel]) -> type[BaseModel]:
+    """The model of an environment's section, extended by the sections that every environment accepts."""
+    episodes = Field(
+        default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
+    )
+    asked = Field(None, description="how a pretrained model is asked, and how its answer is found")
+    fields: dict[str, Any] = {
+        KEY: (EpisodeSettings, episodes),
+        prompting.KEY: (PromptingSettings | None, asked),
+    }
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
 @cache

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.protocol import (
     Environment,
     Failure,
@@ -107,10 +108,11 @@ class WeightedRewards(SingleTurn):
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """The weighted sum of the terms that apply to the task."""
-        verdict = self._environment.score(task, transcript) if self._judges else Score(0.0)
+        has_terms = self._judges or isinstance(self._environment, PromptedEnvironment)
+        verdict = self._environment.score(task, transcript) if has_terms else Score(0.0)
         if isinstance(verdict, Failure):
             return verdict
-        terms = {**verdict.terms, VERIFIER: verdict.reward} if self._judges else {}
+        terms = {**verdict.terms, **({VERIFIER: verdict.reward} if self._judges else {})}
         counted: dict[str, float] = {}
         for name in self._weights:
             value = self._call(name, task, transcript) if name in self._sections else terms.get(name)

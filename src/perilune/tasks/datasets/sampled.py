@@ -65,7 +65,7 @@ class Sampled:
         config = decoder.config
         require_prompt_room(config, sampling.max_tokens)
         longest = planned_tokens(section, sampling.max_tokens, config)
-        engine = make_engine(decoder, longest)
+        engine = make_engine(decoder, longest, tokenizer)
         params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         settings = settings_digest(

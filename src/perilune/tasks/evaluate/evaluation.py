@@ -12,6 +12,7 @@ from perilune.data.episodes_file import write_episodes
 from perilune.environments.core.registry import make_environment
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.checks.answer_form import rare_form
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planned_tokens, stage_memory
 from perilune.tasks.stage.outcomes import evaluation_summary
@@ -61,7 +62,12 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", **{"pass@1": mean})
     workspace.log(f"pass@1 {mean:.3f} on {spec.tasks} held-out tasks of {environment.id}")
+    warning = rare_form(summary.get("format"), summary["truncated"], workspace.job)
+    if warning:
+        workspace.log(f"warning: {warning}")
+        workspace.event("rare_form")
     return summary | {
+        **({"warnings": [warning]} if warning else {}),
         "tokens_per_second": watch.figures()["tokens_per_second"],
         "seconds": watch.elapsed,
         **figures(),
@@ -85,6 +91,6 @@ def _sampler(
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
     memory = require_memory(needed, workspace.job.resources)
-    engine = make_engine(policy.decoder, longest)
+    engine = make_engine(policy.decoder, longest, policy.tokenizer)
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}

@@ -16,6 +16,7 @@ from perilune.learn.objective import objective_curve
 from perilune.learn.weights import WeightedGroup, step_figures
 from perilune.metrics.length_dynamics import length_dynamics
 from perilune.rollout.timing import Stopwatch
+from perilune.tasks.checks.answer_form import FormWatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.stage.outcomes import outcome_figures
@@ -42,9 +43,11 @@ class Recorder:
         self._dead_in_a_row = 0
         workspace.episodes.mkdir(exist_ok=True)
         self._collapse = CollapseWatch()
+        self._form = FormWatch(workspace)
         for line in workspace.metrics():
             self._count_dead(line["dead_groups"])
             self._collapse.observe(line["step"], line["reward"], line["dead_groups"])
+            self._form.observe(line)
 
     def record(
         self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float], watch: Stopwatch
@@ -73,6 +76,9 @@ class Recorder:
             **term_means(episodes),
             "collapse_alarm": self._watch_collapse(step, mean, dead),
         }
+        if warning := self._form.observe(line):
+            self._workspace.log(f"warning: step {step}: {warning}")
+            self._workspace.event("rare_form", step=step)
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
         shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
         shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
@@ -86,16 +92,15 @@ class Recorder:
 
     def _warnings(self) -> dict[str, list[str]]:
         """Warnings to show first in the summary of a finished run."""
+        warnings = [self._form.warning] if self._form.warning else []
         watch = self._collapse
-        if watch.since is None:
-            return {}
-        end = "has not recovered" if watch.alarm else "has recovered"
-        return {
-            "warnings": [
+        if watch.since is not None:
+            end = "has not recovered" if watch.alarm else "has recovered"
+            warnings.append(
                 f"the reward collapsed by step {watch.since} and {end}: {watch.mean:.3g} at the end,"
                 f" {watch.best:.3g} at its best"
-            ]
-        }
+            )
+        return {"warnings": warnings} if warnings else {}
 
     def _without_signal(self, step: int, dead: float) -> WorkFailedError | None:
         self._count_dead(dead)
@@ -105,7 +110,8 @@ class Recorder:
             f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
             " there is nothing to learn from",
             where=f"step {step}",
-            remedy="start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks, or"
+            remedy=self._form.warning
+            or "start from a checkpoint that passes at least 10 to 25% of tasks, choose easier tasks, or"
             " raise samples; if the reward fell to zero, lower lr",
         )
 

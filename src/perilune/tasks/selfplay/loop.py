@@ -23,7 +23,7 @@ def run(workspace: Workspace, spec: SelfPlaySpec) -> dict[str, Any]:
     def make_league(player: Player, learner: Learner) -> League:
         job = workspace.job
         frozen = load_policy(workspace, player.device, spec)
-        engine = make_engine(frozen.decoder, player.longest)
+        engine = make_engine(frozen.decoder, player.longest, frozen.tokenizer)
         evaluator = MatchEvaluator(
             player.rollouts,
             job.environment,

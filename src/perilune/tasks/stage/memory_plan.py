@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from perilune.engine.engine import Engine
     from perilune.learn.training_settings import LearnerSettings
     from perilune.models.decoder import Decoder
+    from perilune.models.text.tokenizer import Tokenizer
 
 LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 SLOTS = 256  # most samples in flight
@@ -117,12 +118,16 @@ def engine_size(config: DecoderConfig, max_tokens: int, device: str) -> EngineSi
     return EngineSize(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
 
 
-def make_engine(decoder: Decoder, max_tokens: int) -> Engine:
-    """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device."""
+def make_engine(decoder: Decoder, max_tokens: int, tokenizer: Tokenizer) -> Engine:
+    """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
+
+    Args:
+        tokenizer: for stop texts.
+    """
     from perilune.engine.engine import Engine
 
     device = next(decoder.parameters()).device
-    return Engine(decoder, **engine_size(decoder.config, max_tokens, device.type))
+    return Engine(decoder, tokenizer=tokenizer, **engine_size(decoder.config, max_tokens, device.type))
 
 
 def stage_memory(

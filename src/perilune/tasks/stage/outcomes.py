@@ -12,6 +12,7 @@ from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
 from perilune.rollout.failures import failure_figures
+from perilune.tasks.checks.answer_form import form_share
 
 CORRECT = 1.0  # a reward of at least this counts as a pass
 LEAST_SHARE = 0.9  # share of tasks with k scored answers below which pass@k is not reported
@@ -55,6 +56,7 @@ def evaluation_summary(
         "greedy": interval(scored_greedy) if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
+        **({} if (share := form_share(samples)) is None else {"format": share}),
         **failure_figures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),

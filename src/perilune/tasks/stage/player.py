@@ -105,7 +105,7 @@ def open_player(
         planned = None
         if memory is not None:
             planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
-        engine = make_engine(policy.decoder, longest)
+        engine = make_engine(policy.decoder, longest, policy.tokenizer)
         ranks = join_ranks(workspace, device)
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks

@@ -13,7 +13,7 @@ from perilune.environments.core.protocol import Environment, Failure, Outcome, S
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.audit.findings import Audit, Example, Finding
-from perilune.verifiers.audit.forms import FORMS, shown_forms, stated_form
+from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
 from perilune.verifiers.audit.judging import (
     Findings,
     Scored,
@@ -158,7 +158,8 @@ def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
     gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
     golds = [gold_of(task) for task in tasks]
-    form = stated_form([gold.text for gold in golds if gold is not None])
+    asked: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
+    form = Form(*asked, True) if asked else stated_form([gold.text for gold in golds if gold is not None])
     texts = [None if gold is None else form.unwrap(gold.text) for gold in golds]
     cases = []
     for task, gold, text in zip(tasks, golds, texts, strict=True):

@@ -1,0 +1,223 @@
+"""Wraps an environment so that a pretrained model is asked as the `prompting` section says.
+
+A system prompt and examples come before a task's own messages, one sentence asks for the answer format, and
+the environment scores only the answer that was found in that format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from perilune.environments.core.answer_format import FORMATS
+from perilune.environments.core.prompting import KEY, Asker, Example, PromptingSettings
+from perilune.environments.core.protocol import (
+    Environment,
+    Failure,
+    Message,
+    Observation,
+    Outcome,
+    Score,
+    Session,
+    Split,
+    Task,
+    Transcript,
+)
+from perilune.environments.core.reference_answer import ReferenceAnswer
+from perilune.environments.core.replay import conversation
+from perilune.environments.core.single_turn import OneAnswer
+from perilune.errors import RequestError
+
+FORMAT = "format"  # the reward term: the share of an episode's answers that have the format
+
+
+class PromptedEnvironment:
+    """An environment that asks in the way of `settings`, and scores the answers that it finds.
+
+    A text without the format, or with an ambiguous answer, never earns a positive reward. The term `format`
+    is 1 for an answer in the format; the recipe's `rewards` may weigh it.
+
+    Attributes:
+        prompting: the settings.
+        form: the text before and after an answer; None without a format.
+
+    Raises:
+        RequestError: if the settings contradict each other or the environment.
+    """
+
+    def __init__(self, environment: Environment, settings: PromptingSettings) -> None:
+        self.id = environment.id
+        self.players = getattr(environment, "players", 1)
+        self.max_turns = getattr(environment, "max_turns", 1)
+        self.confined = getattr(environment, "confined", True)
+        self.prompting = settings
+        self.stop_texts = settings.stop
+        self._environment = environment
+        self._format = None if settings.format is None else FORMATS[settings.format]
+        own = self._format.instruction if self._format else ""
+        instruction = own if settings.instruction is None else settings.instruction
+        self._asker = Asker(settings, instruction)
+        self._quoted = self._format.all_marked(instruction) if self._format else frozenset[str]()
+        self.form = None if self._format is None else (self._format.before, self._format.after)
+        self._examples = lru_cache(maxsize=4)(self._draw_examples)
+        self._check()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the environment offers besides the protocol. Gold answers and opinions have the format."""
+        if name.startswith("__") or name == "_environment":
+            raise AttributeError(name)
+        value = getattr(self._environment, name)
+        return {"gold": self._gold, "is_right": self._is_right, "reference_answer": self._reference}.get(
+            name, value
+        )
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The environment's tasks with their whole prompts, without those that serve as examples."""
+        shown, messages = self._examples(seed)
+        for task in self._environment.tasks(split, seed):
+            if task.task_id not in shown:
+                yield replace(task, prompt=self._asker.prompt(task.prompt, messages))
+
+    def reset(self, task: Task, seed: int) -> Session:
+        """Open a session that parses each action."""
+        if self.max_turns == 1:
+            return OneAnswer(self, task, seed)  # type: ignore[arg-type]  # needs nothing but `score`
+        session = self._environment.reset(task, seed)
+        return session if self._format is None else _ParsedSession(session, self)
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        """Score the answers that the transcript marks."""
+        judges = getattr(self._environment, "judges", True)
+        if self._format is None:
+            return self._environment.score(task, transcript) if judges else Score(0.0)
+        answers = [self.parse(action) for action in transcript.actions]
+        *earlier, last = [answer or "" for answer in answers]
+        parsed = replace(transcript, text=last, earlier=tuple(earlier))
+        outcome = self._environment.score(task, parsed) if judges else Score(0.0)
+        if self.max_turns == 1 and answers[0] is None:
+            outcome = _without_gain(outcome)
+        if isinstance(outcome, Failure):
+            return outcome
+        formed = sum(answer is not None for answer in answers) / len(answers)
+        is_complete = transcript.finished or self.max_turns > 1
+        return replace(outcome, terms={**outcome.terms, FORMAT: formed if is_complete else 0.0})
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+    def parse(self, text: str) -> str | None:
+        """The answer that a text marks; the text itself without a format."""
+        return text if self._format is None else self._format.parse(text, self._quoted)
+
+    def write(self, answer: str) -> str:
+        """An answer in the format."""
+        return answer if self._format is None else self._format.write(answer)
+
+    def _gold(self, task: Task) -> Transcript | None:
+        gold: Transcript | None = self._environment.gold(task)  # type: ignore[attr-defined]
+        if gold is None:
+            return None
+        return replace(gold, text=self.write(gold.text), earlier=tuple(map(self.write, gold.earlier)))
+
+    def _is_right(self, task: Task, transcript: Transcript) -> bool | None:
+        answers = [self.parse(action) for action in transcript.actions]
+        if answers[-1] is None:
+            return False
+        *earlier, last = [answer or "" for answer in answers]
+        parsed = replace(transcript, text=last, earlier=tuple(earlier))
+        right: bool | None = self._environment.is_right(task, parsed)  # type: ignore[attr-defined]
+        return right
+
+    def _reference(self, task: Task) -> ReferenceAnswer | None:
+        own: ReferenceAnswer | None = self._environment.reference_answer(task)  # type: ignore[attr-defined]
+        if own is None or self._format is None:
+            return own
+        before = self._format.before or "The final answer is "
+        return replace(own, lead=f"\n{before}", opens=(before,))
+
+    def _draw_examples(self, seed: int) -> tuple[frozenset[str], tuple[Message, ...]]:
+        """The ids of the training tasks that serve as examples, and the messages of all examples."""
+        shots = self.prompting.few_shot
+        if not isinstance(shots, int):
+            return frozenset(), tuple(message for shot in shots for message in self._stated(shot))
+        tasks = list(islice(self._environment.tasks("train", seed), shots))
+        if len(tasks) < shots:
+            raise _invalid(f"{self.id} has {len(tasks)} training tasks", "few_shot", "lower few_shot")
+        messages: list[Message] = []
+        for task in tasks:
+            gold = self._gold(task)
+            if gold is None:
+                what = f"{self.id} states no right answer to show"
+                raise _invalid(what, "few_shot", "write the examples: a list of question and answer")
+            shown = conversation(self, task, gold)[len(task.prompt) :]
+            messages += [*self._asker.question(task.prompt), *shown]
+        return frozenset(task.task_id for task in tasks), tuple(messages)
+
+    def _stated(self, example: Example) -> list[Message]:
+        question = self._asker.question([{"role": "user", "content": example.question}])
+        return [*question, {"role": "assistant", "content": example.answer}]
+
+    def _check(self) -> None:
+        settings = self.prompting
+        if self._format is None and settings.instruction:
+            raise _invalid(
+                "there is no format to ask for", "instruction", "set format, or write it in system"
+            )
+        if settings.format and (own := getattr(self._environment, "own_format", "")):
+            what = f"{self.id} has a format of its own here ({own}), which a second one would hide"
+            raise _invalid(what, "format", "remove format, or choose the environment's original prompts")
+        if any(not stop for stop in settings.stop):
+            raise _invalid("holds an empty text, which would end every answer", "stop", "remove it")
+        if isinstance(settings.few_shot, int):
+            if settings.few_shot < 0:
+                raise _invalid("must not be negative", "few_shot", "write 0 for none")
+            if settings.few_shot and not hasattr(self._environment, "gold"):
+                what = f"{self.id} states no right answers to show"
+                raise _invalid(what, "few_shot", "write the examples: a list of question and answer")
+            return
+        for number, shot in enumerate(settings.few_shot):
+            if self.parse(shot.answer) is None:
+                what = f"this answer does not have the format {settings.format}"
+                raise _invalid(what, f"few_shot.{number}.answer", f"end it with {self.write('…')}")
+
+
+class _ParsedSession:
+    """A session of an environment with several turns, which takes the answers that actions mark.
+
+    Attributes:
+        observation: the session's observation; when done, with the term `format`.
+    """
+
+    def __init__(self, session: Session, environment: PromptedEnvironment) -> None:
+        self._session, self._environment = session, environment
+        self._formed: list[bool] = []
+        self.observation = session.observation
+
+    def step(self, action: str, finished: bool = True) -> Observation:
+        """Parse the action and apply it; an action without the format is an empty one."""
+        answer = self._environment.parse(action)
+        self._formed.append(answer is not None)
+        seen = self._session.step(answer or "", finished)
+        formed = {FORMAT: sum(self._formed) / len(self._formed)} if seen.done else {}
+        self.observation = replace(seen, terms={**seen.terms, **formed})
+        return self.observation
+
+    def close(self) -> None:
+        """Close the session."""
+        self._session.close()
+
+
+def _without_gain(outcome: Outcome) -> Score:
+    """The outcome of a text without an answer: no positive reward or term, and never a failure."""
+    if isinstance(outcome, Failure):
+        return Score(0.0)
+    terms = {name: min(0.0, value) for name, value in outcome.terms.items()}
+    return replace(outcome, reward=min(0.0, outcome.reward), terms=terms)
+
+
+def _invalid(what: str, key: str, remedy: str) -> RequestError:
+    return RequestError(f"{key}: {what}", where=f"environment.{KEY}.{key}", remedy=remedy)

@@ -1,0 +1,100 @@
+"""The `prompting` section that every environment accepts: how a pretrained model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.core.answer_format import FormatName
+from perilune.environments.core.protocol import Message
+
+KEY = "prompting"  # in the environment section of a recipe
+
+
+class Example(BaseModel):
+    """A worked example, shown before each task."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    question: str = Field(min_length=1, description="what the user asks")
+    answer: str = Field(min_length=1, description="what the assistant writes, in the format if there is one")
+
+
+class PromptingSettings(BaseModel):
+    """How a pretrained model is asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    system: str = Field("", description="system prompt; empty: none, unless the chat template adds its own")
+    few_shot: int | tuple[Example, ...] = Field(
+        0,
+        union_mode="left_to_right",
+        description="examples before each task: a list of question and answer, or a number of training tasks"
+        " that are shown with their right answers and not trained on",
+    )
+    format: FormatName | None = Field(
+        None,
+        description="how an answer is marked: this is asked for, and only the marked answer is scored; null:"
+        " the environment scores the whole text",
+    )
+    instruction: str | None = Field(
+        None, description="sentence that asks for the format; null: the format's own; empty: do not ask"
+    )
+    instruct: Literal["prompt", "system"] = Field(
+        "prompt", description="where the instruction is appended: to each question, or to the system prompt"
+    )
+    system_as: Literal["system", "user"] = Field(
+        "system",
+        description="user: put the system prompt before the first question, for templates that refuse one",
+    )
+    stop: tuple[str, ...] = Field(
+        (), description="texts that end an answer, such as `</answer>`; they remain part of it"
+    )
+
+
+class Asker:
+    """Puts a task's own messages into a whole prompt.
+
+    Args:
+        settings: how to ask.
+        instruction: the sentence that asks for the format; empty for none.
+    """
+
+    def __init__(self, settings: PromptingSettings, instruction: str) -> None:
+        self._settings, self._instruction = settings, instruction
+
+    def question(self, own: Sequence[Message]) -> list[Message]:
+        """A task's own messages without their system prompt; the instruction follows the last question."""
+        messages = list(own[_has_system(own) :])
+        if self._instruction and self._asks_in_question(own):
+            place = max(n for n, message in enumerate(messages) if message["role"] == "user")
+            messages[place] = _joined(messages[place], messages[place]["content"], self._instruction)
+        return messages
+
+    def prompt(self, own: Sequence[Message], examples: Sequence[Message]) -> tuple[Message, ...]:
+        """The system prompt, the examples and the question."""
+        messages = [*examples, *self.question(own)]
+        system = [self._settings.system, own[0]["content"] if _has_system(own) else ""]
+        if not self._asks_in_question(own):
+            system.append(self._instruction)
+        if not any(system):
+            return tuple(messages)
+        if self._settings.system_as == "system":
+            return (_joined({"role": "system"}, *system), *messages)
+        if not messages or messages[0]["role"] != "user":
+            return (_joined({"role": "user"}, *system), *messages)
+        return (_joined(messages[0], *system, messages[0]["content"]), *messages[1:])
+
+    def _asks_in_question(self, own: Sequence[Message]) -> bool:
+        return self._settings.instruct == "prompt" and any(one["role"] == "user" for one in own)
+
+
+def _has_system(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] == "system"
+
+
+def _joined(message: Message, *parts: str) -> Message:
+    """The message with the parts that are not empty as paragraphs."""
+    return {**message, "content": "\n\n".join(part for part in parts if part)}

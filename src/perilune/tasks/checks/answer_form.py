@@ -1,0 +1,80 @@
+"""Warns when almost no answer has the form that the environment scores: then there is nothing to learn from.
+
+A pretrained model that is not told in which form to answer, or does not know that form, is scored 0 whatever
+it answers. The share of answers with the form comes from the reward term `format` (of the `prompting`
+section), or else from the environment's own term `well_formed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.environments.core import prompting
+from perilune.environments.core.prompted_environment import FORMAT
+
+TERMS = (FORMAT, "well_formed")
+RARE = 0.05  # share of answers below which the form counts as unknown to the model
+FIRST_STEPS = 3  # RL steps after which the share is judged
+MOST_CUT_OFF = 0.5  # share of cut off answers from which the token limit is a likely cause
+
+
+def form_share(episodes: Sequence[Episode]) -> float | None:
+    """Share of scored answers with the form; None if no reward term says so."""
+    for name in TERMS:
+        if values := [one.reward_terms[name] for one in episodes if name in one.reward_terms]:
+            return math.fsum(values) / len(values)
+    return None
+
+
+def rare_form(share: float | None, truncated: float, job: Job) -> str:
+    """The warning about `share`, with what to set; empty if the share is unknown or large enough.
+
+    Args:
+        truncated: share of answers that the token limit cut off.
+    """
+    if share is None or share >= RARE:
+        return ""
+    settings = job.environment.get(prompting.KEY) or {}
+    is_fresh = bool(job.model.get("preset"))  # a model with random weights cannot be asked for a form
+    remedies = []
+    if truncated > MOST_CUT_OFF:
+        remedies.append(f"raise max_tokens, which cut off {truncated:.0%} of answers")
+    if not is_fresh and not settings.get("format"):
+        remedies.append("set environment.prompting.format, so that the model is told how to answer")
+    if not is_fresh and not settings.get("few_shot"):
+        remedies.append("set environment.prompting.few_shot, so that it sees examples")
+    remedies.append("train it on such answers in an sft stage first")
+    return f"only {share:.1%} of answers have the form that is scored. Remedies: {'; '.join(remedies)}"
+
+
+class FormWatch:
+    """Judges the first steps of a training run.
+
+    Attributes:
+        warning: the warning, empty if there is none (yet).
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.warning = ""
+        self._workspace = workspace
+        self._shares: list[float] = []
+        self._truncated: list[float] = []
+
+    def observe(self, line: Mapping[str, Any]) -> str:
+        """Add the metrics of a step; return the warning at the step at which it is known, or ""."""
+        share = next((line[key] for name in TERMS if (key := f"term/{name}") in line), None)
+        if share is None or len(self._shares) == FIRST_STEPS:
+            return ""
+        self._shares.append(share)
+        self._truncated.append(line["truncated"])
+        if len(self._shares) < FIRST_STEPS:
+            return ""
+        mean = math.fsum(self._shares) / FIRST_STEPS
+        truncated = math.fsum(self._truncated) / FIRST_STEPS
+        self.warning = rare_form(mean, truncated, self._workspace.job)
+        return self.warning

@@ -1,0 +1,168 @@
+"""The `prompting` section: what the model is asked, and which answers are scored."""
+
+from itertools import islice
+
+import pytest
+
+from perilune.environments import Score, Transcript, make_environment
+from perilune.environments.core.replay import conversation
+from perilune.errors import RequestError
+from perilune.verifiers.conformance import check_environment
+
+SUMS = {"id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}}
+
+
+def asked(section=SUMS, **prompting):
+    return make_environment({**section, "prompting": prompting})
+
+
+def first(environment, split="heldout"):
+    return next(environment.tasks(split, 0))
+
+
+def test_without_the_section_nothing_changes() -> None:
+    plain, empty = make_environment(SUMS), asked()
+    assert list(islice(plain.tasks("heldout", 0), 20)) == list(islice(empty.tasks("heldout", 0), 20))
+    assert make_environment({**SUMS, "prompting": None}).tasks("train", 0)
+    task = first(plain)
+    for text in ("<answer>5</answer>", "5", plain.gold(task).text):
+        assert empty.score(task, Transcript(text)) == plain.score(task, Transcript(text))
+
+
+def test_the_prompt_has_system_examples_and_the_question() -> None:
+    plain = make_environment(SUMS)
+    environment = asked(system="Add.", few_shot=2, format="answer_tags")
+    task = first(environment)
+    assert task.task_id == first(plain).task_id
+    system, *shots, question = task.prompt
+    assert system == {"role": "system", "content": "Add."}
+    own = first(plain).prompt[0]["content"]
+    ask = "End with the final answer between tags: <answer>your answer</answer>"
+    assert question == {"role": "user", "content": f"{own}\n\n{ask}"}
+    examples = list(islice(plain.tasks("train", 0), 2))
+    expected = []
+    for one in examples:
+        expected += [
+            {"role": "user", "content": f"{one.prompt[0]['content']}\n\n{ask}"},
+            {"role": "assistant", "content": f"<answer>{plain.gold(one).text}</answer>"},
+        ]
+    assert shots == expected
+    trained = [one.task_id for one in islice(environment.tasks("train", 0), 30)]
+    assert not {one.task_id for one in examples} & set(trained)
+    assert trained == [one.task_id for one in islice(plain.tasks("train", 0), 2, 32)]
+
+
+def test_where_the_instruction_and_the_system_prompt_go() -> None:
+    ask = {"format": "boxed", "instruction": "Box it."}
+    own = first(make_environment(SUMS)).prompt[0]["content"]
+    assert first(asked(**ask, system="Add.", instruct="system")).prompt[0]["content"] == "Add.\n\nBox it."
+    assert first(asked(**ask, instruct="system")).prompt[0] == {"role": "system", "content": "Box it."}
+    (only,) = first(asked(**ask, system="Add.", system_as="user")).prompt
+    assert only == {"role": "user", "content": f"Add.\n\n{own}\n\nBox it."}
+    assert first(asked(format="boxed", instruction="")).prompt == first(make_environment(SUMS)).prompt
+    shot = {"question": "1 + 1?", "answer": "1 + 1 = 2, so \\boxed{2}"}
+    prompt = first(asked(**ask, system="Add.", system_as="user", few_shot=[shot])).prompt
+    assert [one["content"] for one in prompt] == [
+        "Add.\n\n1 + 1?\n\nBox it.",
+        "1 + 1 = 2, so \\boxed{2}",
+        f"{own}\n\nBox it.",
+    ]
+
+
+def test_only_the_marked_answer_is_scored() -> None:
+    environment = asked(format="answer_tags")
+    task = first(environment)
+    gold = environment.gold(task)
+    answer = task.data["answer"]
+    assert gold.text == f"<answer>{answer}</answer>"
+    right = environment.score(task, Transcript(f"Sum: <answer>{answer}</answer>"))
+    assert right == Score(1.0, {"raw": 1.0, "well_formed": 1.0, "format": 1.0})
+    assert environment.is_right(task, gold)
+    for text in (answer, "", f"<answer>{answer}</answer><answer>{int(answer) + 1}</answer>"):
+        outcome = environment.score(task, Transcript(text))
+        assert (outcome.reward, outcome.terms["format"]) == (0.0, 0.0)
+        assert not environment.is_right(task, Transcript(text))
+    wrong = environment.score(task, Transcript(f"<answer>{int(answer) + 1}</answer>"))
+    assert (wrong.reward, wrong.terms["format"]) == (0.0, 1.0)
+    assert environment.score(task, Transcript(gold.text, finished=False)).terms["format"] == 0.0
+
+
+def test_a_text_without_an_answer_earns_nothing_from_a_lenient_verifier() -> None:
+    environment = make_environment(
+        {"id": "factory", "factory": "test_prompting:Lenient", "prompting": {"format": "boxed"}}
+    )
+    task = first(environment)
+    assert environment.score(task, Transcript("hm")) == Score(0.0, {"kind": 0.0, "harm": -1.0, "format": 0.0})
+    assert environment.score(task, Transcript("\\boxed{x}")).reward == 1.0
+
+
+class Lenient:
+    """Pays everything, and fails on nothing."""
+
+    id = "lenient"
+
+    def __init__(self, spec):
+        pass
+
+    def tasks(self, split, seed):
+        from perilune.environments import Task
+
+        yield Task("1", ({"role": "user", "content": "?"},), {})
+
+    def score(self, task, transcript):
+        return Score(1.0, {"kind": 1.0, "harm": -1.0})
+
+    def close(self):
+        pass
+
+
+def test_the_format_is_a_reward_term() -> None:
+    section = {**SUMS, "prompting": {"format": "json"}, "rewards": {"verifier": 1.0, "format": 0.1}}
+    environment = make_environment(section)
+    task = first(environment)
+    assert environment.score(task, environment.gold(task)).reward == pytest.approx(1.1)
+    outcome = environment.score(task, Transcript('{"answer": "no"}'))
+    assert outcome.reward == pytest.approx(0.1)
+    assert outcome.metrics["gold"] == 0.0
+
+
+def test_every_action_of_several_turns_is_parsed() -> None:
+    section = {"id": "calculator", "digits": 1, "prompting": {"format": "answer_tags", "few_shot": 1}}
+    environment = make_environment(section)
+    assert check_environment(section, tasks=2).findings == []
+    task = first(environment)
+    gold = environment.gold(task)
+    assert all(action.startswith("<answer>") for action in gold.actions)
+    outcome = environment.score(task, gold)
+    assert (outcome.reward, outcome.terms["format"]) == (1.0, 1.0)
+    shown = [one["content"] for one in conversation(environment, task, gold)[-3:]]
+    assert shown[1].startswith("=")  # the result of the operation in the tags
+    unmarked = environment.score(task, Transcript(gold.text, earlier=("hm", *gold.earlier)))
+    assert unmarked.terms["format"] == pytest.approx(len(gold.actions) / (len(gold.actions) + 1))
+
+
+@pytest.mark.parametrize(
+    "section, prompting, what",
+    [
+        (SUMS, {"format": "xml"}, "prompting.format"),
+        (SUMS, {"fewshot": 3}, "no field"),
+        (SUMS, {"instruction": "Say it."}, "no format"),
+        (SUMS, {"few_shot": -1}, "negative"),
+        (SUMS, {"stop": [""]}, "empty"),
+        (SUMS, {"format": "boxed", "few_shot": [{"question": "1+1?", "answer": "2"}]}, "does not have"),
+        ({**SUMS, "prompt": "compact"}, {"format": "boxed"}, "format of its own"),
+        ({"id": "open_spiel", "game": "tic_tac_toe"}, {"few_shot": 1}, "states no right answer"),
+    ],
+)
+def test_settings_that_contradict_are_refused(section, prompting, what) -> None:
+    with pytest.raises(RequestError, match=what) as caught:
+        asked(section, **prompting)
+    assert caught.value.where.startswith("environment.prompting")
+
+
+def test_more_examples_than_training_tasks_are_refused(tmp_path) -> None:
+    rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(30))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    environment = asked({"id": "jsonl", "path": str(tmp_path / "rows.jsonl")}, few_shot=40)
+    with pytest.raises(RequestError, match="training tasks"):
+        first(environment)
