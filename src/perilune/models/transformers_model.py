@@ -147,7 +147,7 @@ def load_transformers_model(
         config = AutoConfig.from_pretrained(str(path), **options)
         _check_size(config, stored, path)
         bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path),
@@ -159,7 +159,7 @@ def load_transformers_model(
             )
         finally:
             if bars:
-                logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+                logging.enable_progress_bar()
     except RequestError:
         raise
     except Exception as error:  # a hostile config.json can raise anything in transformers
@@ -203,7 +203,7 @@ def _check_size(config: Any, stored: Mapping[str, Stored], path: Path) -> None:
             f"num_hidden_layers is {layers!r}, but the files hold {len(stored)} tensors", where=str(path)
         )
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     required = sum(parameter.numel() for parameter in empty.parameters())
     available = sum(tensor.numel for tensor in stored.values())
     if required > available:

@@ -41,7 +41,7 @@ class Machine:
         """The address at which the attempt's other machines reach this one."""
         import ray
 
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return str(ray.util.get_node_ip_address())
 
     def stay(self) -> None:
         """Never return, so that a caller notices when this machine dies."""
