@@ -9,6 +9,9 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$
 # Nothing is compiled ahead: of what is installed most is never imported, and what is, is compiled then.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-input --retries 5 --timeout 60
 
+# Tests start hundreds of processes that import torch: without bytecode each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test coverage gpu lint types layers docs results wheel clean
 
