@@ -16,20 +16,18 @@ for seed in 0 1 2; do
 $ python benchmarks/connect_four.py train FOLDER --seconds 1800
 $ python benchmarks/connect_four.py solve FOLDER
 $ python benchmarks/connect_four.py judge FOLDER"""
-HOBBY = 1600  # moves a second that are said of a hobby project, its processor and network unknown
+HOBBY = 1600  # moves per second reported for a hobby project, on an unknown CPU and network
 ABOUT = """\
-A network learns Connect Four from bitboards by playing against itself, on one core. Seconds are CPU seconds
-of the process, and what is counted in moves a second is everything: games, network, learning. *PPO* plays
-what the network says; *searched* looks {simulations} simulations ahead at every move and learns what that
-found.
+A network learns Connect Four from bitboards by self-play on one core. Seconds are CPU seconds of the process,
+and moves per second include games, network and learning. *PPO* plays the moves of the network. *Searched*
+runs a tree search of {simulations} simulations for every move and learns from its result.
 
-A move is judged by an exact solver: it is best when no other column has a better score (an earlier win, a
-later loss), and a blunder when it gives away a win or a draw. Positions are from {first} stones on, half of
-them from games of random moves and half from games in which nobody misses a win or a block; those in which
-every column is worth the same are left out. In matches every opening of two random moves is played from
-both sides, a draw is half a point; perfect play is met from positions of {perfect} stones that it draws,
-where nobody can do better than half. Intervals are Wilson's. What comes before {first} stones is not
-judged."""
+An exact solver scores each move. A move is best if no other column has a better score (an earlier win or a
+later loss), and a blunder if it turns a win into a draw or loss, or a draw into a loss. The positions have at
+least {first} stones. Half of them come from random games, and half from games without a missed win or block.
+Positions in which all columns have the same score are left out. Matches play every opening of two random
+moves from both sides, and a draw is half a point. Matches against perfect play start from drawn positions
+with {perfect} stones, so half of the points is the best possible result. Intervals are Wilson's."""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,10 +42,10 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "command": COMMANDS,
         "speed": [speed(run) for run in runs],
-        "where the arithmetic is": document["layers"],
-        "strength as it learns": [row(run, line) for run in runs for line in run["marks"]],
-        "the last player, by stones on the board": by_ply(document["final"]["judged"]),
-        "the last player's matches": matches(document["final"]["judged"]),
+        "multiply-adds by layer": document["layers"],
+        "strength during training": [row(run, line) for run in runs for line in run["marks"]],
+        "final player, by stones on the board": by_ply(document["final"]["judged"]),
+        "matches of the final player": matches(document["final"]["judged"]),
         **solver(document["solver"]),
         "versions": document["versions"],
         "processor": document["processor"],
@@ -63,24 +61,24 @@ def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[st
     last = document["final"]["judged"]
     seconds = longest["marks"][-1]["cpu_seconds"]
     found = [
-        f"{name}: {' and '.join(f'{rate:,.0f}' for rate in sorted(those))} moves a second, "
-        f"{min(those) / HOBBY:.1f} times {HOBBY:,} or more"
+        f"{name}: {' and '.join(f'{rate:,.0f}' for rate in sorted(those))} moves per second, at least "
+        f"{min(those) / HOBBY:.1f} times the {HOBBY:,} that a hobby project reports"
         for name, those in rates.items()
     ]
     minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]
     found.append(
-        "After a minute, without looking ahead: "
+        "After 60 CPU seconds, without search: "
         + ", ".join(points(judged["0"], "one_ply") for judged in minute)
-        + " of the points against one-ply (PPO's seeds, then searched)"
+        + " of the points against one-ply search (the PPO seeds, then searched)"
     )
     for ahead, judged in last.items():
         moves, perfect = judged["moves"], judged["perfect"]
         found.append(
             f"After {seconds:,.0f} CPU seconds, {told(ahead)}: {moves['optimal']['mean']:.1%} best moves, "
             f"{moves['blunders']['mean']:.1%} blunders, {points(judged, 'one_ply')} of the points "
-            f"against one-ply, "
+            f"against one-ply search, "
             f"{points(judged, 'mcts_1000')} against OpenSpiel's tree search of 1,000 simulations, "
-            f"{perfect['drawn']} of {perfect['games']} games held against perfect play"
+            f"{perfect['drawn']} of {perfect['games']} games drawn against perfect play"
         )
     return found
 
@@ -102,7 +100,7 @@ def kind(run: Mapping[str, Any]) -> str:
 
 
 def told(ahead: str) -> str:
-    return "without looking ahead" if ahead == "0" else f"looking {ahead} simulations ahead"
+    return "without search" if ahead == "0" else f"with {ahead} simulations per move"
 
 
 def speed(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +110,8 @@ def speed(run: Mapping[str, Any]) -> dict[str, Any]:
         "CPU seconds": last["cpu_seconds"],
         "moves": last["moves"],
         "games": last["games"],
-        "moves a second": last["moves_per_second"],
-        "share of learning": last["learn_seconds"] / last["cpu_seconds"],
+        "moves per second": last["moves_per_second"],
+        "share of time in learning": last["learn_seconds"] / last["cpu_seconds"],
     }
 
 
@@ -121,10 +119,10 @@ def row(run: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"run": run["name"], "CPU seconds": line["mark"], "moves": line["moves"]}
     for ahead, judged in line["judged"].items():
         found |= {
-            f"best, {ahead} ahead": judged["moves"]["optimal"],
-            f"blunders, {ahead} ahead": judged["moves"]["blunders"],
-            f"against one-ply, {ahead} ahead": judged["one_ply"]["points"],
-            f"against four moves' foresight, {ahead} ahead": judged["foresight_4"]["points"],
+            f"best moves, {ahead} simulations": judged["moves"]["optimal"],
+            f"blunders, {ahead} simulations": judged["moves"]["blunders"],
+            f"points against one-ply search, {ahead} simulations": judged["one_ply"]["points"],
+            f"points against search of four moves, {ahead} simulations": judged["foresight_4"]["points"],
         }
     return found
 

@@ -236,14 +236,16 @@ def measured(
     ratios = [a / b for (_, a), (_, b) in zip(found["adapter"], found.get("package", []), strict=False)]
     apart = [a / b for (_, a), (_, b) in zip(found["own process"], found["adapter"], strict=True)]
     row = {
-        "steps an episode": round(episode["adapter"] / step["adapter"], 1),
-        "episodes a second": round(1 / episode["adapter"]),
-        "episodes a second, own process": round(AT_ONCE / episode["own process"]),
-        "a step of the package (µs)": round(step["package"] * 1e6, 1) if "package" in step else "ours alone",
-        "of the adapter (µs)": round(step["adapter"] * 1e6, 1),
-        "adapter : package": round(statistics.median(ratios), 2) if ratios else "",
-        "of the own process (µs)": round(step["own process"] * 1e6, 1),
-        "own process : adapter": round(statistics.median(apart), 2),
+        "steps per episode": round(episode["adapter"] / step["adapter"], 1),
+        "episodes/s, adapter": round(1 / episode["adapter"]),
+        "episodes/s, separate process": round(AT_ONCE / episode["own process"]),
+        "package alone, µs per step": round(step["package"] * 1e6, 1)
+        if "package" in step
+        else "not measured",
+        "adapter, µs per step": round(step["adapter"] * 1e6, 1),
+        "adapter / package": round(statistics.median(ratios), 2) if ratios else "",
+        "separate process, µs per step": round(step["own process"] * 1e6, 1),
+        "separate process / adapter": round(statistics.median(apart), 2),
     }
     print(f"{environment.id:28} {row}", flush=True)
     environment.close()
@@ -272,13 +274,14 @@ def main() -> None:
             if arguments.only in name
         }
     result = {
-        "title": "What environments cost",
-        "about": "A step through the adapter of each environment beside a step of the bare package, in the"
-        " same process and with the same moves; then in the process of its own that runs play in, with what"
-        f" it takes to get there and back, {AT_ONCE} sessions at a time. Time is the processor's, of all"
-        " processes that take part; episodes a second are those of a core that does nothing else. Opening an"
-        f" episode is spread over its steps. Medians of {arguments.rounds} rounds, in turn. OpenSpiel and"
-        " reasoning-gym alone put nothing into words and take no text apart; nobody else names its chance.",
+        "title": "Time per environment step",
+        "about": "The CPU time of one environment step, measured in three ways with the same moves: with the"
+        " package alone, through Perilune's adapter in the same process, and through the adapter in a"
+        f" separate process, as in runs ({AT_ONCE} sessions at a time, including communication). Times"
+        " include all processes involved. Episodes per second refer to one core with no other work. The"
+        f" time to open an episode is spread over its steps. Values are medians of {arguments.rounds}"
+        " rounds. For OpenSpiel and reasoning-gym, the package alone does less: it writes no prompts and"
+        " parses no moves.",
         "command": f"python benchmarks/environments.py --rounds {arguments.rounds}"
         f" --seconds {arguments.seconds}",
         "processor": describe_machine()["processor"]["model"],

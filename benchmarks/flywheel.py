@@ -16,10 +16,12 @@ from recipe_runs import HERE, described, document, for_seeds, options, run_recip
 
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
 ABOUT = (
-    "A tiny model that was shown one worked answer in twenty learns from its own right answers, where the "
-    "cold start left it few: 1,024 fresh tasks a round, four answers each, the likeliest right one of each "
-    "task kept, 60 optimizer steps on the traces of all rounds. Yield on 256 held-out tasks, four answers "
-    "each; intervals are over tasks. The gain multiplies the odds of a right answer."
+    "A tiny model trains on its own right answers. After the cold start, few of its answers are right, "
+    "because only one in twenty SFT traces showed working. Each round samples four answers to each of "
+    "1,024 new tasks, keeps the most likely right answer of each task, and makes 60 optimizer steps on "
+    "the traces of all rounds. The yield is the share of right answers on 256 held-out tasks, with four "
+    "answers each; intervals are over tasks. The gain of a round is an odds ratio: the factor by which "
+    "the round multiplies the odds of a right answer."
 )
 
 
@@ -33,9 +35,11 @@ def main() -> None:
 def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     gains = [run["summary"]["gain"] for run in runs]
     return {
-        "title": "A flywheel",
+        "title": "Flywheel on three-digit sums",
         "about": described(ABOUT, [finding(seed, run) for seed, run in zip(seeds, runs, strict=True)]),
-        "gain a round, fitted to all rounds": {f"seed {s}": g for s, g in zip(seeds, gains, strict=True)},
+        "odds ratio per round, fitted to all rounds": {
+            f"seed {s}": g for s, g in zip(seeds, gains, strict=True)
+        },
         "rounds": [row(seed, line) for seed, run in zip(seeds, runs, strict=True) for line in run["metrics"]],
     }
 
@@ -43,10 +47,10 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
 def finding(seed: int, run: Mapping[str, Any]) -> str:
     lines, told = run["metrics"], run["summary"]
     last = lines[-1]
-    still = "still gained" if last["gain_low"] > 1 else "may have gained nothing"
+    still = "improved it" if last["gain_low"] > 1 else "may not have improved it"
     return (
         f"Seed {seed}: {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {told['rounds']} rounds; "
-        f"the last one {still} (odds times {last['gain']:.2f}, "
+        f"the last round {still} (odds ratio {last['gain']:.2f}, "
         f"{last['gain_low']:.2f} to {last['gain_high']:.2f})."
     )
 
@@ -61,8 +65,8 @@ def row(seed: int, line: Mapping[str, Any]) -> dict[str, Any]:
         "seed": seed,
         "round": line["step"],
         "yield": interval("pass_rate"),
-        "odds gained": interval("gain"),
-        "accepted": line.get("accept_rate"),
+        "odds ratio": interval("gain"),
+        "share of answers accepted": line.get("accept_rate"),
         "rows": line.get("rows"),
         "tokens per row": line.get("tokens_per_row"),
         "verifier a1/a0, at least": line.get("verifier_ratio_low"),

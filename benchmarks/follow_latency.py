@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "follow_latency.json"
 SECONDS = 0.25  # between two lines
 ABOUT = (
-    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback; how "
-    "long until the line is in the log at home, which `perilune logs -f` and the report read. The network's "
-    "own time comes on top of it. The promise is two seconds."
+    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback "
+    "interface. The table shows the delay until the line is in the local log, which `perilune logs -f` "
+    "and the report read. The network's latency adds to it. The limit that Perilune promises is two "
+    "seconds."
 )
 
 
@@ -100,12 +101,12 @@ def main() -> None:
 
     row: dict[str, Any] = {
         "lines": len(found),
-        "median seconds": round(statistics.median(found), 3),
-        "95th percentile": round(found[int(0.95 * (len(found) - 1))], 3),
-        "most": round(found[-1], 3),
+        "median, seconds": round(statistics.median(found), 3),
+        "95th percentile, seconds": round(found[int(0.95 * (len(found) - 1))], 3),
+        "maximum, seconds": round(found[-1], 3),
     }
     document = {
-        "title": "From a print elsewhere to the log at home",
+        "title": "Delay from a remote print to the local log",
         "about": ABOUT,
         "command": f"python benchmarks/follow_latency.py --lines {given.lines}",
         "latency": [row],

@@ -1,11 +1,12 @@
-"""How strong the teachers of games are: exploitability where that can be known, else matches.
+"""Strength of the game teachers: exploitability where it can be computed, otherwise matches.
 
     nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
 
-Exploitability is NashConv / 2: what best answers to the average policy win, on average over the two seats;
-0 is an equilibrium; "known" is what OpenSpiel's solvers were measured at elsewhere. A match is pairs of games
-with the same luck and the seats swapped; a share of the points (a draw is half of one) has Wilson's 95%
-interval, the mean return the bootstrap's over pairs. Times are of one core that was shared.
+Exploitability is NashConv / 2: the mean gain, over the two seats, of a best response to the average policy.
+It is 0 in an equilibrium. "Known" is the exploitability of OpenSpiel's solvers in other measurements. A match
+consists of pairs of games with the same random numbers and swapped seats. Shares of points (a draw is half a
+point) have Wilson's 95% intervals, and mean returns have bootstrap intervals over pairs. Times are of one
+core that was shared with other work.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main() -> None:
 
     def keep(part: str, value: Any) -> None:
         about = " ".join((__doc__ or "").split("\n\n")[2].split())
-        told = {"title": "Teachers of games", "about": about}
+        told = {"title": "Teachers for games: exploitability and strength", "about": about}
         parts = {name: found[name] for name in PARTS if name in found} | {part: value}
         found.update(parts)
         own = {"each game's own": dict(BEST), "iterations of a solution": dict(ITERATIONS)}

@@ -35,7 +35,7 @@ def main() -> None:
     began = time.monotonic()
     held = read_json(arguments.out) if arguments.out.exists() else {}
     hacked, learned = climbs_of(held, "hacked_reward"), climbs_of(held, "reward_model")
-    judges = {row["seed"]: row for row in held.get("judges", [])}
+    judges = {row["seed"]: row for row in held.get("reward_models", [])}
 
     def hack(seed: int) -> None:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
@@ -58,11 +58,11 @@ def main() -> None:
     made = document("overoptimisation.py", command, began)
     made["minutes"] = round(made["minutes"] + held.get("minutes", 0), 1)
     result = {
-        "title": "Over-optimisation, and when to stop",
+        "title": "Reward over-optimisation, and when to stop",
         "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
         "hacked_reward": [{"seed": seed, **told(one)} for seed, one in hacked.items()],
         "reward_model": [{"seed": seed, **told(one)} for seed, one in learned.items()],
-        "judges": list(judges.values()),
+        "reward_models": list(judges.values()),
         "hacked_reward_by_step": at_steps(list(hacked.values()), FIGURES, 10),
         "reward_model_by_step": at_steps(list(learned.values()), FIGURES, 10),
         "curves": {
@@ -89,12 +89,14 @@ def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, An
 
 
 ABOUT = (
-    "Two rewards that are only proxies are climbed by GRPO on the tiny model, three-digit sums. The "
-    "verifier is not trained on; its verdict is the gold score. `recommended stop` is where the watch "
-    "said so while the run went on, without knowing what comes; `gold best` is known only afterwards. "
-    "Gold is averaged over five steps; one step is 256 answers. The watch's window was chosen after the "
-    "curve of seed 0 had been seen; the other seeds are new to it. A policy that was climbed until it is "
-    "never right gives almost no pairs to refresh its reward model with: refresh at the recommended stop."
+    "GRPO trains the tiny model on three-digit sums with two proxy rewards: a reward that can be "
+    "hacked, and a reward model. The verifier's score is the gold score, which is logged but not "
+    "trained on. `recommended stop` is the step at which the over-optimisation watch recommended "
+    "stopping, during the run. `gold best` is the best gold score of the run, which is known only "
+    "afterwards. Gold scores are means over five steps, and one step has 256 answers. The window of the "
+    "watch was chosen after seeing the curve of seed 0, so only the other seeds test it independently. "
+    "A policy without right answers gives almost no pairs for refreshing the reward model, so refresh "
+    "the reward model at the recommended stop."
 )
 
 
@@ -108,16 +110,16 @@ def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     best = max(range(SMOOTH - 1, len(gold)), key=lambda i: smooth[i])
     stop = watch.recommended_stop
     return {
-        "gold_first": smooth[SMOOTH - 1],
+        "first_gold": smooth[SMOOTH - 1],
         "gold_best": smooth[best],
         "best_step": lines[best]["step"],
         "recommended_stop": stop,
-        "gold_there": None if stop is None else smooth[stop - 1],
-        "alarm": watch.alarm,
-        "gold_last": smooth[-1],
-        "reward_first": fmean(line["reward"] for line in lines[:SMOOTH]),
-        "reward_last": fmean(line["reward"] for line in lines[-SMOOTH:]),
-        "kl_last": lines[-1]["kl_start"],
+        "gold_at_that_step": None if stop is None else smooth[stop - 1],
+        "step_of_the_alarm": watch.alarm,
+        "last_gold": smooth[-1],
+        "first_reward": fmean(line["reward"] for line in lines[:SMOOTH]),
+        "last_reward": fmean(line["reward"] for line in lines[-SMOOTH:]),
+        "last_kl_to_the_start": lines[-1]["kl_start"],
     }
 
 
@@ -129,8 +131,8 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
         "accuracy": judge["validation"]["accuracy"],
         "length_correlation": judge["validation"].get("length_correlation"),
         "new_pairs": stages["new_pairs"]["summary"]["rows"],
-        "on_old_and_new": refreshed["accuracy_before"],
-        "refreshed": refreshed["validation"]["accuracy"],
+        "accuracy_on_old_and_new_pairs": refreshed["accuracy_before"],
+        "accuracy_after_refreshing": refreshed["validation"]["accuracy"],
         "pass@1_of_policy": stages["after_climb"]["summary"]["pass@1"],
     }
 
@@ -139,13 +141,15 @@ def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> li
     """Sentences that say what the tables show."""
     said = []
     all_told = [told(one) for one in climbs.values()]
-    fell = [one for one in all_told if one["gold_last"] < 0.8 * one["gold_best"]]
-    said.append(f"{name}: gold ended below 80% of its best with {len(fell)} of {len(all_told)} seeds.")
-    stopped = [one for one in all_told if one["recommended_stop"] is not None]
-    kept = [one for one in stopped if one["gold_there"] >= 0.8 * one["gold_best"]]
+    fell = [one for one in all_told if one["last_gold"] < 0.8 * one["gold_best"]]
     said.append(
-        f"{name}: the watch recommended to stop with {len(stopped)} of {len(all_told)} seeds, with"
-        f" {len(kept)} of them while gold was at 80% of its best or more."
+        f"{name}: the final gold score was below 80% of the best in {len(fell)} of {len(all_told)} seeds."
+    )
+    stopped = [one for one in all_told if one["recommended_stop"] is not None]
+    kept = [one for one in stopped if one["gold_at_that_step"] >= 0.8 * one["gold_best"]]
+    said.append(
+        f"{name}: the watch recommended stopping in {len(stopped)} of {len(all_told)} seeds,"
+        f" in {len(kept)} of them while the gold score was at least 80% of the best."
     )
     return said
 

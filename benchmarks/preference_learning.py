@@ -34,10 +34,11 @@ COMPARED = (
     ("dpo", "ipo"), ("dpo_nll", "ipo_nll"), ("dpo_nll", "imitation"), ("ipo_nll", "imitation"),
 )  # fmt: skip
 ABOUT = (
-    "DPO and IPO learn three-digit sums on the tiny model from pairs that the verifier made: one right "
-    "and one wrong answer to the same task. The cold start answers in three ways, mostly wrong. `chosen "
-    "shift` is the change of the chosen answers' own log-prob in nats a token; `collapse step` is the "
-    f"step at which the collapse alarm was raised. {SEEDS_ARE_THE_UNIT}"
+    "DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer "
+    "to the same task, according to the verifier. The model after SFT uses three strategies, and most "
+    "of its answers are wrong. `chosen shift` is the change in the log-prob of the chosen answers, in "
+    "nats per token. `collapse step` is the step at which the collapse alarm was raised."
+    f" {SEEDS_ARE_THE_UNIT}"
 )
 
 

@@ -21,25 +21,26 @@ from perilune.files import read_json_lines
 from recipe_runs import HERE, described, document, options, run_recipe, write
 
 CALIBRATED = {
-    "sft_working": "cold start, cut once: behind the working",
-    "sft_columns": "cold start, behind each column",
-    "sft_length": "cold start, every 5 tokens",
-    "sft_surprise": "cold start, before surprising tokens",
-    "climbed_working": "after 24 steps, cut once",
-    "climbed_columns": "after 24 steps, behind each column",
+    "sft_working": "after SFT, one boundary after the working",
+    "sft_columns": "after SFT, a boundary after each column",
+    "sft_length": "after SFT, a boundary every 5 tokens",
+    "sft_surprise": "after SFT, boundaries before unlikely tokens",
+    "climbed_working": "after 24 RL steps, one boundary after the working",
+    "climbed_columns": "after 24 RL steps, a boundary after each column",
 }
 CLIMBS = {
-    "none": "GRPO alone",
-    "answer": "forward pass, cut once",
-    "answer_columns": "forward pass, behind each column",
-    "montecarlo": "play, 9 continuations behind each column",
+    "none": "none (GRPO)",
+    "answer": "forward pass, one boundary",
+    "answer_columns": "forward pass, a boundary after each column",
+    "montecarlo": "Monte Carlo, 9 continuations after each column",
 }
 ABOUT = """\
-The quickstart's three-digit sums. `values` are of the prefixes of answers, `differences` of what segments \
-before the last earned, which is what would be learned from; each is Spearman's correlation of the forward \
-pass with play, its 95% interval over tasks, and the ceiling that a perfect value would reach beside 16 \
-noisy continuations. Prices are medians over a climb of 24 steps; processor seconds are the figure to \
-compare, for the machine had other work.\
+Values of answer prefixes from one forward pass, compared with Monte Carlo values, on the quickstart's \
+three-digit sums. Columns with `values` compare the values of prefixes. Columns with `differences` \
+compare the rewards of the segments before the last, which training would use. Both show Spearman's rank \
+correlation, its 95% interval over tasks, and the ceiling that exact values would reach against Monte \
+Carlo values from 16 noisy continuations. Costs are medians over 24 training steps. Compare CPU seconds, \
+because the machine had other work.\
 """
 
 
@@ -55,11 +56,11 @@ def main() -> None:
     for name in CALIBRATED.values():
         findings.append(finding(name, [row for row in calibrations if row["answers"] == name]))
     result = {
-        "title": "Process rewards: trust and price",
+        "title": "Process rewards: accuracy and cost",
         "about": described(ABOUT, findings),
-        "calibrations": calibrations,
-        "by_segments_written": by_segments(calibrations),
-        "prices": prices,
+        "agreement_with_Monte_Carlo_values": calibrations,
+        "by_number_of_segments_after_SFT": by_segments(calibrations),
+        "cost": prices,
         **document("process_rewards.py", sys.argv[1:], began),
     }
     for row in calibrations:
@@ -78,7 +79,7 @@ def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, 
         )
         row[f"{what}_ceiling"] = summary[what]["ceiling"]
         row[f"{what}_count"] = summary[what]["count"]
-    row["trusted"] = bool(
+    row["reliable"] = bool(
         summary["differences"]["spearman"] and summary["differences"]["spearman"]["low"] > 0
     )
     row["by_place"] = summary["by_place"]
@@ -111,11 +112,11 @@ def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
     last = found[stage]["metrics"][-5:]
     return {
         "seed": seed,
-        "process": CLIMBS[stage],
-        "processor_seconds_a_step": median(stage, "processor"),
-        "processor_beside_grpo": median(stage, "processor") / median("none", "processor"),
-        "share_of_the_steps_time": statistics.median(share),
-        "pass_rate_at_the_end": statistics.fmean(line["pass_rate"] for line in last),
+        "process_rewards": CLIMBS[stage],
+        "CPU_seconds_per_step": median(stage, "processor"),
+        "CPU_time_divided_by_GRPO": median(stage, "processor") / median("none", "processor"),
+        "share_of_the_step": statistics.median(share),
+        "pass_rate_over_the_last_5_steps": statistics.fmean(line["pass_rate"] for line in last),
     }
 
 
@@ -126,9 +127,9 @@ def finding(name: str, rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row["differences_spearman"] is not None
     )
-    if all(row["trusted"] for row in rows):
-        return f"{name}: agrees with play, {told}: to be trusted."
-    return f"{name}: {told or 'nothing to correlate'}: not to be trusted."
+    if all(row["reliable"] for row in rows):
+        return f"{name}: agrees with Monte Carlo values, correlation {told}."
+    return f"{name}: does not agree with Monte Carlo values, correlation {told or 'undefined'}."
 
 
 if __name__ == "__main__":

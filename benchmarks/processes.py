@@ -67,16 +67,17 @@ def main() -> None:
                 load = os.getloadavg()[0]
                 bundle = run(job, start, root / f"{number}-{processes}-{threads}")
                 figures.add((bundle / "artifacts" / "metrics.jsonl").read_bytes())
-                runs[name].append({"load before": round(load, 1), **seconds(bundle)})
+                runs[name].append({"load average before": round(load, 1), **seconds(bundle)})
     document = {
-        "title": "Processes and threads",
-        "about": " ".join((__doc__ or "").split("\n\n")[0].split()),
+        "title": "Two threads in one process or two processes",
+        "about": "The time of one step of the quickstart's `rl` stage: with two threads in one process, and "
+        "with one thread in each of two processes.",
         "command": shlex.join(["python", "benchmarks/processes.py", *sys.argv[1:]]),
         "processor": describe_machine()["processor"]["model"],
-        "all arms wrote the same figures": len(figures) == 1,
-        "seconds a step": {
+        "all settings gave the same metrics": len(figures) == 1,
+        "seconds per step": {
             name: {
-                part: [one[part] for one in found] for part in ("load before", "whole", "processor", *PARTS)
+                part: [one[part] for one in found] for part in ("load average before", "total", "CPU", *PARTS)
             }
             for name, found in runs.items()
         },
@@ -101,9 +102,10 @@ def run(job: Job, inputs: Mapping[str, tuple[Any, Path]], bundle: Path) -> Path:
 def seconds(bundle: Path) -> dict[str, float]:
     """Medians over the steps of a run."""
     lines = list(read_json_lines(bundle / "artifacts" / "timings.jsonl"))[WARM:]
-    found = {part: statistics.median(line[part] for line in lines) for part in ("processor", *PARTS)}
+    found = {part: statistics.median(line[part] for line in lines) for part in PARTS}
+    found = {"CPU": statistics.median(line["processor"] for line in lines)} | found
     whole = statistics.median(sum(line[part] for part in PARTS) for line in lines)
-    return {name: round(value, 3) for name, value in {"whole": whole, **found}.items()}
+    return {name: round(value, 3) for name, value in {"total": whole, **found}.items()}
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def mean_pass_rate(evaluation: Mapping[str, Any]) -> float:
 
 
 SEEDS_ARE_THE_UNIT = (
-    "Differences are tested over paired seeds: Student's t, with Holm's correction over all comparisons "
-    "of this page. A difference is claimed where the corrected p is below 0.05."
+    "Differences over paired seeds are tested with Student's t test, with Holm's correction over all "
+    "comparisons of this page. A difference is claimed if the corrected p is below 0.05."
 )
 
 
@@ -124,7 +124,7 @@ def describe_differences(
 
 
 def described(about: str, findings: Sequence[str]) -> str:
-    """What a result's page opens with: what was done, and what came of it."""
+    """The introduction of a result's page: the experiment, then the findings as a list."""
     return "\n".join([about, "", *(f"* {one}" for one in findings)])
 
 

@@ -1,14 +1,14 @@
-"""Make docs/results/ from benchmarks/results/*.json, so that no figure is typed by hand.
+"""Write docs/results/ from benchmarks/results/*.json, so that no number is typed by hand.
 
     python benchmarks/report.py            write the pages
-    python benchmarks/report.py --check    leave with 1 when a page is not what its data says
+    python benchmarks/report.py --check    exit with 1 if a page differs from its data
 
-A result is one JSON object. `title`, `about` and `command` become heading, text and the way to make it again;
-every other value is shown as it is: plain values and small objects as facts, a list of like objects as a
-table, and an object of like objects as a table with their names down the side. In a table a few numbers are
-one figure measured several times, and become their median (least to most); many are a curve, only counted.
-A result whose records are not meant to be read as they are has a view of its own, which may add `charts`: SVG
-by file name, to be written beside the pages.
+A result is one JSON object. `title` becomes the heading, `about` the introduction, and `command` the command
+that repeats the measurement. Plain values and small objects become a list of facts, a list of similar objects
+a table, and an object of similar objects a table with their names in the first column. In a table, up to 20
+numbers are repeated measurements, shown as median (minimum to maximum). A longer list is a curve, of which
+the page shows only the length. A result with raw records has its own view. A view may add `charts`: SVG by
+file name, written to the folder of the pages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
+from measured_views import generate_view, quickstart_view, trl_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
 
@@ -31,18 +32,22 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "docs" / "results"
 HEADER = ("title", "about", "command")
 VIEWS = {
+    "engine_vs_generate": generate_view,
+    "grpo_step_vs_trl": trl_view,
+    "quickstart": quickstart_view,
     "rollout": rollout_view,
     "algorithms": algorithms_view,
     "connect_four": connect_four_view,
     "selfplay": selfplay_view,
 }
-MOST_ROWS = 40  # longer tables are for programs
-MOST_REPEATS = 20  # longer lists of numbers are curves
+MOST_ROWS = 40  # rows of a table that a page shows
+MOST_REPEATS = 20  # a longer list of numbers is a curve
 INTRODUCTION = """\
 # Results
 
-Every page here is made from a committed JSON file by `python benchmarks/report.py`. Each says the command
-that measures it again. Timings are of one machine at one time; ratios travel better.
+`python benchmarks/report.py` writes these pages from JSON files in the repository. Each page shows the
+command that repeats its measurement. Times come from one machine at one time. Ratios depend less on the
+machine.
 """
 
 
@@ -61,7 +66,7 @@ def pages() -> dict[str, str]:
 
 
 def title(path: Path, document: Mapping[str, Any]) -> str:
-    """What the result calls itself, else its file's name in words."""
+    """The title of the result, or its file's name as words."""
     return str(document.get("title") or capital(words(path.stem)))
 
 
@@ -74,13 +79,24 @@ def page(path: Path, document: Mapping[str, Any]) -> str:
     if command := document.get("command"):
         lines += ["```text", f"$ {command}", "```", ""]
     body = {key: value for key, value in document.items() if key not in HEADER}
+    if isinstance(body.get("machine"), Mapping) and "memory" in body["machine"]:
+        body["machine"] = describe_machine(body["machine"])
     lines += section(body, level=2)
-    lines += [f"All of it: `{path.relative_to(ROOT)}`."]
+    lines += [f"All data: `{path.relative_to(ROOT)}`."]
     return "\n".join(lines) + "\n"
 
 
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    """The machine of a measurement in one line."""
+    processor, memory = machine["processor"], machine["memory"]["total"] / 2**30
+    return (
+        f"{processor['model']}, {processor['usable_cores']:g} cores, {memory:.0f} GiB memory, "
+        f"{machine['system']} {machine['kernel']}"
+    )
+
+
 def section(values: Mapping[str, Any], level: int) -> list[str]:
-    """What does not fit a cell, each under a heading of its own; then the facts, one a row."""
+    """A heading for each value that does not fit a cell, then a table of the facts."""
     lines = []
     facts = {key: value for key, value in values.items() if is_fact(value)}
     for key, value in values.items():
@@ -97,7 +113,7 @@ def compound(value: Any, level: int) -> list[str]:
     """A list or an object that does not fit a cell."""
     if isinstance(value, Mapping):
         rows = list(value.values())
-        if len(rows) > 1 and alike(rows):
+        if len(rows) > 1 and alike(rows) and not all(map(is_plain, rows)):
             return rows_table(rows, list(value))
         return section(value, level + 1)
     rows = [flat(row) if isinstance(row, Mapping) else row for row in value]
@@ -107,7 +123,7 @@ def compound(value: Any, level: int) -> list[str]:
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """An object with the keys of the objects inside it as its own: "outer: inner"."""
+    """An object whose nested objects are replaced by keys such as "outer: inner"."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping) and not is_plain(value):
@@ -118,7 +134,7 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[str]:
-    """One row an object; the columns are all their keys."""
+    """One row per object, one column per key."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     header = [*([""] if names else []), *map(words, columns)]
     labels: list[list[str]] = [[words(name)] for name in names] or [[] for _ in rows]
@@ -132,7 +148,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> 
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table; columns of numbers stand right."""
+    """A Markdown table; columns of numbers are right-aligned."""
     columns = list(zip(*rows, strict=True))
     marks = ["--:" if column and all(map(is_number, column)) else "---" for column in columns]
     lines = [header, marks, *rows]
@@ -140,7 +156,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it fits one cell."""
+    """Whether the value fits one cell."""
     if isinstance(value, Mapping):
         return set(value) == {"mean", "low", "high"}
     if isinstance(value, list):
@@ -149,12 +165,12 @@ def is_plain(value: Any) -> bool:
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all of these are numbers."""
+    """Whether all values are numbers."""
     return all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values)
 
 
 def is_fact(value: Any) -> bool:
-    """Whether it can be told in a line: a plain value, or a few of them."""
+    """Whether the value fits one line: a plain value, or a few of them."""
     few = isinstance(value, Mapping) and len(value) <= 6
     return is_plain(value) or (
         few and all(is_plain(item) and not isinstance(item, Mapping) for item in value.values())
@@ -162,7 +178,7 @@ def is_fact(value: Any) -> bool:
 
 
 def alike(rows: Sequence[Any]) -> bool:
-    """Whether these are objects of plain values that share most of their keys."""
+    """Whether all rows are objects of plain values that share most of their keys."""
     if not rows or not all(
         isinstance(row, Mapping) and row and all(map(is_plain, row.values())) for row in rows
     ):
@@ -172,12 +188,12 @@ def alike(rows: Sequence[Any]) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a cell reads as a figure."""
+    """Whether a cell starts with a number."""
     return not text or text.lstrip("+-")[:1].isdigit()
 
 
 def cell(value: Any) -> str:
-    """One value as a few characters."""
+    """A value as the text of a cell."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -223,7 +239,7 @@ def main() -> int:
     held = {path.name: path.read_text(encoding="utf-8") for path in kept}
     odd = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
     if check:
-        print("\n".join(f"not what its data says: docs/results/{name}" for name in odd), file=sys.stderr)
+        print("\n".join(f"differs from its data: docs/results/{name}" for name in odd), file=sys.stderr)
         return 1 if odd else 0
     PAGES.mkdir(exist_ok=True)
     for name in odd:

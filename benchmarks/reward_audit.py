@@ -27,20 +27,26 @@ from recipe_runs import HERE, document, write
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "as shipped": {"threshold": None, "strict": False},
-    "as Perilune asks": {},
+    "in a recipe": {},
 }
 LONGEST = 60  # characters of an example
 ABOUT = (
-    "Every family of reasoning-gym, its reward audited twice: as the package ships the scorer, and as a "
-    "recipe asks it by default: an answer must be finished and have the form of one, and is paid from the "
-    "full score on. Grades: A paid no wrong output; B pays a little for nothing or in part for the nearly "
-    "right; C pays in part without the answer, or gives wrong outputs no verdict; D pays in full for wrong "
-    "outputs made from right ones; F pays in full without the answer, refuses right answers, or changes "
-    "its verdict. An output is wrong when it is so for any task, or when a second opinion that shares no "
-    "code with the scorer says so. "
-    f"In {len(DOUBTED)} families that the audit found paying in full for wrong answers, a recipe now pays "
-    "nothing for what the second opinion rejects: their A says that this is kept, not that the opinion is "
-    "right."
+    "Perilune audited the reward of every reasoning-gym family twice: the scorer as the package ships "
+    "it, and the reward of a recipe with default settings. By default a recipe rewards only finished "
+    "answers in the form of an answer, and only if the scorer gives the full score.\n\n"
+    "The grades:\n\n"
+    "* A: no wrong output was rewarded.\n"
+    "* B: a small reward for an empty answer, or a partial reward for a nearly right one.\n"
+    "* C: a partial reward without the answer, or a scorer that fails on wrong outputs.\n"
+    "* D: the full reward for wrong outputs that were derived from right ones.\n"
+    "* F: the full reward without the answer, no reward for a right answer, or different rewards for "
+    "the same answer.\n\n"
+    "An output counts as wrong if it is wrong for every task, or if a second checker, which shares no "
+    "code with the scorer, rejects it. Truncated answers are not counted, because a shipped scorer "
+    "cannot recognise them. "
+    f"In {len(DOUBTED)} families the audit found the full reward for wrong answers. For these a recipe "
+    "now gives no reward to an answer that the second checker rejects. Their grade A means that this "
+    "rule is applied, not that the checker is right."
 )
 
 
@@ -73,12 +79,12 @@ def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
     worst, left = gravest(shipped), gravest(asked)
     return {
         "as shipped": shipped.grade,
-        "gravest finding": told(worst),
-        "on": "" if worst is None else f"{worst.tasks} of {shipped.tasks}",
-        "paid": "" if worst is None else verdict(worst),
-        "for": "" if worst is None else shown(worst),
-        "as Perilune asks": asked.grade,
-        "what is left": told(left),
+        "most severe finding": told(worst),
+        "tasks": "" if worst is None else f"{worst.tasks} of {shipped.tasks}",
+        "reward": "" if worst is None else verdict(worst),
+        "output": "" if worst is None else shown(worst),
+        "in a recipe": asked.grade,
+        "findings in a recipe": told(left),
     }
 
 
@@ -95,7 +101,7 @@ def told(finding: Finding | None) -> str:
 
 def verdict(finding: Finding) -> str:
     found = finding.example.verdict
-    return f"{found:.3g}" if isinstance(found, float) else "no verdict"
+    return f"{found:.3g}" if isinstance(found, float) else "scorer failed"
 
 
 def shown(finding: Finding) -> str:
@@ -108,7 +114,7 @@ def report(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     rows = list(families.values())
     counts = {name: Counter(row[name] for row in rows) for name in WAYS}
     return {
-        "title": "What reasoning-gym's rewards pay for",
+        "title": "Audit of reasoning-gym's rewards",
         "about": ABOUT,
         "grades": {grade: {name: counts[name][grade] for name in WAYS} for grade in "ABCDF"},
         "families": dict(sorted(families.items(), key=lambda item: item[1]["as shipped"], reverse=True)),

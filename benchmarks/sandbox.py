@@ -20,18 +20,19 @@ from perilune.sandbox.audit import SandboxAudit, audit_sandbox
 from recipe_runs import HERE, document, write
 
 WAYS: Mapping[str, tuple[str, ...]] = {
-    "as it stands": (),
+    "all mechanisms": (),
     "without namespaces": ("namespaces",),
     "without Landlock": ("landlock",),
     "without seccomp": ("seccomp",),
 }
 ABOUT = (
-    "What code that a model wrote can do in the sandbox of one machine, as that code finds it: every probe "
-    "is a program that runs inside and tries. `contained`: every attempt was refused; `partly` and `open`: "
-    "some or all got somewhere, and what is named here is what did. Each probe gets through where there is "
-    "no sandbox, which a test shows. The other columns are the same machine with a mechanism switched off, "
-    "to show which walls stand without it; where one is missing, nothing is run unless the recipe says so. "
-    "What is not covered at all, [the explanation](../explanation/sandbox.md#what-is-not-covered) says."
+    "What code that a model wrote can do in the sandbox on one machine. Every probe is a program that "
+    "runs inside the sandbox and tries to break out. `contained` means that every attempt failed. "
+    "`partly` and `open` mean that some or all attempts succeeded, and the table names them. A test "
+    "shows that every probe succeeds without a sandbox. The other columns show the same machine with "
+    "one mechanism switched off, and so which walls do not depend on it. If a wall is missing, Perilune "
+    "runs no code unless the recipe allows it. [The "
+    "explanation](../explanation/sandbox.md#what-is-not-covered) lists what the sandbox does not cover."
 )
 
 
@@ -44,17 +45,17 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     audits = {name: audit_sandbox(without=without) for name, without in WAYS.items()}
-    whole = audits["as it stands"]
+    whole = audits["all mechanisms"]
     found = {
-        "title": "The sandbox, from inside",
+        "title": "What code can do in the sandbox",
         "about": ABOUT,
         "probes": {one.probe: row(one.probe, audits) for one in whole.findings},
         "walls": {
-            wall: {"keeps that code": WALLS[wall][0]}
+            wall: {"the code": WALLS[wall][0]}
             | {name: ", ".join(audit.capabilities.walls[wall]) or "missing" for name, audit in audits.items()}
             for wall in WALLS
         },
-        "processor milliseconds a run": {
+        "CPU milliseconds per run": {
             name: milliseconds(without, arguments.runs) for name, without in WAYS.items()
         },
         "audited": dict(whole.machine),
@@ -67,12 +68,14 @@ def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
     findings = {
         name: next(one for one in audit.findings if one.probe == probe) for name, audit in audits.items()
     }
-    first = findings["as it stands"]
+    first = findings["all mechanisms"]
     return {
-        "tries": first.what.splitlines()[0],
+        "probe": first.what.splitlines()[0],
         "attempts": len(first.reached) + len(first.refused),
         "wall": first.wall,
-        "meets": re.sub(r": '.*", "", next(iter(first.refused.values()), "")),  # without paths of the machine
+        "first error": re.sub(
+            r": '.*", "", next(iter(first.refused.values()), "")
+        ),  # without paths of the machine
         **{
             name: one.verdict + (f": {', '.join(one.reached)}" if one.reached else "")
             for name, one in findings.items()

@@ -22,17 +22,17 @@ PANELS = {
     "kuhn_poker": ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
 }
 ABOUT = """\
-A language model of 0.3 million parameters is shown games, and then plays 256 steps against itself and, in
-half of the tasks, against frozen predecessors: tic-tac-toe after imitating a perfect teacher, Kuhn
-poker after imitating who knows only the rules. *Champion* is what is published, *last* the policy at the end
-of training. Returns are means a game: 1 is a win at tic-tac-toe, 1 or 2 chips one at poker. Elo is of all
-matches of a run, chance being 0.
+A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play. In
+half of the tasks its opponent is a frozen earlier version. For tic-tac-toe it imitates a perfect teacher, and
+for Kuhn poker a teacher that knows only the rules and ignores its card. *Champion* is the published policy,
+and *last* the policy at the end of training. Returns are means per game: a win is worth 1 at tic-tac-toe, and
+1 or 2 chips at poker. Elo is computed from all matches of a run, with the random player at 0.
 
-Exploitability is exact: what the best answer to the policy's move probabilities gains, on average over both
-seats: 0 in an equilibrium, 0.458 for a policy that moves at random, 0.333 for one that always bets, whatever
-its card, which is what comes of imitating who does not look at the cards. The best reply at tic-tac-toe is
-searched through the whole tree, but for lines that the policy enters with less than 5%: hence bounds. Nothing
-is won from perfect play; 1 is won from a policy that can always be beaten."""
+Exploitability is exact: the mean gain, over both seats, of the best response to the policy's move
+probabilities. It is 0 in an equilibrium, 0.458 for a policy that moves at random, and 0.333 for a policy that
+always bets regardless of its card. For tic-tac-toe the best response is searched in the whole tree, except
+for lines that the policy enters with a probability below 5%, so the result is an interval. The best response
+gains 0 against perfect play, and 1 against a policy that it always beats."""
 
 Run = Mapping[str, Any]
 
@@ -54,13 +54,13 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             "matches": [row for run in runs for row in matches(run)],
         }
         if replies := [row for run in runs for row in best_replies(run)]:
-            shown[TITLES[game]]["best reply"] = replies
+            shown[TITLES[game]]["mean return of the best response, by the seat of the policy"] = replies
     rest = {key: value for key, value in document.items() if key not in (*shown, "runs")}
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
 
 def judged(run: Run) -> dict[str, Mapping[str, float]]:
-    """The judgements of the policy at the start, of the champion, and at the end."""
+    """The evaluations of the policy at the start, of the champion, and at the end."""
     league = run["league"]
     of_step = {one["step"]: one for one in league["judgements"]}
     last = league["judgements"][-1]["step"]
@@ -68,7 +68,7 @@ def judged(run: Run) -> dict[str, Mapping[str, float]]:
 
 
 def finding(run: Run) -> str:
-    """One sentence a seed."""
+    """One sentence per seed."""
     policies, league = judged(run), run["league"]
     start, champion = policies["start"], policies["champion"]
     parts = [
@@ -76,7 +76,7 @@ def finding(run: Run) -> str:
         for name, what, form in (
             ("exploitability", "exploitability", ".3f"),
             ("against/minimax", "against perfect play", "+.2f"),
-            ("against/random", "against chance", "+.2f"),
+            ("against/random", "against random play", "+.2f"),
             ("elo", "Elo", "+.0f"),
         )
         if name in start
@@ -85,11 +85,11 @@ def finding(run: Run) -> str:
         parts[0] += f" (last {policies['last']['exploitability']:.3f})"
     first = {one["name"]: one for one in reversed(league["alarms"])}
     signs = ", ".join(f"{name} from step {one['step']}" for name, one in first.items())
-    collapse = "a collapse" if league["collapsed"] else "no collapse"
+    collapse = "collapse" if league["collapsed"] else "no collapse"
     seconds = run["processor_seconds"]
     return (
         f"Seed {run['seed']}: {', '.join(parts)}; {collapse}{f' ({signs})' if signs else ''};"
-        f" {seconds['selfplay']:.0f} processor seconds after {seconds['sft']:.0f} of imitation."
+        f" {seconds['selfplay']:.0f} CPU seconds of self-play after {seconds['sft']:.0f} of imitation."
     )
 
 
@@ -103,19 +103,19 @@ def rows(run: Run) -> list[dict[str, Any]]:
 
 
 def is_shown(key: str) -> bool:
-    """Whether a figure is of a yardstick that all policies have."""
+    """Whether all policies have this metric."""
     return not key.startswith("against/step") and not key.endswith(("/low", "/high"))
 
 
 def figure(one: Mapping[str, float], key: str) -> Any:
-    """A figure with its interval, where it has one."""
+    """A metric, with its interval if it has one."""
     if f"{key}/low" not in one:
         return one[key]
     return {"mean": one[key], "low": one[f"{key}/low"], "high": one[f"{key}/high"]}
 
 
 def best_replies(run: Run) -> list[dict[str, Any]]:
-    """What the best reply to start and champion earns a game, by the policy's seat: bounds of it."""
+    """Bounds on the mean return of the best response to start and champion, by the policy's seat."""
     return [
         {"seed": run["seed"], "policy": name}
         | {f"policy moves {seat}": f"{one['low']:.2f} to {one['high']:.2f}"

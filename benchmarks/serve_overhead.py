@@ -1,12 +1,12 @@
-"""What the server adds to a token: 64 answers at once from `perilune serve`, and from the engine directly.
+"""Overhead of `perilune serve` per token, against the engine called directly: 64 concurrent answers.
 
     python benchmarks/serve_overhead.py
 
-A tiny model, so that the engine itself takes as little as it ever does. In turns: the engine in this process,
-steps until all 64 requests are done; the same requests to a server, whole; and streamed. Processor seconds
-are of the process that does the work (not of the client, which only reads); on a busy machine they are what
-means something. Streams send at most a hundred pieces a second each, so that on a busy machine, where tokens
-come slower, more of them come in a piece of their own. Writes results/serve_overhead.json.
+The tiny model is used, so that the engine takes as little time as possible. The three cases run in turns: the
+engine in this process until all 64 requests are done, the same requests to a server with whole answers, and
+with streams. CPU seconds are those of the process that generates, not of the client. On a busy machine only
+CPU seconds are comparable. A stream sends at most a hundred chunks per second. On a busy machine tokens come
+more slowly, so a chunk has fewer tokens. Writes results/serve_overhead.json.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     kinds: dict[str, dict[str, list[float]]] = {
-        kind: {"wall": [], "processor": []} for kind in ("engine alone", "server, whole", "server, streamed")
+        kind: {"elapsed": [], "CPU": []}
+        for kind in ("engine alone", "server, whole answers", "server, streamed answers")
     }
     pieces = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -102,37 +103,38 @@ def main() -> None:
             for repeat in range(-1, repeats):  # the first is not counted
                 for kind, work, process in (
                     ("engine alone", alone, here),
-                    ("server, whole", lambda: asyncio.run(ask_all(port, False)), there),
-                    ("server, streamed", lambda: asyncio.run(ask_all(port, True)), there),
+                    ("server, whole answers", lambda: asyncio.run(ask_all(port, False)), there),
+                    ("server, streamed answers", lambda: asyncio.run(ask_all(port, True)), there),
                 ):
                     wall, spent, answers = measured(work, process)
                     if repeat >= 0:
-                        kinds[kind]["wall"].append(round(wall, 2))
-                        kinds[kind]["processor"].append(round(spent, 2))
-                        if kind == "server, streamed":
+                        kinds[kind]["elapsed"].append(round(wall, 2))
+                        kinds[kind]["CPU"].append(round(spent, 2))
+                        if kind == "server, streamed answers":
                             pieces.append(sum(one.count(b"data: {") for one in answers) / STREAMS / TOKENS)
             server.terminate()
     write(kinds, pieces)
 
 
 def write(kinds: dict[str, dict[str, list[float]]], pieces: list[float]) -> None:
-    middle = {kind: statistics.median(figures["processor"]) for kind, figures in kinds.items()}
+    middle = {kind: statistics.median(figures["CPU"]) for kind, figures in kinds.items()}
     processor = describe_machine()["processor"]
     document = {
-        "title": "What the server adds",
-        "about": f"Microseconds a token, {STREAMS} answers of {TOKENS} tokens at once, tiny model: the engine"
-        " called directly, and `perilune serve` asked for whole answers and for streams.",
+        "title": "Overhead of perilune serve",
+        "about": f"CPU time and elapsed time per token for {STREAMS} concurrent answers of {TOKENS} tokens"
+        " with the tiny model: with the engine called directly, and with `perilune serve`, for whole and"
+        " for streamed answers.",
         "command": "python benchmarks/serve_overhead.py",
         "machine": {
             "processor": processor["model"],
             "cores": processor["usable_cores"],
             "load": [round(load, 1) for load in os.getloadavg()],
         },
-        "microseconds a token": kinds,
-        "added, processor": {
+        "microseconds per token": kinds,
+        "CPU time added by the server, microseconds per token": {
             kind: round(middle[kind] - middle["engine alone"], 2) for kind in list(kinds)[1:]
         },
-        "pieces a token": round(statistics.median(pieces), 3),
+        "stream chunks per token": round(statistics.median(pieces), 3),
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))

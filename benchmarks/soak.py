@@ -56,31 +56,35 @@ def _reaped() -> bool:
 
 def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: float) -> dict[str, Any]:
     """The result, from what the laboratory told."""
-    broken = {one["name"]: len(one["broken"]) for one in told["invariants"]}
+    broken = {one["name"]: len(one["violations"]) for one in told["invariants"]}
     accepted = sum(told["runs"].values())
     return {
         "outcome": [
             {
                 "runs accepted": accepted,
-                "lost": broken["I1"],
-                "machines leaked": broken["I4"],
-                "committed twice": broken["I2"],
+                "lost runs": broken["I1"],
+                "leaked machines": broken["I4"],
+                "runs with two results": broken["I2"],
             }
         ],
-        "faults thrown": told["faults"],
+        "injected faults": told["faults"],
         "attempts": told["attempts"],
         "invariants": {
-            one["name"]: {"says": one["says"], "broken": broken[one["name"]], "where": one["broken"][:3]}
+            one["name"]: {
+                "invariant": one["invariant"],
+                "violations": broken[one["name"]],
+                "where": one["violations"][:3],
+            }
             for one in told["invariants"]
         },
         "pace": [
             {
-                "seconds of submitting": seconds,
-                "seconds until all had ended": told["elapsed"],
-                "runs a minute of submitting": 60 * accepted / seconds,
-                "attempts a run": sum(told["attempts"].values()) / max(accepted, 1),
-                "CPU seconds a run": cpu_seconds / max(accepted, 1),
-                "runs a CPU minute": 60 * accepted / cpu_seconds,
+                "seconds of submission": seconds,
+                "seconds until all runs had ended": told["elapsed"],
+                "runs per minute of submission": 60 * accepted / seconds,
+                "attempts per run": sum(told["attempts"].values()) / max(accepted, 1),
+                "CPU seconds per run": cpu_seconds / max(accepted, 1),
+                "runs per CPU minute": 60 * accepted / cpu_seconds,
             }
         ],
         "runs at once": at_once,
@@ -100,9 +104,9 @@ def main() -> int:
     told, cpu_seconds = soak(given.seconds, given.at_once, given.seed)
     found = figures(given.seconds, given.at_once, told, cpu_seconds)
     document = {
-        "title": "A soak in bad weather",
-        "about": f"Short runs on the fake cloud for {given.seconds:.0f} seconds, in storm, while the control "
-        "process and the cloud are killed again and again: how many were accepted, and what became of them.",
+        "title": "Ten minutes of injected faults",
+        "about": f"Short runs on the fake cloud for {given.seconds:.0f} seconds with the weather `stormy`, "
+        "while the control process and the cloud are killed repeatedly.",
         "command": f"python benchmarks/soak.py --seconds {given.seconds:.0f} --at-once {given.at_once}"
         f" --seed {given.seed}",
         **found,
@@ -112,7 +116,7 @@ def main() -> int:
     print(json.dumps(found, indent=1))
     if given.out == RESULT:
         subprocess.run([sys.executable, str(HERE / "report.py")], check=True)
-    return 1 if any(verdict["broken"] for verdict in found["invariants"].values()) else 0
+    return 1 if any(verdict["violations"] for verdict in found["invariants"].values()) else 0
 
 
 if __name__ == "__main__":

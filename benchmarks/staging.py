@@ -26,12 +26,12 @@ from typing import Any, BinaryIO
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "staging.json"
 ABOUT = (
-    "A bundle with one large input of random bytes is staged on a machine that has nothing, then again as "
-    "another run; the machine is this one, reached by a pipe, or by a real `sshd` on the loopback, so the "
-    "seconds are what the two ends cost, without a network's. *After a cut* is what staging takes when half "
-    "of it had arrived before the line was cut. *A look* is what the reconciler does each second about an "
-    "attempt under way: processor milliseconds of both ends together, and the median of wall ones. "
-    "`before` is the commit named below: a tar that is sent whole each time, and two calls a look."
+    "A bundle with one large input of random bytes is staged on a new machine, and then again for "
+    "another run. The machine is the local one, reached through a pipe or through a real `sshd` on the "
+    "loopback interface, so the times include no network. *After a cut* is the time to finish staging "
+    "when the connection failed half-way. *A poll* is the reconciler's query about a live attempt, once "
+    "per second: its CPU time on both ends together and its median elapsed time. `before` is the commit "
+    "named below, which sent a whole tar file each time and needed two calls per poll."
 )
 
 
@@ -85,7 +85,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
         found["pipe, after a cut: seconds"] = staged(there, bundle, folder, "cut")
         found["pipe, after a cut: megabytes"] = near.sent / 1e6
         shutil.rmtree(folder / "near")
-        found |= {f"pipe, a look: {key}": value for key, value in looked(there, folder, looks, []).items()}
+        found |= {f"pipe, a poll: {key}": value for key, value in looked(there, folder, looks, []).items()}
         with sshd(folder / "sshd") as server:
             host = SshHost(server.settings(), folder / "keys")
             there = placement(host, "far")
@@ -93,7 +93,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
                 found[f"ssh, {what}: seconds"] = staged(there, bundle, folder, f"far-{what}")
             shutil.rmtree(folder / "far")
             figures = looked(there, folder, looks, [server.process.pid])
-            found |= {f"ssh, a look: {key}": value for key, value in figures.items()}
+            found |= {f"ssh, a poll: {key}": value for key, value in figures.items()}
             host.disconnect()
     return found
 
@@ -154,8 +154,8 @@ def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict
     gate.touch()
     until(lambda: placement.observe(attempt).verdict is not None, "its end")
     return {
-        "processor ms": 1e3 * processor / looks,
-        "wall ms": 1e3 * statistics.median(wall),
+        "CPU ms": 1e3 * processor / looks,
+        "elapsed ms": 1e3 * statistics.median(wall),
     }
 
 
@@ -217,16 +217,16 @@ def main() -> None:
     from perilune.bundle.machine import describe_machine
 
     document = {
-        "title": "Staging and looking",
+        "title": "Time to stage a bundle and to poll an attempt",
         "about": ABOUT,
         "command": f"python benchmarks/staging.py --against {given.against}",
         "measured": {
             key: {name: [round(one[key], 3) for one in figures] for name, figures in found.items()}
             for key in found["now"][0]
         },
-        "megabytes of the large input": round(given.size / 1e6, 1),
-        "before is commit": given.against,
-        "now is commit": commit_of(ROOT),
+        "size of the large input, MB": round(given.size / 1e6, 1),
+        "commit of `before`": given.against,
+        "commit of `now`": commit_of(ROOT),
         "machine": describe_machine(),
     }
     given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -39,12 +39,13 @@ COMPARED = (
     ("untold, off-policy", "untold, on-policy"),
 )
 ABOUT = (
-    "A tiny model writes out its working when the system prompt `Work it out: ` tells it to (`told`), "
-    "and mostly answers at once otherwise (`untold`); distillation moves the prompt's effect into the "
-    "weights. On-policy: the model answers without the prompt, and a frozen copy of itself that sees "
+    "A tiny model writes out its working if the system prompt is `Work it out: ` (`told`), and mostly "
+    "answers directly without it (`untold`). Distillation moves the effect of the prompt into the "
+    "weights. On-policy: the model answers without the prompt, and a frozen copy of the model that sees "
     "the prompt scores each token (60 steps of 128 answers, no verifier). Off-policy: the model "
-    "imitates the right ones of 8,192 answers written with the prompt (120 steps of 64), after answers "
-    f"that mention the prompt were dropped. {SEEDS_ARE_THE_UNIT}"
+    "imitates the right answers among 8,192 that were written with the prompt (120 steps of 64 "
+    "answers). Answers that mention the prompt were removed."
+    f" {SEEDS_ARE_THE_UNIT}"
 )
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     runs = for_seeds(run, arguments.seeds, arguments.jobs)
     findings, differences = compare_arms(runs, STAGES, COMPARED)
     result = {
-        "title": "A system prompt, distilled",
+        "title": "Distilling a system prompt into the weights",
         "about": described(ABOUT, findings),
         "accuracy": {
             name: {

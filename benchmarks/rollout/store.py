@@ -15,12 +15,13 @@ from .shapes import SHAPES, WORK, WORKLOADS
 
 KEY = ("workload", "cores", "model", "weights", "engine")
 ABOUT = (
-    "Rollouts on CPU cores: our engine, `generate` of transformers, OpenVINO GenAI and llama.cpp sample the "
-    "same work from the same random weights, each in a process of its own, taking turns. All sample at "
-    "temperature 1 and give the log-prob of every token. *group*: several samples of each prompt; *ragged*: "
-    "requests of different length, all there from the start; *single*: one sample after a long prompt. The "
-    "floor is what the matrices and the cache take at the best rates of the same cores, measured between the "
-    "engines' turns."
+    "Perilune's engine, `generate` of transformers, OpenVINO GenAI and llama.cpp run the same sampling "
+    "workloads on CPU cores with the same random weights. Each engine runs in its own process, and the "
+    "engines take turns. All sample at temperature 1 and return the log-prob of every token. Workloads: "
+    "*group* has several samples per prompt; *ragged* has requests of different lengths, all submitted "
+    "at the start; *single* has one sample after a long prompt. The floor is the time that the matrix "
+    "products and the reads of the KV cache need at the best rates of these cores, measured between the "
+    "turns."
 )
 
 

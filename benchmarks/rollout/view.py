@@ -1,7 +1,7 @@
-"""What the page of results shows of the records: tables by workload and cores, and where we stand, in words.
+"""The result page on rollouts: tables by workload and number of cores, and a comparison in sentences.
 
-Every figure comes from the records. Engines are compared round by round: in a round they ran one after the
-other.
+All numbers come from the records. Engines are compared round by round, because the engines of a round ran one
+after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with its records as tables, and with paragraphs on where we stand."""
+    """The document with its records as tables, and with paragraphs that compare the engines."""
     records = document["records"]
     shown = {key: value for key, value in document.items() if key != "records"}
     shown["about"] = "\n\n".join([document["about"], *standing(records)])
@@ -38,23 +38,23 @@ def _row(record: Record) -> dict[str, Any]:
         return {**row, "KV cache": f"failed: {record['failed']}"}
     seconds, tokens = record["seconds"], record["tokens"]
     row |= {"KV cache": record["kv_cache"], "tokens per second": [tokens / one for one in seconds]}
-    row["of the floor"] = _percent(sum(record["floor"].values()) / statistics.median(seconds))
+    row["share of the floor's speed"] = _percent(sum(record["floor"].values()) / statistics.median(seconds))
     if record["workload"] == "single":
         first = record["first_token_seconds"]
         after = [(tokens - 1) / (all_ - one) for one, all_ in zip(first, seconds, strict=True)]
         row |= {"seconds to the first token": first, "tokens per second after it": after}
         floor = record["floor"]["decode"] + record["floor"]["cache"]
-        row["of that floor"] = _percent(statistics.median(after) * floor / (tokens - 1))
-    row |= {"peak MB": round(record["peak_mb"]), "greedy tokens as transformers": ""}
+        row["share of the floor's speed after it"] = _percent(statistics.median(after) * floor / (tokens - 1))
+    row |= {"peak MB": round(record["peak_mb"]), "greedy tokens equal to transformers": ""}
     if record["greedy"] is not None:
-        row["greedy tokens as transformers"] = _percent(record["greedy"]["tokens"])
+        row["greedy tokens equal to transformers"] = _percent(record["greedy"]["tokens"])
         row["log-prob difference"] = record["greedy"]["logprob_difference"]
     row["mean log-prob"] = None if record["mean_logprob"] is None else round(record["mean_logprob"], 3)
     return row | ({"wrong": ", ".join(record["faults"])} if record["faults"] else {})
 
 
 def standing(records: Sequence[Record]) -> list[str]:
-    """Paragraphs: against `generate`, against the best peer, where we are behind and why."""
+    """Paragraphs: ratios to `generate` and to the fastest other engine, and the cases where we are slower."""
     cases: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
         if "failed" not in record and not record["faults"]:
@@ -62,14 +62,14 @@ def standing(records: Sequence[Record]) -> list[str]:
             cases.setdefault(key, {})[record["engine"]] = record
     cases = {key: engines for key, engines in cases.items() if OURS in engines and len(engines) > 1}
     if not cases:
-        return ["Our engine has not been measured beside another yet."]
+        return ["Perilune's engine has not been compared with another engine yet."]
     paragraphs = []
     against = {key: _ratio(engines[OURS], engines[BASE]) for key, engines in cases.items() if BASE in engines}
     if against:
         goal = sum(ratio >= GOAL for ratio in against.values())
         paragraphs.append(
-            f"Against `generate` of transformers our engine is {_span(against.values())} times as fast, and "
-            f"at least {GOAL:g} times in {goal} of {len(against)} comparisons."
+            f"Perilune's engine is {_span(against.values())} times as fast as `generate` of transformers, "
+            f"and at least {GOAL:g} times as fast in {goal} of {len(against)} comparisons."
         )
     best = {key: _best(engines) for key, engines in cases.items()}
     best = {key: name for key, name in best.items() if name and not name.startswith(BASE)}
@@ -77,31 +77,30 @@ def standing(records: Sequence[Record]) -> list[str]:
     behind = {key: ratio for key, ratio in ratios.items() if ratio < LEVEL}
     if ratios:
         paragraphs.append(
-            f"Against the fastest other engine of each comparison it is {_span(ratios.values())} times as "
-            f"fast, and level ({LEVEL:g} or more) or ahead in {len(ratios) - len(behind)} of {len(ratios)}."
+            f"It is {_span(ratios.values())} times as fast as the fastest other engine of each comparison, "
+            f"and at least {LEVEL:g} times as fast in {len(ratios) - len(behind)} of {len(ratios)}."
         )
     reasons = [
-        f"* {_name(key)}: {ratio:.2f} times {best[key]}. {_why(cases[key], best[key])}"
+        f"* {_name(key)}: {ratio:.2f} times as fast as {best[key]}. {_why(cases[key], best[key])}"
         for key, ratio in sorted(behind.items(), key=lambda item: item[1])
     ]
     if reasons:
-        paragraphs.append(
-            "Where it is behind, by how much, and what the figures say of why:\n\n" + "\n".join(reasons)
-        )
+        paragraphs.append("It is slower in these cases:\n\n" + "\n".join(reasons))
     busy = [one for engines in cases.values() for one in engines.values() if _disturbed(one)]
     if busy:
         paragraphs.append(
-            f"In {len(busy)} of {sum(map(len, cases.values()))} measurements the process did not have its "
-            "cores for itself: of these the ratios say more than the seconds."
+            f"In {len(busy)} of {sum(map(len, cases.values()))} measurements other processes used the same "
+            "cores. For these, trust the ratios more than the absolute speeds."
         )
     heavier = [key for key, name in best.items() if cases[key][OURS]["peak_mb"] > cases[key][name]["peak_mb"]]
     if heavier:
         most = max(cases[key][OURS]["peak_mb"] / cases[key][best[key]]["peak_mb"] for key in heavier)
         paragraphs.append(
-            f"Its peak memory is above that of the fastest other engine in {len(heavier)} of {len(best)} "
-            f"comparisons, at most {most:.1f} times as high. Python with torch and the engine, before any "
-            "model, takes about 230 MB of it, which is most of T; and a cache of float32 or bfloat16 is four "
-            "or two times as large as one of u8: `perilune-int8` has one of a byte a number."
+            f"Its peak memory is higher than that of the fastest other engine in {len(heavier)} of "
+            f"{len(best)} comparisons, at most {most:.1f} times as high. Python, torch and the engine take "
+            "about 230 MB without any model, which is most of the memory for model T. A float32 or "
+            "bfloat16 KV cache is four or two times as large as the u8 cache of other engines. "
+            "`perilune-int8` has an int8 cache."
         )
     return paragraphs
 
@@ -135,20 +134,20 @@ def _why(engines: Mapping[str, Record], name: str) -> str:
         outside = sum(split[part] for part in ("schedule", "draw", "rest"))
         share = outside / (outside + split["run"])
         sentences.append(
-            f"Of a step of {outside + split['run']:.2f} ms the model takes {_percent(1 - share)}, drawing "
-            f"{split['draw']:.2f} ms, scheduling and the rest {outside - split['draw']:.2f} ms; without what "
-            f"is not the model it would be {_without(ours, other, share)}."
+            f"The model takes {_percent(1 - share)} of a step of {outside + split['run']:.2f} ms, drawing "
+            f"tokens {split['draw']:.2f} ms, and scheduling and other work {outside - split['draw']:.2f} ms. "
+            f"The model alone would be {_without(ours, other, share)}."
         )
     if ours["kv_cache"] != other["kv_cache"]:
         cache = ours["floor"]["cache"]
         sentences.append(
-            f"It keeps keys and values in {ours['kv_cache']}, {other['engine']} in {other['kv_cache']}: "
-            f"reading them takes at least {cache:.2g} s here, {_percent(cache / missing)} of what is missing."
+            f"Its KV cache is in {ours['kv_cache']}, that of {other['engine']} in {other['kv_cache']}. "
+            f"Reading it takes at least {cache:.2g} s, {_percent(cache / missing)} of the difference."
         )
     if SMALLER in engines:
         small = engines[SMALLER]
         sentences.append(
-            f"With a cache in {small['kv_cache']} it is {_ratio(small, other):.2f} times {name}."
+            f"With an {small['kv_cache']} cache it is {_ratio(small, other):.2f} times as fast as {name}."
         )
     first, theirs = ours["first_token_seconds"], other["first_token_seconds"]
     if ours["workload"] == "single" and None not in (*first, *theirs):
@@ -156,11 +155,13 @@ def _why(engines: Mapping[str, Record], name: str) -> str:
         sentences.append(f"The prompt accounts for {_percent(later / missing)} of the difference.")
     least = sum(ours["floor"].values())
     shares = [_percent(least / statistics.median(one["seconds"])) for one in (ours, other)]
-    return " ".join([*sentences, f"Of the floor it reaches {shares[0]}, {other['engine']} {shares[1]}."])
+    return " ".join(
+        [*sentences, f"It reaches {shares[0]} of the speed of the floor, and {other['engine']} {shares[1]}."]
+    )
 
 
 def _without(ours: Record, other: Record, share: float) -> str:
-    return f"{_ratio(ours, other) / (1 - share):.2f} times {other['engine']}"
+    return f"{_ratio(ours, other) / (1 - share):.2f} times as fast as {other['engine']}"
 
 
 def _name(key: tuple[Any, ...]) -> str:

@@ -1,0 +1,113 @@
+"""Tables for result pages whose JSON holds raw records: the quickstart, `generate` and TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Document = Mapping[str, Any]
+
+
+def quickstart_view(document: Document) -> dict[str, Any]:
+    """One table row per seed and evaluation, and the time of each stage."""
+    runs = document["runs"]
+    seconds = [run["seconds"] for run in runs]
+    gap = max(run["logprob_gap_max"] for run in runs)
+    evaluations = [{"seed": run["seed"]} | _evaluation(one) for run in runs for one in run["evaluations"]]
+    stages = [
+        {"seed": run["seed"]} | {stage["name"]: stage["seconds"] for stage in run["stages"]} for run in runs
+    ]
+    return {
+        "title": "Quickstart with three seeds",
+        "about": f"The whole quickstart takes {min(seconds):.0f} to {max(seconds):.0f} seconds. Intervals "
+        "are 95% bootstrap intervals over the 256 held-out tasks. The largest difference between the "
+        f"sampler's and the learner's log-prob of a token was {gap:g} nats. In these runs the `rl` stage "
+        "started from the second moments of the `sft` stage. It now starts with a fresh optimizer, as in the "
+        "table of the README.",
+        "command": document["command"],
+        "evaluations": evaluations,
+        "seconds per stage": stages,
+        "seconds in the rl stage": [{"seed": run["seed"]} | run["split_seconds"] for run in runs],
+        "versions": document["versions"],
+        "processor": document["processor"],
+    }
+
+
+def _evaluation(one: Mapping[str, Any]) -> dict[str, Any]:
+    strategies = {
+        f"share of {name} answers": one["strategies"].get(name, {}).get("share", 0.0)
+        for name in ("direct", "scratchpad")
+    }
+    gain = one["gain"] and one["gain"]["pass@1"]
+    return {
+        "stage": one["stage"],
+        "pass@1": one["pass@1"],
+        "gain of pass@1 over the previous evaluation": gain,
+        "pass@8": one["pass@8"],
+        "greedy": one["greedy"],
+        "tokens per answer": one["length"]["mean"],
+        **strategies,
+    }
+
+
+def generate_view(document: Document) -> dict[str, Any]:
+    """One table row per workload: tokens per second, and ratios."""
+    rows, ratios = [], []
+    for one in document["results"]:
+        speed, cpu = one["tokens_per_second"], one["times_as_fast_as_generate"]
+        ratios.append(cpu["wall"])
+        rows.append(
+            {
+                "prompts": one["prompts"],
+                "samples per prompt": one["samples"],
+                "answers end": one["ends"],
+                "threads": one["threads"],
+                "ratio, elapsed time": cpu["wall"],
+                "ratio, CPU time": cpu["processor"],
+                "tokens/s: Perilune": speed["engine"],
+                "tokens/s: generate": speed["generate"],
+                "tokens/s: generate with log-probs": speed["generate_with_logprobs"],
+            }
+        )
+    rest = {key: value for key, value in document.items() if key != "results"}
+    return {
+        "title": "Sampling speed: Perilune against transformers",
+        "about": "Perilune's engine and `generate` of transformers sample from the tiny model. Perilune's "
+        f"engine is {min(ratios):.1f} to {max(ratios):.1f} times as fast, and it also returns log-probs. "
+        "The ratios compare it with `generate` without log-probs.",
+        "tokens per second": rows,
+        **rest,
+    }
+
+
+def trl_view(document: Document) -> dict[str, Any]:
+    """Seconds per step of Perilune and TRL, and their ratio."""
+    ours, theirs, ratio = (document[name] for name in ("perilune", "trl", "trl_over_perilune"))
+    low, median, high = ours["quartiles_of_total_seconds"]
+    rows = {
+        part.replace("_", " and "): {
+            "Perilune": seconds,
+            "TRL": theirs["seconds"][part],
+            "TRL / Perilune": ratio["seconds"][part],
+        }
+        for part, seconds in ours["seconds"].items()
+    }
+    return {
+        "title": "GRPO step time: Perilune against TRL",
+        "about": f"A GRPO step with {document['completions_per_step']} answers on {document['threads']} "
+        f"thread takes {ratio['seconds']['total']:g} times as long in TRL as in Perilune. Perilune's median "
+        f"step takes {median:.3f} s (quartiles {low:.3f} and {high:.3f} s), and TRL's "
+        f"{theirs['seconds']['total']:.3f} s. CPU times give the same ratios.",
+        "command": document["command"],
+        "median seconds per step": rows,
+        "mean per step": {
+            "Perilune": {"sampled tokens": ours["tokens_mean"], "reward": ours["reward_mean"]},
+            "TRL": {"sampled tokens": theirs["tokens_mean"], "reward": theirs["reward_mean"]},
+        },
+        "seconds from start to first step": {
+            "Perilune": ours["start_to_first_step_seconds"],
+            "TRL": theirs["start_to_first_step_seconds"],
+        },
+        "versions": theirs["versions"],
+        "processor": document["processor"],
+    }
