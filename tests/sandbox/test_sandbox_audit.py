@@ -25,7 +25,7 @@ from perilune.sandbox.sandbox import Capabilities
 
 pytestmark = pytest.mark.usefixtures("walls")
 NOBODY = 1 << 22  # a process without descendants: there can be none of that number
-ALL = Mechanisms(True, True, True, True, landlock=7, seccomp=True)
+ALL = Mechanisms(True, True, True, True, landlock=7, seccomp=True, control_group=2)
 QUICK = [one for one in PROBES if one.wall not in ("time", "output")]  # which no mechanism keeps
 NOTHING = Capabilities(ALL, dict.fromkeys(WALLS, ("pretended",)), {})
 SHY = {

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perilune.sandbox import kernel
+from perilune.sandbox.control_group import be_killed_first
 from perilune.sandbox.landlock import give_up_files
 from perilune.sandbox.limits import SandboxLimits, lower
 from perilune.sandbox.mechanisms import Mechanisms
@@ -63,12 +64,15 @@ def launch(run: Run, request: Mapping[str, Any]) -> NoReturn:
     """Create namespaces and their init process, and wait for it."""
     os.setpgid(0, 0)
     try:
+        if run.mechanisms.control_group:
+            be_killed_first()
         if run.mechanisms.own_users:
             kernel.own_users(USER_INSIDE)
         if run.mechanisms.namespaces:
             kernel.unshare(
                 kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
             )
+        kernel.die_with_parent()
     except OSError as error:
         _send_report(run.report, {"failed": str(error)})
         os._exit(1)
@@ -118,6 +122,7 @@ def _enter_scratch(run: Run, files: Mapping[str, str]) -> None:
         os.setresgid(run.user, run.user, run.user)
         os.setresuid(run.user, run.user, run.user)
     kernel.give_up_privileges()
+    kernel.die_with_parent()  # after the change of user, which would undo it
     if mechanisms.landlock and not give_up_files(readable, [scratch, "/dev/null", "/dev/full"]):
         raise OSError("the kernel accepted Landlock before and refuses it now")
     for name, content in files.items():
@@ -130,6 +135,7 @@ def _become_code(run: Run, errors: int, code: str) -> NoReturn:
     """Apply the limits and the call filter to this process, and run the code."""
     try:
         os.setpgid(0, 0)
+        kernel.die_with_parent()
         if not run.mechanisms.namespaces:  # report the process group to kill before anything can fail
             os.write(run.report, b"%d\n" % os.getpid())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -16,7 +16,7 @@ WALLS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "processes": ("has a limited number of processes and threads, or one process", ("counted", "seccomp")),
     "programs": ("starts no program of the host", ("seccomp", "landlock")),
     "whole tree": ("leaves no process behind", ("namespaces", "seccomp")),
-    "memory": ("uses limited memory", ("limits", "watch")),
+    "memory": ("uses limited memory", ("control_group", "limits", "watch")),
     "time": ("uses limited wall-clock and CPU time", ("limits", "watch")),
     "output": ("writes limited output", ("watch",)),
     "privileges": ("has no capability and gains none", ("no_new_privileges",)),
@@ -36,6 +36,7 @@ class Mechanisms:
         counted: the kernel can limit the number of its processes separately. It does not count root's.
         landlock: version of Landlock, 0 for none.
         seccomp: system calls are filtered.
+        control_group: version of control groups (cgroup) that limit memory, 0 for none.
     """
 
     namespaces: bool
@@ -44,6 +45,7 @@ class Mechanisms:
     counted: bool
     landlock: int
     seccomp: bool
+    control_group: int
 
     @property
     def names(self) -> frozenset[str]:

@@ -98,8 +98,8 @@ class Sandbox:
 
     Args:
         limits: limits of each run.
-        without: mechanisms to switch off ("namespaces", "own_user", "landlock", "seccomp"), to test the
-            others.
+        without: mechanisms to switch off ("namespaces", "own_user", "landlock", "seccomp", "control_group"),
+            to test the others.
         allow_missing: walls that may be missing. By default, nothing is run if a wall is missing.
     """
 

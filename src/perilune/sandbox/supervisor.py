@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.sandbox import kernel
+from perilune.sandbox.control_group import ControlGroup
 from perilune.sandbox.isolation import MOST_DESCRIPTORS, Run, launch
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.limits import SandboxLimits, lower
@@ -35,10 +36,14 @@ _TRIAL = {"code": "import csv, decimal", "files": {}}  # needs Python's library
 def main() -> None:
     """Serve until the owner closes the socket."""
     opening = json.loads(sys.argv[2])
+    group = None
     sys.path[:] = [str(Path(place).resolve()) for place in sys.path]
     try:
         limits = SandboxLimits(**opening["limits"])
-        supervisor = Supervisor(limits, opening["folder"], frozenset(opening["without"]))
+        reasons = dict.fromkeys(opening["without"], "switched off")
+        if "control_group" not in reasons:
+            group = _enter_control_group(limits, reasons)
+        supervisor = Supervisor(limits, opening["folder"], group, reasons)
         send_frame(_OWNER, supervisor.capabilities)
         while (size := receive_exactly(_OWNER, HEADER)) is not None:
             send_frame(_OWNER, supervisor.run(int(size, 16)))
@@ -47,23 +52,42 @@ def main() -> None:
     except Exception:
         send_frame(_OWNER, {"failed": traceback.format_exc(limit=-3)})
     finally:
+        if group:
+            group.leave()
         shutil.rmtree(opening["folder"], ignore_errors=True)  # the owner may have been killed
+
+
+def _enter_control_group(limits: SandboxLimits, reasons: dict[str, str]) -> ControlGroup | None:
+    """Enter a group of our own; None if that cannot be done, with the reason in `reasons`."""
+    try:
+        return ControlGroup(limits.memory_bytes, limits.scratch_bytes)
+    except OSError as error:
+        reasons["control_group"] = str(error)
+        return None
 
 
 class Supervisor:
     """Runs one request at a time.
 
+    Args:
+        limits: limits of each run.
+        folder: an empty folder for this sandbox alone.
+        group: the control group of this process, if it has its own.
+        reasons: mechanisms not to use, and why.
+
     Attributes:
         capabilities: the mechanisms that work on this machine, and why others do not.
     """
 
-    def __init__(self, limits: SandboxLimits, folder: str, without: frozenset[str]) -> None:
+    def __init__(
+        self, limits: SandboxLimits, folder: str, group: ControlGroup | None, reasons: dict[str, str]
+    ) -> None:
         kernel.adopt_orphans()
         lower(resource.RLIMIT_NOFILE, MOST_DESCRIPTORS)
-        self._limits, self._folder = limits, folder
+        self._limits, self._folder, self._group = limits, folder, group
         self._taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._user = _own_user()
-        self._mechanisms, reasons = self._test_mechanisms(without)
+        self._mechanisms, reasons = self._test_mechanisms(reasons)
         self.capabilities = {"mechanisms": asdict(self._mechanisms), "reasons": reasons}
 
     def run(self, size: int, trial: Mechanisms | None = None) -> dict[str, Any]:
@@ -81,7 +105,8 @@ class Supervisor:
             os.setpgid(launcher_id, launcher_id)
         os.close(output_end)
         os.close(report_end)
-        watch = Watch(self._limits, launcher_id, run.scratch if not mechanisms.namespaces else "", _OWNER)
+        scratch = "" if mechanisms.namespaces else run.scratch
+        watch = Watch(self._limits, launcher_id, scratch, self._group, _OWNER)
         try:
             return watch.until_the_end(output, report)
         finally:
@@ -97,16 +122,17 @@ class Supervisor:
         if run.mechanisms.own_user:
             os.chown(run.scratch, self._user, self._user)
 
-    def _test_mechanisms(self, without: frozenset[str]) -> tuple[Mechanisms, dict[str, str]]:
+    def _test_mechanisms(self, reasons: dict[str, str]) -> tuple[Mechanisms, dict[str, str]]:
         """The strongest combination of mechanisms that works, and the reasons why others do not."""
-        reasons = dict.fromkeys(without, "switched off")
+        without = frozenset(reasons)
         landlock = 0 if "landlock" in without else landlock_version()
         if not landlock:
             reasons.setdefault("landlock", "the kernel has no Landlock; it needs Linux 5.13 and lsm=landlock")
         seccomp = "seccomp" not in without and _can_filter()
         if not seccomp:
             reasons.setdefault("seccomp", f"no filter for {platform.machine()}, or the kernel refused it")
-        least = Mechanisms(False, False, False, False, landlock, seccomp)
+        control_group = self._group.version if self._group else 0
+        least = Mechanisms(False, False, False, False, landlock, seccomp, control_group)
         for tried in _candidates(least):
             if without & tried.names:
                 continue

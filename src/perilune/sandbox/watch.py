@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from perilune.sandbox.control_group import ControlGroup
 from perilune.sandbox.limits import SandboxLimits
 
 _READ = 1 << 16
@@ -27,11 +28,15 @@ class Watch:
     Args:
         launcher: leader of the process group of the launcher and the init process.
         scratch: the scratch folder if the kernel does not limit its size; else empty.
+        group: the control group that limits memory, if there is one.
         owner: socket that the sandbox's owner closes when nobody waits for the result.
     """
 
-    def __init__(self, limits: SandboxLimits, launcher: int, scratch: str, owner: int) -> None:
+    def __init__(
+        self, limits: SandboxLimits, launcher: int, scratch: str, group: ControlGroup | None, owner: int
+    ) -> None:
         self._limits, self._launcher, self._scratch, self._owner = limits, launcher, scratch, owner
+        self._group, self._kills_before = group, group.kills() if group else 0
         self._output = Output(limits.output_bytes)
         self._report = bytearray()
         self._cause = ""
@@ -59,6 +64,8 @@ class Watch:
             elif now >= next_check:
                 next_check = now + _CHECK_EVERY
                 self._check_usage()
+        if self._is_at_limit():
+            self._end("memory")
         report_document = self._read_report()
         if not report_document:  # the init process is gone, but its children may still run
             self._kill()
@@ -86,10 +93,15 @@ class Watch:
 
     def _check_usage(self) -> None:
         """Kill the run if it exceeds a limit that the kernel does not enforce."""
-        if memory_of(descendants(os.getpid()), _resident(os.getpid())) > self._limits.memory_bytes:
+        taken = memory_of(descendants(os.getpid()), _resident(os.getpid()))
+        if self._is_at_limit() or taken > self._limits.memory_bytes:
             self._end("memory")
         if self._scratch and not _fits(self._scratch, self._limits):
             self._end("scratch")
+
+    def _is_at_limit(self) -> bool:
+        """Whether the kernel killed a process of this run because all together took too much memory."""
+        return self._group is not None and self._group.kills() > self._kills_before
 
     def _end(self, cause: str) -> None:
         self._cause = self._cause or cause

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = command_group("Audit the sandbox that runs code written by a model.")
 
-SWITCHES = ("namespaces", "own_user", "landlock", "seccomp")
+SWITCHES = ("namespaces", "own_user", "landlock", "seccomp", "control_group")
 
 
 @app.command(epilog="Example: perilune sandbox audit --without namespaces")

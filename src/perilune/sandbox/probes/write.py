@@ -80,4 +80,6 @@ def devices(facts: Mapping[str, Any]) -> Attempts:
         "memory": lambda: opened("/dev/mem"),
         "settings of the kernel": lambda: opened("/proc/sys/kernel/hostname"),
         "the terminal": lambda: opened("/dev/tty"),
+        "control groups, version 1": lambda: opened("/sys/fs/cgroup/memory/cgroup.procs"),
+        "control groups, version 2": lambda: opened("/sys/fs/cgroup/cgroup.procs"),
     }

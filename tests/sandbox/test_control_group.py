@@ -1,0 +1,129 @@
+"""The control group: its limit holds between two counts, its kills are told, and nothing of it is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perilune.sandbox import Sandbox, SandboxLimits
+from perilune.sandbox.control_group import own_group
+
+pytestmark = pytest.mark.usefixtures("walls")
+LIMITS = SandboxLimits(seconds=20, memory_bytes=128 << 20, processes=12, scratch_bytes=4 << 20)
+STORM = """
+import os, threading, time
+def fork():
+    if os.fork() == 0:
+        taken = b'x' * (100 << 20)
+        os.write(1, b'100 MiB ')
+        time.sleep(19)
+        os._exit(0)
+for one in [threading.Thread(target=fork) for _ in range(3)]: one.start()
+for _ in range(4): fork()
+time.sleep(19)
+"""
+IN_SOCKETS = """
+import os, socket
+for _ in range(2): os.fork()
+pairs = []
+for _ in range(55):
+    pairs += socket.socketpair()
+    for one in pairs[-2:]:
+        one.setblocking(False)
+        try:
+            while True: one.send(bytes(4096))
+        except BlockingIOError: pass
+try: os.wait(); os.wait()
+except ChildProcessError: pass
+"""
+
+
+@pytest.fixture(scope="module")
+def places():
+    """The folders in which a group can be; the reason why there is none is that of this machine."""
+    with Sandbox(LIMITS) as one:
+        found = one.capabilities()
+    if not found.mechanisms.control_group:
+        pytest.xfail(f"no control group: {found.reasons['control_group']}")
+    _, mounted, folder = own_group()
+    return [one for one in (folder, *folder.parents) if one.is_relative_to(mounted)]
+
+
+def groups_of(process, places):
+    return [folder for place in places for folder in place.glob(f"perilune-sandbox-{process}-*")]
+
+
+def read(folder, *names):
+    """The number in the file that this version of control groups has."""
+    return next(int((folder / name).read_text()) for name in names if (folder / name).exists())
+
+
+def test_processes_of_threads_take_no_more_than_the_limit_between_two_counts(places):
+    with Sandbox(LIMITS) as one:
+        found = one.run(STORM)
+        (group,) = groups_of(one.process_id, places)
+        limit = read(group, "memory.max", "memory.limit_in_bytes")
+        assert limit == LIMITS.memory_bytes + LIMITS.scratch_bytes + (16 << 20)
+        assert read(group, "memory.peak", "memory.max_usage_in_bytes") <= limit
+        assert (found.cause, found.signal) == ("memory", signal.SIGKILL)
+        assert one.run("print('well')").output == "well\n"
+
+
+def test_kernel_memory_which_no_count_shows_ends_a_run_too(places):
+    limits = replace(LIMITS, memory_bytes=24 << 20, scratch_bytes=1 << 20, open_files=120)
+    with Sandbox(limits) as one:
+        found = one.run(IN_SOCKETS)
+        assert (found.cause, found.signal) == ("memory", signal.SIGKILL), found
+        assert one.run("print('well')").output == "well\n"
+    with Sandbox(limits, without=["control_group"]) as one:
+        assert one.capabilities().walls["memory"] == ("limits", "watch")
+        assert one.run(IN_SOCKETS).succeeded
+
+
+def test_a_group_goes_with_its_supervisor_and_a_killed_one_is_swept_by_the_next(places):
+    with Sandbox(LIMITS) as one:
+        first = one.process_id
+        (group,) = groups_of(first, places)
+        foreign = [group.with_name("perilune-sandbox-1-alive"), group.with_name("somebody-else")]
+        try:
+            for folder in foreign:
+                folder.mkdir()
+            os.kill(first, signal.SIGKILL)
+            one.close()
+            assert group.exists()
+            with Sandbox(LIMITS) as two:
+                assert two.run("print('well')").output == "well\n"
+                second = two.process_id
+                assert not group.exists() and groups_of(second, places)
+            assert not groups_of(second, places) and all(folder.exists() for folder in foreign)
+        finally:
+            for folder in foreign:
+                folder.rmdir()
+
+
+def test_a_killed_owner_and_a_killed_supervisor_leave_no_process(places):
+    script = (
+        "import threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
+        "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
+        "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
+        "time.sleep(0.3); print(s.process_id, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        supervisor = int(owner.stdout.readline())
+        (group,) = groups_of(supervisor, places)
+        family = [int(process) for process in (group / "cgroup.procs").read_text().split()]
+        assert len(family) == 4
+        os.kill(supervisor, signal.SIGKILL)
+        owner.kill()
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{one}").exists() for one in family):
+        assert time.monotonic() < until, family
+        time.sleep(0.05)
+    with Sandbox(LIMITS) as one:
+        one.run("")
+        assert not group.exists()
