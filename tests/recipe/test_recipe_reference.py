@@ -1,6 +1,7 @@
 """The recipe's reference page and JSON schema say what the models say, and there are few keys."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -9,6 +10,8 @@ import yaml
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.environments import environment_ids
+from perilune.errors import RequestError
+from perilune.recipe.aliases import ALIASES
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.reference import markdown, recipe_schema, sections, user_keys
 
@@ -69,3 +72,26 @@ def test_bundled_recipes_are_valid_by_the_schema_too(name: str) -> None:
     document["stages"][0]["flavour"] = "vanilla"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("rl.learning_rate=1", "lr"),
+        ("rl.num_generations=8", "samples"),
+        ("rl.per_device_train_batch_size=8", "prompts"),
+        ("sft.per_device_train_batch_size=8", "batch_size"),
+        ("rl.beta=0.1", "kl"),
+        ("model.model_name_or_path=x", "path"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_ours(written: str, ours: str) -> None:
+    with pytest.raises(RequestError, match="is not a known key") as refused:
+        load_recipe(bundled_recipe("quickstart"), [written])
+    assert refused.value.remedy.startswith(f"'{ours}'; ")
+
+
+def test_every_alias_names_keys_of_recipes() -> None:
+    rows = re.findall(r"^\| `([\w.]+)`", markdown(), re.MULTILINE)
+    keys = {part for row in rows for part in row.split(".")}
+    assert {name for names in ALIASES.values() for name in names} <= keys

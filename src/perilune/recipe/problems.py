@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
+from perilune.recipe.aliases import alias_of
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -40,9 +41,10 @@ class ProblemsError(Exception):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The remedy for a name that is not in `valid`: the closest name, then all names."""
+    """The remedy for a name that is not in `valid`: its meaning or the closest name, then all names."""
     names = list(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    meant = alias_of(name, names)
+    close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     return f"'{close[0]}'; {listed}" if close else listed
 

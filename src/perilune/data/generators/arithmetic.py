@@ -1,4 +1,4 @@
-"""The arithmetic teacher: answers compact arithmetic prompts directly or with working."""
+"""The arithmetic teacher: answers arithmetic prompts directly or with working."""
 
 from __future__ import annotations
 
@@ -23,39 +23,72 @@ class ArithmeticTeacher(ScriptedTeacher):
     * careless: `78015,46131,32106;615`, a scratchpad with one wrong digit and the right answer, as occurs in
       data that was verified by the answer alone,
     * direct: `;615`, no working.
+
+    For the family's own wording of "4 + 38 - 17 =" the strategies write
+
+    * steps: a line per operation, `4 + 38 = 42`, `42 - 17 = 25`, then `<answer>25</answer>`,
+    * direct: `<answer>25</answer>`.
     """
 
     name = "arithmetic"
-    strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "direct": 0.6}
+    strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "steps": 0.0, "direct": 0.6}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The answer.
 
         Raises:
-            RequestError: when the prompt is not a compact sum or product.
+            RequestError: when the prompt is not a sum or product, or the strategy does not suit its wording.
         """
         return (write_trace(task, strategy),)
 
 
 def write_trace(task: Task, strategy: str) -> str:
-    """The answer "working;answer", with the working of `strategy`.
+    """The answer with the working of `strategy`, in the form that the task's prompt asks for.
 
     Raises:
-        RequestError: when the prompt is not a compact sum or product.
+        RequestError: when the prompt is not a sum or product, or the strategy does not suit its wording.
     """
     prompt = task.prompt[-1]["content"]
-    expression = compact.expression(prompt)
+    short = task.data.get("compact", "")
+    expression = compact.expression(short)
     if expression is None:
         raise RequestError(
             f"the arithmetic teacher cannot compute {prompt[:80]!r}",
             where="teacher",
-            remedy="use `prompt: compact` of chain_sum, products or basic_arithmetic "
+            remedy="use chain_sum, products or basic_arithmetic "
             "(the last with either + and -, or *, and without parentheses)",
         )
+    wording = "compact" if prompt == short else "original"
+    if strategy != "direct" and (strategy == "steps") != (wording == "original"):
+        raise RequestError(
+            f"the arithmetic teacher has no strategy '{strategy}' for `prompt: {wording}`",
+            where="strategies",
+            remedy="steps and direct are for `prompt: original`; the others for `prompt: compact`",
+        )
+    if wording == "original":
+        lines = _steps(expression) if strategy == "steps" else []
+        return "\n".join([*lines, f"<answer>{task.data['answer']}</answer>"])
     working = "" if strategy == "direct" else scratchpad.working(expression, brief=strategy == "brief") or ""
     if strategy == "careless":
         working = _slip(working, task.task_id)
     return f"{working}{compact.ANSWER_MARK}{task.data['answer']}"
+
+
+def _steps(expression: str) -> list[str]:
+    """One equation per operation, from left to right: "4 + 38 = 42", "42 - 17 = 25"."""
+    numbers, sign = scratchpad.terms(expression), "+"
+    if numbers is None:
+        numbers, sign = scratchpad.factors(expression) or (), "*"
+    lines = []
+    total = numbers[0]
+    for number in numbers[1:]:
+        if sign == "*":
+            before, total = f"{total} *", total * number
+        else:
+            before, total = f"{total} {'-' if number < 0 else '+'}", total + number
+            number = abs(number)
+        lines.append(f"{before} {number} = {total}")
+    return lines
 
 
 def _slip(working: str, task_id: str) -> str:
