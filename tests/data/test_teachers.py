@@ -5,7 +5,14 @@ from itertools import islice
 
 import pytest
 
-from perilune.data.generators import Candidate, Rejected, make_teacher, teacher_names, verify_candidates
+from perilune.data.generators import (
+    Candidate,
+    Rejected,
+    make_teacher,
+    teacher_candidates,
+    teacher_names,
+    verify_candidates,
+)
 from perilune.data.records import TraceRecord, deduplicate
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.errors import RequestError
@@ -176,6 +183,39 @@ def test_a_careless_trace_has_the_right_answer_and_one_wrong_digit():
         outcome = environment.score(task, Transcript(wrong.text))
         assert (outcome.reward, outcome.metrics["trace_valid"]) == (1.0, 0.0)
     assert len(places) > 15  # anywhere
+
+
+def steps_for(environment, count=40):
+    teacher = make_teacher("arithmetic", {"steps": 1.0})
+    return list(islice(teacher_candidates(teacher, environment, 0), count))
+
+
+@pytest.mark.parametrize(
+    ("prompting", "last"),
+    [({}, "<answer>{}</answer>"), ({"prompting": {"format": "boxed"}}, "\\boxed{{{}}}")],
+)
+def test_steps_are_true_equations_that_lead_to_the_answer(prompting, last):
+    config = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}
+    environment = make_environment(
+        {"id": "reasoning_gym", "task": "chain_sum", "config": config, **prompting}
+    )
+    for one in steps_for(environment):
+        *lines, final = one.text.split("\n")
+        for line in lines:
+            left, right = line.split(" = ")
+            a, sign, b = left.split(" ")
+            assert int(a) + int(b) * (1 if sign == "+" else -1) == int(right)
+        assert lines[-1].endswith(f" = {one.task.data['answer']}")
+        assert last.format(one.task.data["answer"]) in final
+        assert environment.score(one.task, one.transcript).reward == 1.0
+
+
+def test_a_strategy_for_the_other_wording_is_refused():
+    with pytest.raises(RequestError, match="no strategy 'steps' for `prompt: compact`"):
+        steps_for(make_environment(SPECS["three terms"]), 1)
+    original = make_environment({"id": "reasoning_gym", "task": "chain_sum"})
+    with pytest.raises(RequestError, match="no strategy 'scratchpad' for `prompt: original`"):
+        list(islice(teacher_candidates(make_teacher("arithmetic"), original, 0), 40))
 
 
 def test_a_prompt_that_is_no_arithmetic_is_refused():

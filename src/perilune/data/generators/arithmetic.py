@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher, drawn
 from perilune.environments.adapters import compact, scratchpad
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.protocol import Task
+from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 
 
@@ -28,10 +28,19 @@ class ArithmeticTeacher(ScriptedTeacher):
 
     * steps: a line per operation, `4 + 38 = 42`, `42 - 17 = 25`, then `<answer>25</answer>`,
     * direct: `<answer>25</answer>`.
+
+    If the environment asks for an answer format, the answer has that format instead of the tags.
     """
 
     name = "arithmetic"
     strategies: ClassVar = {"scratchpad": 0.4, "brief": 0.0, "careless": 0.0, "steps": 0.0, "direct": 0.6}
+
+    write_answer: Callable[[str], str] = "<answer>{}</answer>".format
+
+    def prepare(self, environment: Environment) -> None:
+        """Write answers in the environment's answer format, if it asks for one."""
+        if getattr(environment, "form", None) is not None:
+            self.write_answer = environment.write  # type: ignore[attr-defined]
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The answer.
@@ -39,11 +48,14 @@ class ArithmeticTeacher(ScriptedTeacher):
         Raises:
             RequestError: when the prompt is not a sum or product, or the strategy does not suit its wording.
         """
-        return (write_trace(task, strategy),)
+        return (write_trace(task, strategy, self.write_answer),)
 
 
-def write_trace(task: Task, strategy: str) -> str:
+def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -> str:
     """The answer with the working of `strategy`, in the form that the task's prompt asks for.
+
+    Args:
+        write_answer: puts the answer to the family's own wording into an answer format.
 
     Raises:
         RequestError: when the prompt is not a sum or product, or the strategy does not suit its wording.
@@ -67,7 +79,7 @@ def write_trace(task: Task, strategy: str) -> str:
         )
     if wording == "original":
         lines = _steps(expression) if strategy == "steps" else []
-        return "\n".join([*lines, f"<answer>{task.data['answer']}</answer>"])
+        return "\n".join([*lines, write_answer(task.data["answer"])])
     working = "" if strategy == "direct" else scratchpad.working(expression, brief=strategy == "brief") or ""
     if strategy == "careless":
         working = _slip(working, task.task_id)
