@@ -95,11 +95,11 @@ def _steps(expression: str) -> list[str]:
     total = numbers[0]
     for number in numbers[1:]:
         if sign == "*":
-            before, total = f"{total} *", total * number
+            after = total * number
         else:
-            before, total = f"{total} {'-' if number < 0 else '+'}", total + number
-            number = abs(number)
-        lines.append(f"{before} {number} = {total}")
+            sign, after = "-" if number < 0 else "+", total + number
+        lines.append(f"{total} {sign} {abs(number)} = {after}")
+        total = after
     return lines
 
 
