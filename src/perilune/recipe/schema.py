@@ -36,6 +36,9 @@ class ModelSpec(Frozen):
     )
     path: str | None = Field(None, description="Hugging Face folder, or id of a model in the local cache")
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
+        {}, description="values of the template's variables, such as `enable_thinking: false`"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:

@@ -35,6 +35,7 @@ REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rew
 _BUILT_IN = {
     "calculator": "perilune.environments.builtin.calculator:CalculatorEnvironment",
     "gymnasium": "perilune.environments.adapters.gymnasium_text:GymnasiumEnvironment",
+    "instructions": "perilune.environments.builtin.instructions:InstructionsEnvironment",
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
     "open_spiel": "perilune.games.open_spiel:OpenSpielEnvironment",
     "openenv": "perilune.environments.adapters.openenv:OpenEnvEnvironment",

@@ -1,0 +1,249 @@
+"""The kinds of constraints: how each is drawn, asked for and checked.
+
+After IFEval (Zhou et al. 2023, arXiv:2311.07911), with stricter rules: an answer must be about the topic,
+short, and more than an echo of the request, so that no text satisfies many requests at once.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.environments.builtin.instructions.vocabulary import (
+    AVOIDED,
+    CLOSINGS,
+    FUNCTION_WORDS,
+    KEYWORDS,
+    LANGUAGES,
+    OPENINGS,
+    TOPICS,
+)
+
+Params = Mapping[str, Any]
+LEAST_NEW = 3  # distinct words of an answer that the request does not have
+LEAST_DISTINCT = 0.4  # share of an answer's words that are distinct
+LEAST_FUNCTION_WORDS = 0.15  # share of function words in a text of a language
+
+_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of constraint.
+
+    Attributes:
+        excludes: two kinds that share one of these are never asked for together.
+        ask: the sentence that asks for it, with places for its parameters.
+        draw: draws the parameters.
+        holds: whether a text satisfies it.
+    """
+
+    name: str
+    excludes: frozenset[str]
+    ask: str
+    draw: Callable[[random.Random], dict[str, Any]]
+    holds: Callable[[str, Params], bool]
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in lower case."""
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def sentences(text: str) -> int:
+    """The number of sentences: parts with a letter or digit, up to a full stop, !, ? or the end."""
+    return sum(bool(_WORD.search(part)) for part in re.split(r"[.!?]+(?=\s|$)", text))
+
+
+def is_sound(text: str, request: str, mention: str, most: int) -> bool:
+    """Whether a text answers the request at all.
+
+    It mentions the topic, has at most `most` words, is no echo of the request and no repetition, and contains
+    no invisible characters.
+    """
+    found = words(text)
+    return (
+        any(word.startswith(mention) for word in found)
+        and len(found) <= most
+        and len(set(found) - set(words(request))) >= LEAST_NEW
+        and len(set(found)) >= LEAST_DISTINCT * len(found)
+        and not any(unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs") for letter in _visible(text))
+    )
+
+
+def mentioned(topic: str, language: str | None) -> str:
+    """The beginning of the word that an answer must contain."""
+    if language is not None:
+        return TOPICS[topic][list(LANGUAGES).index(language)].lower()
+    return topic.removesuffix("es" if topic == "volcanoes" else "s") if topic != "chess" else topic
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "").replace("\t", "")
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.strip().split("\n") if line.strip()]
+
+
+def _is_bullets(text: str, params: Params) -> bool:
+    lines = _lines(text)
+    return len(lines) == params["count"] and all(re.match(r"- \S", line) and words(line) for line in lines)
+
+
+def _is_json(text: str, params: Params) -> bool:
+    try:
+        pairs = json.loads(text, object_pairs_hook=list)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        return False
+    return sorted(key for key, _ in pairs) == ["text", "title"] and all(
+        isinstance(value, str) and words(value) for _, value in pairs
+    )
+
+
+def _has_title(text: str, params: Params) -> bool:
+    first, _, rest = text.strip().partition("\n")
+    title = re.fullmatch(r"<<([^<>]+)>>\s*", first)
+    return title is not None and bool(words(title[1])) and bool(words(rest))
+
+
+def _has_paragraphs(text: str, params: Params) -> bool:
+    parts = re.split(r"\n[ \t]*\n", text.strip())
+    return len(parts) == params["count"] and all(map(words, parts))
+
+
+def _is_language(text: str, params: Params) -> bool:
+    found, language = words(text), params["language"]
+    if language == "Russian":
+        letters = [letter for letter in text if letter.isalpha()]
+        return sum("\u0400" <= letter <= "\u04ff" for letter in letters) >= 0.9 * len(letters) > 0
+    counts = {name: sum(word in known for word in found) for name, known in FUNCTION_WORDS.items()}
+    own = counts.pop(language)
+    return own >= LEAST_FUNCTION_WORDS * len(found) and own > max(counts.values())
+
+
+def _starts(text: str, params: Params) -> bool:
+    return re.match(re.escape(params["phrase"]) + r"(?:\s|$)", text.strip(), re.IGNORECASE) is not None
+
+
+def _ends(text: str, params: Params) -> bool:
+    return (
+        re.search(r"(?:^|\s)" + re.escape(params["phrase"]) + r"\Z", text.strip(), re.IGNORECASE) is not None
+    )
+
+
+def _pick(name: str, values: Sequence[Any]) -> Callable[[random.Random], dict[str, Any]]:
+    return lambda draw: {name: draw.choice(values)}
+
+
+def _two_keywords(draw: random.Random) -> dict[str, Any]:
+    first, second = draw.sample(KEYWORDS, 2)
+    return {"first": first, "second": second}
+
+
+KINDS: Mapping[str, Kind] = {
+    name: Kind(name, frozenset(excludes.split()), ask, draw, holds)
+    for name, excludes, ask, draw, holds in (
+        (
+            "min_words",
+            "length",
+            "Use at least {count} words.",
+            _pick("count", (15, 20, 25, 30)),
+            lambda text, p: len(words(text)) >= p["count"],
+        ),
+        (
+            "max_words",
+            "length",
+            "Use fewer than {count} words.",
+            _pick("count", (15, 20, 25)),
+            lambda text, p: len(words(text)) < p["count"],
+        ),
+        (
+            "sentences",
+            "length layout",
+            "Write exactly {count} sentences.",
+            _pick("count", (2, 3, 4)),
+            lambda text, p: sentences(text) == p["count"],
+        ),
+        (
+            "keywords",
+            "words",
+            'Use the words "{first}" and "{second}".',
+            _two_keywords,
+            lambda text, p: {p["first"], p["second"]} <= set(words(text)),
+        ),
+        (
+            "forbidden",
+            "words",
+            'Do not use the word "{word}".',
+            _pick("word", AVOIDED),
+            lambda text, p: p["word"] not in words(text),
+        ),
+        (
+            "frequency",
+            "words",
+            'Use the word "{word}" exactly {count} times.',
+            lambda draw: {"word": draw.choice(KEYWORDS), "count": draw.randint(2, 4)},
+            lambda text, p: words(text).count(p["word"]) == p["count"],
+        ),
+        (
+            "bullets",
+            "layout start end",
+            'Answer with exactly {count} bullet points and nothing else. Each line starts with "- ".',
+            _pick("count", (2, 3, 4)),
+            _is_bullets,
+        ),
+        (
+            "json",
+            "layout start end case commas",
+            'Answer with a JSON object and nothing else. It has the keys "title" and "text", both with text.',
+            lambda draw: {},
+            _is_json,
+        ),
+        (
+            "title",
+            "layout start",
+            "Put a title on the first line, between << and >>.",
+            lambda draw: {},
+            _has_title,
+        ),
+        (
+            "paragraphs",
+            "layout",
+            "Write exactly {count} paragraphs with a blank line between them.",
+            _pick("count", (2, 3)),
+            _has_paragraphs,
+        ),
+        (
+            "lowercase",
+            "case",
+            "Use no capital letters.",
+            lambda draw: {},
+            lambda text, p: text == text.lower(),
+        ),
+        (
+            "uppercase",
+            "case",
+            "Use capital letters only.",
+            lambda draw: {},
+            lambda text, p: text == text.upper(),
+        ),
+        ("no_commas", "commas", "Do not use commas.", lambda draw: {}, lambda text, p: "," not in text),
+        ("start", "start", "Begin with this sentence: {phrase}", _pick("phrase", OPENINGS), _starts),
+        ("end", "end", "End with this sentence: {phrase}", _pick("phrase", CLOSINGS), _ends),
+        (
+            "language",
+            "words start end",
+            'Write in {language}, and use the word "{word}".',
+            _pick("language", tuple(LANGUAGES)),
+            _is_language,
+        ),
+    )
+}

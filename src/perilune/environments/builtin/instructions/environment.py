@@ -1,0 +1,124 @@
+"""The environment of requests with constraints."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, mentioned
+from perilune.environments.builtin.instructions.right_answer import write_answer
+from perilune.environments.builtin.instructions.second_opinion import satisfies
+from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, REQUESTS, TOPICS
+from perilune.environments.core.protocol import Outcome, Score, Split, Task, Transcript
+from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.splits import new_draws
+
+KindName = Literal[
+    "min_words", "max_words", "sentences", "keywords", "forbidden", "frequency", "bullets", "json", "title",
+    "paragraphs", "lowercase", "uppercase", "no_commas", "start", "end", "language",
+]  # fmt: skip
+SOUND = "sound"  # the term of an answer that is about the topic, short, and no echo
+
+
+class InstructionsSpec(BaseModel):
+    """The environment section of a recipe, for `id: instructions`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Literal["instructions"] = Field("instructions", description="id of the environment")
+    constraints: int = Field(3, ge=1, le=3, description="most constraints of a request")
+    kinds: tuple[KindName, ...] = Field((), description="kinds of constraints to draw from; empty: all")
+    words: int = Field(60, ge=40, description="most words of an answer, which each request states")
+    partial: bool = Field(
+        False,
+        description="reward the share of satisfied constraints; otherwise 1 if all are satisfied, else 0",
+    )
+
+
+class InstructionsEnvironment(SingleTurn):
+    """Requests for a short text on a topic, with one to three constraints. Reward 1 if all are satisfied.
+
+    Each constraint is a term with the value 1 or 0, named after its kind. The term "sound" is 1 for a text
+    that is about the topic, keeps the length that the request states, and is no echo; other texts have
+    reward 0.
+    """
+
+    Spec = InstructionsSpec
+
+    def __init__(self, spec: InstructionsSpec) -> None:
+        self.spec = spec
+        self.id = "instructions"
+        self._kinds = spec.kinds or tuple(KINDS)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Yield distinct requests until the generator has no new ones."""
+        draw = random.Random(f"{self.id}/{seed}")
+        drawn = (self._request(draw) for _ in itertools.count())
+        keyed = ((_digest(one["topic"], one["asked"]), one) for one in drawn if one is not None)
+        return (_task(digest, one) for digest, one in new_draws(split, keyed))
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        """Check the constraints. A text that the token limit cut off satisfies none."""
+        terms = check(task.data, transcript.text if transcript.finished else "")
+        share = sum(value for name, value in terms.items() if name != SOUND) / (len(terms) - 1)
+        reward = share if self.spec.partial else float(share == 1)
+        return Score(reward * terms[SOUND], terms)
+
+    def gold(self, task: Task) -> Transcript:
+        """A text that satisfies the constraints."""
+        return Transcript(task.data["answer"])
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool:
+        """A second opinion for audits, in separate code."""
+        return transcript.finished and satisfies(task.data, transcript.text)
+
+    def _request(self, draw: random.Random) -> dict[str, Any] | None:
+        """A request with its right answer; None if this draw has none."""
+        topic = draw.choice(list(TOPICS))
+        asked: dict[str, dict[str, Any]] = {}
+        taken: set[str] = set()
+        kinds = draw.sample(self._kinds, len(self._kinds))
+        count = draw.randint(1, min(self.spec.constraints, len(kinds)))
+        for kind in (KINDS[name] for name in kinds):
+            if len(asked) < count and not taken & kind.excludes:
+                asked[kind.name] = kind.draw(draw)
+                taken |= kind.excludes
+        if "language" in asked:
+            place = list(LANGUAGES).index(asked["language"]["language"])
+            asked["language"]["word"] = TOPICS[topic][place]
+        asks = " ".join(KINDS[name].ask.format(**params) for name, params in asked.items())
+        request = draw.choice(REQUESTS).format(topic=topic)
+        if "max_words" not in asked:
+            request += f" Use at most {self.spec.words} words."
+        data = {
+            "topic": topic,
+            "asked": asked,
+            "words": self.spec.words,
+            "request": f"{request} {asks}",
+            "answer": write_answer(topic, asked, draw),
+        }
+        return data if all(check(data, str(data["answer"])).values()) else None
+
+
+def check(data: Mapping[str, Any], text: str) -> dict[str, float]:
+    """The terms of a text for a request: each kind of constraint, and "sound"."""
+    language = data["asked"].get("language", {}).get("language")
+    terms = {name: float(KINDS[name].holds(text, params)) for name, params in data["asked"].items()}
+    mention = mentioned(data["topic"], language)
+    return {**terms, SOUND: float(is_sound(text, data["request"], mention, data["words"]))}
+
+
+def _task(digest: str, data: Mapping[str, Any]) -> Task:
+    prompt = ({"role": "user", "content": data["request"]},)
+    return Task(digest[:32], prompt, data, difficulty=float(len(data["asked"])))
+
+
+def _digest(topic: str, asked: Mapping[str, Any]) -> str:
+    """The digest of what is asked for, whatever the words, so that no rewording is in both splits."""
+    return hashlib.sha256(json.dumps([topic, asked], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""Requests with constraints: the checks agree with a person, and every request can be satisfied."""
+
+import random
+from itertools import islice
+
+import pytest
+
+from perilune.environments import Transcript, make_environment
+from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, sentences
+from perilune.environments.builtin.instructions.second_opinion import satisfies
+from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, TOPICS
+from perilune.errors import RequestError
+
+REQUEST = "Write a short text about bees. Use at most 60 words."
+BEES = "Quiet bees visit every flower here."
+
+
+def data(kind, params, topic="bees"):
+    return {"topic": topic, "asked": {kind: params}, "words": 60, "request": REQUEST}
+
+
+@pytest.mark.parametrize(
+    "kind, params, good, bad",
+    [
+        ("min_words", {"count": 6}, [BEES], ["Quiet bees visit each flower.", ""]),
+        ("max_words", {"count": 7}, [BEES], [f"{BEES} Really."]),
+        (
+            "sentences",
+            {"count": 2},
+            [f"{BEES} So it is!", f"{BEES} Is it so?!", f"{BEES} It costs 3.50 today.", f"{BEES} So it is"],
+            [BEES, f"{BEES} A. B.", f"{BEES} . ."],
+        ),
+        (
+            "keywords",
+            {"first": "silver", "second": "letter"},
+            [f"{BEES} Silver, a letter."],
+            [f"{BEES} Silvery letter.", f"{BEES} letter"],
+        ),
+        ("forbidden", {"word": "many"}, [BEES, f"{BEES} Germany."], [f"{BEES} Many.", f"{BEES} (many)"]),
+        ("frequency", {"word": "yellow", "count": 2}, [f"{BEES} Yellow, yellow!"], [f"{BEES} yellow"]),
+        (
+            "bullets",
+            {"count": 2},
+            [f"- {BEES}\n- Yes.", f"- {BEES}\n\n- Yes.\n"],
+            [f"- {BEES}", f"Sure:\n- {BEES}\n- Yes.", f"* {BEES}\n* Yes.", f"- {BEES}\n- !"],
+        ),
+        (
+            "json",
+            {},
+            [f'{{"title": "Hi", "text": "{BEES}"}}'],
+            [
+                BEES,
+                f'{{"title": "", "text": "{BEES}"}}',
+                f'{{"title": "A", "title": "B", "text": "{BEES}"}}',
+                f'{{"title": "Hi", "text": "{BEES}", "more": "x"}}',
+                f'{{"title": "Hi", "text": ["{BEES}"]}}',
+                f'Sure: {{"title": "Hi", "text": "{BEES}"}}',
+            ],
+        ),
+        (
+            "title",
+            {},
+            [f"<<On Wings>>\n{BEES}"],
+            [f"<<>>\n{BEES}", f"<<On Wings>> {BEES}", f"On Wings\n{BEES}", f"<<{BEES}>>"],
+        ),
+        (
+            "paragraphs",
+            {"count": 2},
+            [f"{BEES}\n\nYes.", f"{BEES}\n \n\nYes."],
+            [BEES, f"{BEES}\nYes.", f"{BEES}\n\nYes.\n\nNo.", f"{BEES}\n\n---"],
+        ),
+        ("lowercase", {}, [BEES.lower()], [BEES]),
+        ("uppercase", {}, [BEES.upper()], [BEES]),
+        ("no_commas", {}, [BEES], [f"Well, {BEES}"]),
+        ("start", {"phrase": "Let us begin."}, [f"Let us begin. {BEES}"], [f"{BEES} Let us begin.", BEES]),
+        ("end", {"phrase": "That is all."}, [f"{BEES} That is all.\n"], [f"That is all. {BEES}", BEES]),
+    ],
+)
+def test_each_check_agrees_with_a_person_and_the_second_opinion(kind, params, good, bad) -> None:
+    for text in good:
+        assert KINDS[kind].holds(text, params), text
+        assert satisfies(data(kind, params), text), text
+    for text in bad:
+        assert not KINDS[kind].holds(text, params), text
+        assert not satisfies(data(kind, params), text), text
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_language_is_told_from_the_others(language: str) -> None:
+    for place, (other, lines) in enumerate(LANGUAGES.items()):
+        word = TOPICS["bees"][place]
+        text = " ".join(line.format(topic=word) for line in lines)
+        asked = {"language": language, "word": word}
+        assert KINDS["language"].holds(text, asked) == (other == language), text
+        assert satisfies(data("language", asked), text) == (other == language)
+    assert not KINDS["language"].holds(f"{BEES} Many of them are in the garden.", {"language": language})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "bees",
+        "Quiet dogs visit every flower here.",  # another topic
+        REQUEST,
+        " ".join(reversed(REQUEST.split())),
+        f"{REQUEST} Quiet bees.",  # an echo with a little more
+        "bees hum hum hum hum hum hum hum hum buzz sing",
+        f"{BEES} " * 11,
+        BEES.replace("bees", "be\u200bes"),
+        f"\u202e{BEES}",
+    ],
+)
+def test_a_text_that_does_not_answer_earns_nothing(text: str) -> None:
+    assert is_sound(BEES, REQUEST, "bee", 60)
+    assert not is_sound(text, REQUEST, "bee", 60)
+    assert not satisfies(data("no_commas", {}), text)
+
+
+def test_sentences() -> None:
+    counted = {"One. Two? Three!": 3, "One... two": 2, "No end": 1, "At 3.5 miles.": 1, "": 0, "...": 0}
+    assert {text: sentences(text) for text in counted} == counted
+
+
+def test_every_request_has_a_right_answer_and_the_splits_are_apart() -> None:
+    environment = make_environment({"id": "instructions"})
+    train = list(islice(environment.tasks("train", 3), 400))
+    heldout = list(islice(environment.tasks("heldout", 3), 60))
+    for task in [*train, *heldout]:
+        gold = environment.gold(task)
+        assert environment.score(task, gold).reward == 1.0, task.prompt
+        assert environment.is_right(task, gold), task.prompt
+        assert environment.score(task, Transcript(gold.text, finished=False)).reward == 0.0
+        assert 1 <= len(task.data["asked"]) <= 3
+    assert {kind for task in train for kind in task.data["asked"]} == set(KINDS)
+    asked = [
+        {repr((one.data["topic"], sorted(one.data["asked"].items()))) for one in part}
+        for part in (train, heldout)
+    ]
+    assert not asked[0] & asked[1]
+    assert [one.task_id for one in islice(environment.tasks("train", 3), 50)] == [
+        one.task_id for one in train[:50]
+    ]
+
+
+def test_changed_answers_get_the_same_verdict_twice() -> None:
+    environment = make_environment({"id": "instructions"})
+    draw = random.Random(0)
+    for task in islice(environment.tasks("train", 5), 150):
+        text = environment.gold(task).text
+        for _ in range(4):
+            place = draw.randrange(len(text))
+            changed = (
+                text[:place] + draw.choice(["", " ", ".", ",", "\n", "A", "- ", "<<"]) + text[place + 1 :]
+            )
+            right = environment.is_right(task, Transcript(changed))
+            assert (environment.score(task, Transcript(changed)).reward == 1.0) == right, (
+                task.prompt,
+                changed,
+            )
+
+
+def test_settings() -> None:
+    partial = make_environment({"id": "instructions", "partial": True, "kinds": ["no_commas", "lowercase"]})
+    task = next(one for one in partial.tasks("train", 0) if len(one.data["asked"]) == 2)
+    topic = task.data["topic"]
+    outcome = partial.score(task, Transcript(f"Quiet mornings suit {topic} and me."))
+    assert outcome.reward == 0.5
+    assert outcome.terms == {"no_commas": 1.0, "lowercase": 0.0, "sound": 1.0}
+    assert partial.score(task, Transcript("Quiet mornings suit nobody but me.")).reward == 0.0
+    with pytest.raises(RequestError):
+        make_environment({"id": "instructions", "kinds": ["rhyme"]})
