@@ -8,6 +8,10 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.environments import app
 from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+
+TURNS = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '\n' }}{% endfor %}"
+TEMPLATE = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
 
 
 def run(*arguments):
@@ -92,3 +96,23 @@ def test_a_wrong_request_says_where(arguments, where):
 def test_show_names_the_teacher_of_each_game():
     assert "    kuhn_poker     cfr: CFR+" in run("show", "open_spiel")
     assert json.loads(run("show", "open_spiel", "--json"))["notes"]["teachers"]["hex"].startswith("mcts")
+
+
+def test_sample_shows_the_prompt_as_the_tokens_of_a_recipes_model(tmp_path):
+    recipe = tmp_path / "ask.yaml"
+    recipe.write_text(
+        "name: ask\nmodel: {preset: tiny}\n"
+        "environment: {id: reasoning_gym, task: chain_sum, prompting: {system: Add., format: boxed}}\n"
+        "stages: [{name: before, task: evaluate, checkpoint: model}]\n"
+    )
+    document = json.loads(run("sample", str(recipe), "-n", "1", "--json"))
+    assert document["template"] == {"system": "in the user's turn", "default_system": ""}
+    (task,) = document["tasks"]
+    assert "".join(token["text"] for token in task["tokens"]).startswith("Add.State the final answer")
+    assert task["assistant_turn"] == len(task["tokens"])
+    assert task["answer"].startswith("\\boxed{") and task["score"] == 1.0
+    Tokenizer.characters().with_chat_template(TEMPLATE, where="test").save(tmp_path)
+    shown = run("sample", "calculator", "-n", "1", "--model", str(tmp_path))
+    assert "a system prompt becomes a turn of its own" in shown
+    assert "the assistant's turn begins at token" in shown
+    assert shown.count(":␣") == 0 and "\\n" in shown

@@ -14,9 +14,11 @@ from perilune.data.episode import Episode, outcome_fields, outcome_metrics
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.environments.core.prompting import KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
 from perilune.learn.distributed import SINGLE_RANK, Ranks
+from perilune.models.text.template_facts import template_facts
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.checks import check_group, check_scored_text
 from perilune.rollout.failures import require_few_failures
@@ -53,6 +55,18 @@ class RolloutWorker:
     learned: LearnedReward | None = None
     ranks: Ranks = SINGLE_RANK
     opponents: Opponents | None = None
+
+    def __post_init__(self) -> None:
+        settings = getattr(self.environment, KEY, None)
+        if not isinstance(settings, PromptingSettings) or not settings.system or settings.system_as == "user":
+            return
+        if (use := template_facts(self.tokenizer).system) in ("refused", "ignored"):
+            verb = {"refused": "refuses", "ignored": "ignores"}[use]
+            raise RequestError(
+                f"the model's chat template {verb} a system prompt",
+                where=f"environment.{KEY}.system",
+                remedy=f"set {KEY}.system_as: user, which puts it before the first question",
+            )
 
     def play(
         self,

@@ -114,30 +114,62 @@ def show(name: Name, as_json: Json = False) -> None:
     "--set prompt=compact --set config.max_terms=2 -n 5"
 )
 def sample(
-    name: Name,
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME|RECIPE", help="An id, with a family or game; or a recipe with a model."),
+    ],
     settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of tasks.")] = 5,
     split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
     seed: Annotated[int, typer.Option(help="Selects the tasks and their order.")] = 0,
+    model: Annotated[
+        str, typer.Option(metavar="CHECKPOINT", help="Show the prompts as the tokens that this model sees.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Print tasks with prompt, answer, difficulty and the score of that answer.
 
-    For an environment with several turns, prints the whole episode of a right answer.
+    For an environment with several turns, prints the whole episode of a right answer. For a recipe, or with
+    --model, prints each prompt token by token, as the model's chat template renders it.
     """
+    from perilune.cli.data.prompt_tokens import (
+        checkpoint_tokenizer,
+        print_facts,
+        print_tokens,
+        recipe_source,
+        template_document,
+        token_document,
+    )
+
     if split not in ("train", "heldout"):
         raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
-    environment = _open(section_of(name, settings))
+    tokenizer = None
+    if name.endswith((".yaml", ".yml")):
+        section, tokenizer = recipe_source(name, settings)
+    else:
+        section = section_of(name, settings)
+    tokenizer = checkpoint_tokenizer(model) if model else tokenizer
+    environment = _open(section)
     chosen: Split = "heldout" if split == "heldout" else "train"
-    rows = [_row(environment, task) for task in islice(environment.tasks(chosen, seed), count)]
+    tasks = list(islice(environment.tasks(chosen, seed), count))
+    rows = [
+        _row(environment, task) | ({} if tokenizer is None else token_document(tokenizer, environment, task))
+        for task in tasks
+    ]
+    facts = {} if tokenizer is None else {"template": template_document(tokenizer)}
     if as_json:
-        print_json({"environment": environment.id, "split": split, "seed": seed, "tasks": rows})
+        print_json({"environment": environment.id, "split": split, "seed": seed, **facts, "tasks": rows})
         return
+    if facts:
+        print_facts(facts["template"])
     for row in rows:
         difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
         echo(f"{row['task_id']}{difficulty}")
-        echo(f"  prompt  {_indented(row['prompt'])}")
+        if tokenizer is None:
+            echo(f"  prompt  {_indented(row['prompt'])}")
+        else:
+            print_tokens(row)
         for message in row["turns"]:
             echo(f"  {message['role']:9} {_indented(message['content'].rstrip())}")
         echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")

@@ -8,7 +8,8 @@ from typing import ClassVar
 from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.adapters.compact import ANSWER_MARK
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.protocol import Task
+from perilune.environments.core.prompting import KEY, PromptingSettings
+from perilune.environments.core.protocol import Environment, Task
 
 
 class GoldTeacher(ScriptedTeacher):
@@ -17,13 +18,23 @@ class GoldTeacher(ScriptedTeacher):
     name = "gold"
     strategies: ClassVar = {"direct": 1.0}
 
+    def prepare(self, environment: Environment) -> None:
+        """Take over how the environment wants an answer to be written."""
+        self._environment = environment
+
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The actions of a task with several turns, or its answer."""
         if task.data.get("actions"):
             actions: Sequence[str] = task.data["actions"]
-            return actions
+            return [self._write(action) for action in actions]
         answer = task.data.get("answer")
         if not isinstance(answer, str):
             return ()
         compact = task.prompt[-1]["content"] == task.data.get("compact")
-        return (ANSWER_MARK + answer if compact else answer,)
+        return (ANSWER_MARK + answer if compact else self._write(answer),)
+
+    def _write(self, answer: str) -> str:
+        """The answer in the format of the environment's `prompting` section, if it has one."""
+        environment = getattr(self, "_environment", None)
+        asks = isinstance(getattr(environment, KEY, None), PromptingSettings)
+        return environment.write(answer) if environment is not None and asks else answer

@@ -19,6 +19,7 @@ from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
 from perilune.models.native.build import missing_kernels, native
+from perilune.models.text.template_facts import with_recipe_template
 from perilune.models.text.tokenizer import Tokenizer
 
 MODEL = "model"  # the input with the weights of the recipe's model section
@@ -122,8 +123,7 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
         tokenizer = Tokenizer.characters()
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
         narrow_base(decoder, base)
-    if model.get("chat_template"):
-        tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
+    tokenizer = with_recipe_template(tokenizer, model)
     # A base model may end with another token than its tokenizer, which ends every answer in training.
     ends = dict.fromkeys((*decoder.config.eos_token_ids, tokenizer.eos_token_id))
     decoder.config = decoder.config.replace(eos_token_ids=tuple(ends))

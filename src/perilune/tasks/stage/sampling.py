@@ -109,15 +109,15 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     """The server with the checkpoint's tokenizer; reads no weights."""
+    from perilune.models.text.template_facts import with_recipe_template
     from perilune.models.text.tokenizer import Tokenizer
 
     folder = next(
         (workspace.input(name) for name in ("checkpoint", "model") if workspace.has_input(name)), None
     )
     tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
-    template = workspace.job.model.get("chat_template")
-    if template and not workspace.has_input("checkpoint"):
-        tokenizer = tokenizer.with_chat_template(template, where="model.chat_template")
+    if not workspace.has_input("checkpoint"):
+        tokenizer = with_recipe_template(tokenizer, workspace.job.model)
     ends = () if folder is None else _end_tokens(folder)
     return Sampler(engine, tokenizer, tuple(dict.fromkeys((*ends, tokenizer.eos_token_id))))
 

@@ -1,0 +1,101 @@
+"""Prompts of `perilune environments sample` as the tokens that a model sees."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from perilune.cli.output import echo
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.environments import Environment, Task
+    from perilune.models.text.tokenizer import Tokenizer
+
+LEAST_WIDTH = 60  # of printed tokens, in characters
+
+
+def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], Tokenizer | None]:
+    """The environment section of a recipe, with its rewards, and the tokenizer of its model, if it has one.
+
+    Raises:
+        RequestError: when the recipe is wrong or has no environment, or its tokenizer cannot be read.
+    """
+    from perilune.models.text.template_facts import with_recipe_template
+    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.recipe.load import load_recipe
+    from perilune.recipe.schema import with_rewards
+
+    recipe = load_recipe(name, changes)
+    if not recipe.environment:
+        raise RequestError("the recipe has no environment", where=name)
+    section = with_rewards(recipe.environment, recipe.rewards)
+    if recipe.model is None:
+        return section, None
+    folder = recipe.model.path
+    tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
+    return section, with_recipe_template(tokenizer, recipe.model.model_dump())
+
+
+def checkpoint_tokenizer(checkpoint: str) -> Tokenizer:
+    """The tokenizer of a checkpoint that is given by its path, its name in the home or its run."""
+    from perilune.cli.arguments import checkpoint_folder
+    from perilune.models.text.tokenizer import Tokenizer
+
+    return Tokenizer.load(checkpoint_folder(checkpoint))
+
+
+def template_document(tokenizer: Tokenizer) -> dict[str, str]:
+    """What the chat template does with a system prompt."""
+    from perilune.models.text.template_facts import template_facts
+
+    return asdict(template_facts(tokenizer))
+
+
+def token_document(tokenizer: Tokenizer, environment: Environment, task: Task) -> dict[str, Any]:
+    """The tokens of the first prompt of a task, and the index at which the assistant's turn begins."""
+    from perilune.models.text.template_facts import prompt_tokens
+
+    session = environment.reset(task, 0)
+    try:
+        messages = (*task.prompt, *session.observation.messages)
+    finally:
+        session.close()
+    tokens, assistant = prompt_tokens(tokenizer, messages)
+    return {"tokens": [asdict(token) for token in tokens], "assistant_turn": assistant}
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Print what the chat template does with a system prompt."""
+    uses = {
+        "own turn": "becomes a turn of its own",
+        "in the user's turn": "becomes part of the first question",
+        "refused": "is refused: set prompting.system_as to user",
+        "ignored": "is ignored: set prompting.system_as to user",
+    }
+    echo(f"chat template: a system prompt {uses[facts['system']]}")
+    if facts["default_system"]:
+        echo(f"  without one it adds its own: {facts['default_system']!r}")
+
+
+def print_tokens(row: Mapping[str, Any]) -> None:
+    """Print the tokens of a prompt as ID:TEXT, with control tokens in brackets."""
+    tokens, start = row["tokens"], row["assistant_turn"]
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - 10)
+    echo(f"  {len(tokens)} tokens; the assistant's turn begins at token {start}, its text at {len(tokens)}")
+    for part in (tokens[:start], tokens[start:]):
+        shown = [_shown(token) for token in part]
+        for line in textwrap.wrap(" ".join(shown), width, break_long_words=False, break_on_hyphens=False):
+            echo(f"          {line}")
+
+
+def _shown(token: Mapping[str, Any]) -> str:
+    """A token on one line: spaces as ␣, line ends and other control characters escaped."""
+    text = "".join(
+        "␣" if one == " " else one if one.isprintable() else one.encode("unicode_escape").decode()
+        for one in token["text"]
+    )
+    return f"[{token['id']}:{text}]" if token["special"] else f"{token['id']}:{text}"

@@ -1,0 +1,118 @@
+"""Facts about a chat template: defaults of its variables, its use of a system prompt, a prompt's tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+
+SystemUse = Literal["own turn", "in the user's turn", "refused", "ignored"]
+_SYSTEM, _USER = "c41fa6e2-system", "c41fa6e2-user"  # texts that no template contains
+
+
+def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer with the chat template of a recipe's `model` section.
+
+    Values of the template's variables, such as `enable_thinking: false`, become defaults in the template, so
+    that a saved checkpoint is asked in the same way everywhere.
+
+    Raises:
+        RequestError: when the template is malformed or missing, or does not use one of the variables.
+    """
+    if model.get("chat_template"):
+        tokenizer = tokenizer.with_chat_template(model["chat_template"], where="model.chat_template")
+    values: Mapping[str, Any] = model.get("chat_template_kwargs") or {}
+    where = "model.chat_template_kwargs"
+    if values and tokenizer.chat_template is None:
+        raise RequestError("the model has no chat template", where=where, remedy="set model.chat_template")
+    if not values or tokenizer.chat_template is None:
+        return tokenizer
+    source = tokenizer.chat_template.source
+    for name in values:
+        if not name.isidentifier() or not re.search(rf"(?<!\w){name}(?!\w)", source):
+            raise RequestError(
+                f"the model's chat template has no variable {name!r}",
+                where=where,
+                remedy="look for the name in the template: chat_template.jinja of the model",
+            )
+    blocks = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in values.items()
+    ]
+    # The line end after a block is no output, and the template still begins at the start of a line.
+    return tokenizer.with_chat_template("".join(blocks) + "\n" + source, where=where)
+
+
+def _literal(value: bool | float | str | None) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a template does with a system prompt.
+
+    Attributes:
+        system: where a system prompt goes.
+        default_system: the system prompt that the template adds when none is given.
+    """
+
+    system: SystemUse
+    default_system: str = ""
+
+
+def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
+    """Find out what the template does by rendering short conversations."""
+    user = {"role": "user", "content": _USER}
+    try:
+        text = tokenizer.render_prompt([{"role": "system", "content": _SYSTEM}, user])
+    except RequestError:
+        return TemplateFacts("refused")
+    before, is_there, rest = text.partition(_SYSTEM)
+    if not is_there:
+        return TemplateFacts("ignored")
+    between, _, _ = rest.partition(_USER)
+    own_turn = tokenizer.chat_template is not None and bool(between.strip())
+    try:
+        plain = tokenizer.render_prompt([user]).partition(_USER)[0]
+    except RequestError:  # the template requires a system prompt
+        plain = ""
+    has_default = len(plain) > len(before + between) and plain.startswith(before) and plain.endswith(between)
+    default = plain[len(before) : len(plain) - len(between)].strip() if own_turn and has_default else ""
+    return TemplateFacts("own turn" if own_turn else "in the user's turn", default)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """One token of a prompt.
+
+    Attributes:
+        text: its text, or the name of a control token. Part of a character is written as `\\xNN`.
+        special: whether it is a control token.
+    """
+
+    id: int
+    text: str
+    special: bool
+
+
+def prompt_tokens(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
+) -> tuple[list[PromptToken], int]:
+    """The tokens of a prompt, and the index of the first one of the assistant's turn."""
+    ids = tokenizer.encode_prompt(messages)
+    pieces = tokenizer.token_bytes()
+    tokens = [
+        PromptToken(one, tokenizer.token_text(one), True)
+        if (piece := pieces[one]) is None
+        else PromptToken(one, piece.decode("utf-8", "backslashreplace"), False)
+        for one in ids
+    ]
+    if tokenizer.chat_template is None:
+        return tokens, len(ids)
+    shown = tokenizer.encode_prompt(messages, add_generation_prompt=False)
+    return tokens, len(shown) if ids[: len(shown)] == shown else len(ids)

@@ -1,0 +1,29 @@
+"""Stages of an environment with a `prompting` section: stop texts, and the warning about the format."""
+
+from task_cases import episodes, run_task, summary
+
+SUMS = {
+    "id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
+    "prompting": {"system": "Add.", "format": "answer_tags", "few_shot": 1, "stop": ["e", " "]},
+}  # fmt: skip
+
+
+def test_an_evaluation_stops_at_the_texts_and_warns_about_the_format(tmp_path) -> None:
+    workspace = run_task(tmp_path, "evaluate", max_tokens=40, environment=SUMS)
+    table = episodes(workspace)
+    texts = [messages[-1]["content"] for messages in table["messages"]]
+    stopped = [text for text, reason in zip(texts, table["finish_reason"], strict=True) if reason == "stop"]
+    assert any(text.endswith(("e", " ")) for text in stopped)  # the stop text remains part of the answer
+    assert not any(one in text[:-1] for text in texts for one in ("e", " "))
+    assert [message["role"] for message in table["messages"][0]] == [
+        "system", "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    found = summary(workspace)
+    assert found["format"] == 0.0
+    (warning,) = found["warnings"]
+    assert "0.0% of answers have the form" in warning and "sft stage" in warning
+
+
+def test_rl_warns_after_its_first_steps(tmp_path) -> None:
+    workspace = run_task(tmp_path, "rl", environment=SUMS)
+    assert any("have the form" in one for one in summary(workspace)["warnings"])
