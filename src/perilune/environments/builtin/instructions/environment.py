@@ -54,7 +54,7 @@ class InstructionsEnvironment(SingleTurn):
     def __init__(self, spec: InstructionsSpec) -> None:
         self.spec = spec
         self.id = "instructions"
-        self._kinds = spec.kinds or tuple(KINDS)
+        self._kinds: tuple[str, ...] = spec.kinds or tuple(KINDS)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct requests until the generator has no new ones."""

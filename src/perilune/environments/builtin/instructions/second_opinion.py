@@ -61,7 +61,7 @@ def _sentence_count(text: str) -> int:
 def _bullets(text: str, found: list[str], params: Mapping[str, Any]) -> bool:
     lines = [line for line in text.split("\n") if not line.isspace() and line]
     good = [line for line in lines if line[:2] == "- " and line[2:3].strip() and any(_tokens(line))]
-    return len(lines) == len(good) == params["count"]
+    return bool(len(lines) == len(good) == params["count"])
 
 
 def _json(text: str, found: list[str], params: Mapping[str, Any]) -> bool:
