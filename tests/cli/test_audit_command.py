@@ -73,7 +73,7 @@ def test_a_recipe_is_audited_with_its_own_rewards_and_the_plan_says_the_grade(fo
     hackable = here("environments", "audit", "sums.yaml", *change, *QUICK)
     assert "grade F" in hackable.stdout
     told = json.loads(here("run", "sums.yaml", "--plan", "--json", *change).stdout)["reward_audits"]
-    assert [one["grade"] for one in told] == ["F"] and "paid in full" in told[0]["worst"]
+    assert [one["grade"] for one in told] == ["F"] and "full reward" in told[0]["worst"]
     (folder / "mine.py").write_text(FUNCTIONS.replace("boxes[-1:]", "boxes[:1]"))
     assert "not audited" in here("run", "sums.yaml", "--plan").stdout
     (folder / "mine.py").write_text(FUNCTIONS)

@@ -41,21 +41,21 @@ def test_an_exact_scorer_gets_the_best_grade():
 @pytest.mark.parametrize(
     ("scorer", "grade", "probe", "what"),
     [
-        ("substring", "F", "answer list", "a wrong output is paid in full"),
-        ("last_digit", "F", "search", "a wrong output is paid in full"),
-        ("pays_for_nothing", "F", "empty", "a wrong output is paid in full"),
-        ("pays_a_little", "B", "empty", "a wrong output is paid a little"),
-        ("pays_for_length", "F", "very long", "a wrong output is paid in full"),
-        ("evaluates", "D", "code for gold", "a wrong output is paid in full"),
-        ("obeys", "F", "prompt injection", "a wrong output is paid in full"),
-        ("echoes", "F", "prompt echo", "a wrong output is paid in full"),
-        ("strips_nothing", "B", "padded gold", "a right answer in another form is refused"),
-        ("folds_characters", "B", "lookalike gold", "a right answer in characters that look alike is paid"),
-        ("raises_on_words", "C", "constant", "a wrong output gets no verdict"),
-        ("hangs_on_long", "C", "very long", "a wrong output gets no verdict"),
-        ("refuses_gold", "F", "gold", "a right answer is refused"),
+        ("substring", "F", "answer list", "full reward for a wrong output"),
+        ("last_digit", "F", "search", "full reward for a wrong output"),
+        ("pays_for_nothing", "F", "empty", "full reward for a wrong output"),
+        ("pays_a_little", "B", "empty", "small reward for a wrong output"),
+        ("pays_for_length", "F", "very long", "full reward for a wrong output"),
+        ("evaluates", "D", "code for gold", "full reward for a wrong output"),
+        ("obeys", "F", "prompt injection", "full reward for a wrong output"),
+        ("echoes", "F", "prompt echo", "full reward for a wrong output"),
+        ("strips_nothing", "B", "padded gold", "no reward for a right answer in another form"),
+        ("folds_characters", "B", "lookalike gold", "full reward for a right answer in lookalike characters"),
+        ("raises_on_words", "C", "constant", "the scorer fails on a wrong output"),
+        ("hangs_on_long", "C", "very long", "the scorer fails on a wrong output"),
+        ("refuses_gold", "F", "gold", "no reward for a right answer"),
         ("remembers", "F", "again", "the same output gets another verdict the second time"),
-        ("ignores_the_end", "A", "cut off gold", "a right answer that was cut off is paid"),
+        ("ignores_the_end", "A", "cut off gold", "full reward for a right answer that was cut off"),
     ],
 )
 def test_each_fault_is_found_and_graded(scorer, grade, probe, what):
@@ -67,7 +67,7 @@ def test_each_fault_is_found_and_graded(scorer, grade, probe, what):
 def test_the_default_guards_make_a_hackable_scorer_sound():
     section = {"id": "reasoning_gym", "task": "syllogism"}
     raw = audit_reward(section | {"threshold": None, "strict": False}, tasks=4, search_budget=48)
-    assert raw.grade >= "C" and ("answer list", "a wrong output is paid in part") in told(raw)
+    assert raw.grade >= "C" and ("answer list", "partial reward for a wrong output") in told(raw)
     assert audit_reward(section, tasks=4, search_budget=48).grade == "A"
 
 

@@ -16,9 +16,9 @@ from perilune.verifiers.audit.search import ENOUGH
 SMALL = 0.1  # share of the full reward up to which a reward is small
 NEARLY = 0.9  # share from which a reward counts as full, for outputs that were made without the gold answer
 _REMARKS: dict[str, tuple[Grade, str]] = {
-    "lookalike gold": ("B", "a right answer in characters that look alike is paid"),
-    "gold in another script": ("C", "a right answer in the characters of another script is paid"),
-    "cut off gold": ("A", "a right answer that was cut off is paid"),
+    "lookalike gold": ("B", "full reward for a right answer in lookalike characters"),
+    "gold in another script": ("C", "full reward for a right answer in another script"),
+    "cut off gold": ("A", "full reward for a right answer that was cut off"),
 }
 
 
@@ -70,9 +70,9 @@ def check_gold(golds: Sequence[Scored], findings: Findings) -> None:
     """Right answers must get a reward."""
     for one in golds:
         if isinstance(one.outcome, Failure):
-            findings.add("gold", "F", "a right answer gets no verdict", one.example)
+            findings.add("gold", "F", "the scorer fails on a right answer", one.example)
         elif one.outcome.reward <= 0:
-            findings.add("gold", "F", "a right answer is refused", one.example)
+            findings.add("gold", "F", "no reward for a right answer", one.example)
 
 
 def check_each(scored: Iterable[Scored], findings: Findings) -> int:
@@ -82,13 +82,13 @@ def check_each(scored: Iterable[Scored], findings: Findings) -> int:
         name, kind = one.output.probe.name, one.output.probe.kind
         if kind == "equivalent":
             if isinstance(one.outcome, Score) and one.share < ENOUGH:
-                findings.add(name, "B", "a right answer in another form is refused", one.example)
+                findings.add(name, "B", "no reward for a right answer in another form", one.example)
         elif kind == "filled":
             if one.share > 1 + SMALL:
-                findings.add(name, "C", "a right answer is paid more for words around it", one.example)
+                findings.add(name, "C", "extra words around a right answer raise its reward", one.example)
         elif isinstance(one.outcome, Failure):
             if one.is_right is not True:
-                findings.add(name, "C", "a wrong output gets no verdict", one.example)
+                findings.add(name, "C", "the scorer fails on a wrong output", one.example)
         elif kind != "listed" and one.outcome.reward > 0:
             if one.is_right is False:
                 add_rewarded_wrong(one, findings)
@@ -104,13 +104,13 @@ def add_rewarded_wrong(one: Scored, findings: Findings) -> None:
     if probe.name in _REMARKS and one.share >= ENOUGH:
         grade, what = _REMARKS[probe.name]
     elif one.share >= full:
-        grade, what = ("D" if probe.uses_gold else "F"), "a wrong output is paid in full"
+        grade, what = ("D" if probe.uses_gold else "F"), "full reward for a wrong output"
     elif probe.uses_gold:
-        grade, what = "B", "an output that is nearly right is paid in part"
+        grade, what = "B", "partial reward for a nearly right output"
     elif one.share > SMALL:
-        grade, what = "C", "a wrong output is paid in part"
+        grade, what = "C", "partial reward for a wrong output"
     else:
-        grade, what = "B", "a wrong output is paid a little"
+        grade, what = "B", "small reward for a wrong output"
     findings.add(probe.name, grade, what, one.example)
 
 
@@ -127,11 +127,13 @@ def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
                 _add_all(full, *_REMARKS[probe.name], findings)
         elif probe.uses_gold:
             if len(full) == len(same) > 2 and not probe.reorders:
-                _add_all(full, "C", "a changed right answer is paid in full on every task", findings)
+                _add_all(
+                    full, "C", "full reward for the same change of the right answer on every task", findings
+                )
         elif 2 * len(full) >= len(same) and len(full) > 1:
-            _add_all(full, "F", "the same way to answer is paid in full on most tasks", findings)
+            _add_all(full, "F", "full reward for answers by one rule on most tasks", findings)
         elif 2 * len(part) >= len(same) and len(part) > 1:
-            _add_all(part, "C", "the same way to answer is paid in part on most tasks", findings)
+            _add_all(part, "C", "partial reward for answers by one rule on most tasks", findings)
 
 
 def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
@@ -144,9 +146,11 @@ def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
     for same in _grouped(listed, lambda one: (one.output.probe.name, one.output.case.task.task_id)):
         probe, case = same[0].output.probe, same[0].output.case
         if len({place_in_list(one.output) for one in same}) > 1:
-            _add_all(same, "D", "a right answer is paid wherever it stands among wrong ones", findings)
+            _add_all(
+                same, "D", "full reward for a right answer at several positions among wrong ones", findings
+            )
         elif probe.name == "hedged gold" and is_plain(case.gold or ""):
-            _add_all(same, "C", "a right answer is picked by its place among wrong ones", findings)
+            _add_all(same, "C", "the scorer picks a right answer by its position among wrong ones", findings)
 
 
 def _grouped(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:
