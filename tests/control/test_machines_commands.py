@@ -56,7 +56,7 @@ def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "no machine is left to terminate\n")
     told = perilune("cost")[1]
-    assert "0 an hour for 0" in told and f"run {'01RUN'}" in told
+    assert "0 per hour for 0 machines" in told and f"run {'01RUN'}" in told
 
 
 def test_reaping_finds_what_nothing_here_knows_of(

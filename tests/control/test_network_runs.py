@@ -177,7 +177,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     wait_for(given_up, "giving them up")
     assert not marked(MARK, nonce)  # it has stopped itself
     net.near.restore()
-    for run_id, why in ((ends, ""), (hangs, "nobody has looked at it for 5 s")):
+    for run_id, why in ((ends, ""), (hangs, "no contact for 5 s")):
         assert isinstance(far.finish(run_id), StageFinished)
         assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
         wait_for(lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "tidying")

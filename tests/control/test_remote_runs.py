@@ -317,7 +317,7 @@ def test_an_interpreter_that_holds_something_else_is_refused(
     monkeypatch.setattr(scripts, "requirements_lock", lambda task: "pydantic==1.0\n")
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "request_error"
-    assert "does not hold what the bundle needs: pydantic==1.0" in last.message
+    assert "lacks packages that the bundle needs: pydantic==1.0" in last.message
 
 
 def test_the_environment_is_made_there_from_the_bundle_and_no_index(

@@ -193,5 +193,5 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
     small = verdict(7, placed(program, tmp_path, memory="12m"))
     assert (small.cause, small.message) == (
         "out_of_memory",
-        "the kernel ended its container for want of memory",
+        "the kernel killed its container because it ran out of memory",
     )

@@ -54,7 +54,7 @@ def test_an_attempt_that_is_older_than_one_seen_there_begins_nothing(tmp_path: P
     assert placement.stop(new)  # claims it
     assert look(placement, old).superseded
     placement.start(old)
-    with pytest.raises(WorkFailedError, match="a newer one has begun here"):
+    with pytest.raises(WorkFailedError, match="a newer one has started on this machine"):
         stage(placement, old, bundle)
     placement.remove(new)
     assert look(placement, old).superseded  # the claim outlives the files
@@ -77,7 +77,7 @@ def test_an_attempt_ends_with_the_process_that_lends_it_the_machine(tmp_path: Pa
     verdict = ended(placement, attempt).verdict
     assert verdict is not None and (verdict.cause, verdict.message) == (
         "stopped",
-        "the machine was taken back",
+        "the machine was taken away",
     )
     until(lambda: ProcessIdentity.of(daemon) is None, "the end of all it had started")  # or a zombie
 

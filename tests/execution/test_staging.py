@@ -481,7 +481,7 @@ def test_a_call_to_which_nothing_comes_any_more_ends_and_is_a_cut_line(
             return Answer(process.returncode, said, "")
 
     placement = nearby(tmp_path / "box", Stalling())
-    with pytest.raises(HostUnreachableError, match="nothing came for 1 s"):
+    with pytest.raises(HostUnreachableError, match="no data for 1 s"):
         stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
     assert store.Store(tmp_path / "box" / "workspace" / "store.sha256", 1.0).lock()
 

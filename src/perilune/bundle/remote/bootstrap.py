@@ -1,16 +1,16 @@
-"""Make the environment of this bundle: the locked requirements and the wheel beside this file.
+"""Make the Python environment of this bundle from the locked requirements and the wheel beside this file.
 
-Standard library only. Prints the folder of a virtual environment that is ready; pip speaks on stderr.
-The environment is kept under PERILUNE_HOME (default ~/.perilune) and used again by every bundle with the
-same lock, wheel and Python.
+Standard library only. Prints the folder of the finished virtual environment; pip's output goes to stderr.
+The environment is kept under PERILUNE_HOME (default ~/.perilune) and reused by every bundle with the same
+lock, wheel and Python.
 
-Build labels ("+cpu", "+cu126") are part of a locked version. Where this machine needs another build of the
-same version (a GPU instead of the CPU that froze the bundle), set PERILUNE_ANY_BUILD=1 to ignore the labels.
-pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX) are honoured, also
-where PERILUNE_INSTALLER=uv has uv install in its place.
+Build labels ("+cpu", "+cu126") are part of a locked version. If this machine needs another build of the same
+version (for example for a GPU), set PERILUNE_ANY_BUILD=1 to ignore the labels. pip's own settings
+(PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX) apply, and also apply to uv with
+PERILUNE_INSTALLER=uv.
 
-With PERILUNE_INSTALLED=1 nothing is made: this Python must already hold exactly the lock and the wheel, file
-by file, or the bundle is not run.
+With PERILUNE_INSTALLED=1 no environment is made: this Python must already have exactly the locked packages
+and the files of the wheel, or the bundle does not run.
 """
 
 import fcntl
@@ -25,10 +25,10 @@ SCRIPTS = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):  # noqa: UP036 - any Python may be told to run this
+    if sys.version_info < (3, 11):  # noqa: UP036 - the user may choose any Python
         return fail(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: set PYTHON", 2)
     lines = (SCRIPTS / "requirements.lock").read_text(encoding="utf-8").splitlines()
-    requirements = [line.partition("#")[0].strip() for line in lines]  # a comment holds a digest, for people
+    requirements = [line.partition("#")[0].strip() for line in lines]  # a comment has a digest, for readers
     if os.environ.get("PERILUNE_ANY_BUILD"):
         requirements = [re.sub(r"\+.*", "", line) for line in requirements]
     (wheel,) = SCRIPTS.glob("perilune-*.whl")
@@ -38,11 +38,11 @@ def main() -> int:
         wrong += differing(wheel)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            return fail(f"{sys.executable} does not hold what the bundle needs: {wrong[0]}{more}", 2)
+            return fail(f"{sys.executable} lacks packages that the bundle needs: {wrong[0]}{more}", 2)
         print(Path(os.environ.get("PYTHON") or sys.executable).absolute().parent.parent)
         return 0
 
-    import hashlib  # here and below: what only makes an environment, at its first use
+    import hashlib  # here and below: modules that are needed only to make an environment
     import platform
 
     package = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -51,12 +51,12 @@ def main() -> int:
     environment = home() / "environments" / name
     environment.parent.mkdir(parents=True, exist_ok=True)
     with environment.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two bundles may start here at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two bundles may start at once
         if not (environment / "complete").exists():
             code = install(environment, [*requirements, str(wheel)])
             if code:
                 return code
-        (environment / "complete").touch()  # also says when it was used last
+        (environment / "complete").touch()  # its time also records the last use
     print(environment)
     return 0
 
@@ -66,13 +66,13 @@ def home() -> Path:
 
 
 def installed(name: str) -> str:
-    """The line of a lock that what is installed here as `name` would have; "" for none."""
+    """The lock line of the installed package `name`; "" if it is not installed."""
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
     said = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-    return plain(f"{name}=={said[1] if said else found.version}")  # which parses all of it
+    return plain(f"{name}=={said[1] if said else found.version}")  # `version` parses all metadata, slowly
 
 
 def plain(line: str) -> str:
@@ -80,7 +80,7 @@ def plain(line: str) -> str:
 
 
 def differing(wheel: Path) -> list[str]:
-    """Files of our package that are here not as they are in the wheel."""
+    """Files of the installed Perilune that differ from the wheel."""
     spec = util.find_spec("perilune")
     if spec is None or spec.origin is None:
         return [wheel.name]
@@ -99,7 +99,7 @@ def install(environment: Path, wanted: list[str]) -> int:
 
     print(f"making {environment}", file=sys.stderr)
     with_uv = os.environ.get("PERILUNE_INSTALLER") == "uv"
-    if not with_uv and util.find_spec("ensurepip") is None:  # Debian packages it apart
+    if not with_uv and util.find_spec("ensurepip") is None:  # Debian has it in a separate package
         return fail(f"{sys.executable} cannot make environments: install python3-venv, or uv", 2)
     venv.create(environment, clear=True, with_pip=not with_uv)
     python = str(environment / "bin" / "python")
@@ -118,7 +118,7 @@ def install(environment: Path, wanted: list[str]) -> int:
 
 
 def settings_for_uv() -> list[str]:
-    """pip's settings as uv's options."""
+    """pip's settings as options of uv."""
     options = [] if not os.environ.get("PIP_NO_INDEX") else ["--no-index"]
     for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
         for value in os.environ.get(f"PIP_{name}", "").split():
@@ -127,7 +127,7 @@ def settings_for_uv() -> list[str]:
 
 
 def fail(message: str, code: int = 1) -> int:
-    """Say why; 1 may be different the next time, 2 will not."""
+    """Print the message and return the exit code: 1 if a retry may help, 2 if not."""
     print(f"bootstrap: {message}", file=sys.stderr)
     return code
 

@@ -1,12 +1,12 @@
-"""The receiver: how an attempt's files come to a machine, each content once, and on from where it was cut.
+"""The receiver: uploads an attempt's files to a machine. It sends each content once and resumes transfers.
 
-Standard library only, Python 3.8 or newer, Linux. It is sent over stdin behind the runner, as its verb
-`receive`. Stdin goes on with a line of JSON, the list of files [[path, size, sha256, mode], ...];
-then come contents, each a line [sha256, offset, length] and so many bytes. A call that has taken them answers
-{"missing": {sha256: bytes that are here}, "busy": whether another call is sending}, until nothing is missing;
-then the attempt's directory is made, whole or not at all, and it answers {"received": digest}.
+Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner, as its verb
+`receive`. Stdin continues with one line of JSON, the list of files [[path, size, sha256, mode], ...]. Then
+come contents: for each a line [sha256, offset, length] and `length` bytes. Until nothing is missing, the call
+answers {"missing": {sha256: bytes received so far}, "busy": whether another call is sending}. Then it creates
+the attempt's directory atomically and answers {"received": digest}.
 
-Small contents are held in memory for one call. The others come to lie in the store.
+Small contents are held in memory for one call. The others are kept in the store.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, NamedTuple
 from perilune.bundle.remote.runner import BLOCK, Attempt, RefusedError, main, sync_directory
 from perilune.bundle.remote.store import SMALL, Store, copy
 
-HELD = 1 << 24  # bytes of small contents that a call holds; what is more goes through the store
-LINE = 1 << 26  # bytes of a line of JSON
-STALLED = 60  # seconds without a byte after which the line counts as cut, though nobody has said so
+HELD = 1 << 24  # bytes of small contents that a call holds in memory; more go through the store
+LINE = 1 << 26  # maximum bytes of a line of JSON
+STALLED = 60  # seconds without a byte after which the connection counts as broken
 
 
 class File(NamedTuple):
@@ -42,7 +42,7 @@ class File(NamedTuple):
 
 
 def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """Take what comes. Once nothing is missing, the files are there: whole, and as they were sent."""
+    """Receive contents. Once none is missing, create the attempt's files and check them."""
     stream = Incoming(sys.stdin.buffer)
     files = listed(stream.line(), options)
     sizes = {file.sha256: file.size for file in files}
@@ -51,7 +51,7 @@ def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     try:
         store.make_room(sizes)
         held = take(stream, sizes, store)
-        if store.missing(sizes, held):  # what was held goes with this call
+        if store.missing(sizes, held):  # contents in memory are lost with this call
             return {"missing": store.missing(sizes, {}), "busy": not store.lock()}
     finally:
         store.unlock()
@@ -66,11 +66,11 @@ def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 def refuse_begun(attempt: Attempt) -> None:
     if attempt.claimed_epochs()[-1:] >= [attempt.epoch]:
-        raise RefusedError("this attempt or a newer one has begun here")
+        raise RefusedError("this attempt or a newer one has started on this machine")
 
 
 def listed(line: bytes, options: argparse.Namespace) -> list[File]:
-    """The list of files, checked: plain relative paths, each once, no more bytes than were announced."""
+    """Parse and check the list of files: plain relative paths, each once, within the announced size."""
     try:
         entries = json.loads(line)
         files = sorted(File(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in entries)
@@ -78,23 +78,23 @@ def listed(line: bytes, options: argparse.Namespace) -> list[File]:
     except (ValueError, TypeError):
         raise RefusedError("the list of files arrived damaged", "damaged") from None
     if digest != options.tree:
-        raise RefusedError("the list of files is not the one that was sent", "damaged")
+        raise RefusedError("the list of files differs from the one that was sent", "damaged")
     for file in files:
         parts = file.path.split("/")
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise RefusedError(f"{file.path!r} does not belong here", "damaged")
+            raise RefusedError(f"{file.path!r} is outside the attempt", "damaged")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256) or not re.fullmatch("[0-7]{4}", file.mode):
             raise RefusedError(f"{file.path!r} is not a plain file", "damaged")
     sizes = {file.sha256: file.size for file in files}
     if any(file.size < 0 or file.size != sizes[file.sha256] for file in files):
-        raise RefusedError("the sizes contradict each other", "damaged")
+        raise RefusedError("the list of files has two sizes for one content", "damaged")
     if sum(file.size for file in files) > options.bytes or len({file.path for file in files}) < len(files):
-        raise RefusedError("there is more than was announced", "damaged")
+        raise RefusedError("the list of files is larger than announced", "damaged")
     return files
 
 
 def entries_digest(files: list[File]) -> str:
-    """SHA-256 over path, size, content and mode of every file, as the other side computes it."""
+    """SHA-256 over path, size, content and mode of every file, as the sender computes it."""
     text = json.dumps(
         [file._asdict() for file in files], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
@@ -102,19 +102,19 @@ def entries_digest(files: list[File]) -> str:
 
 
 class Incoming:
-    """What comes over stdin. When nothing comes for long the call ends, and lets go of its locks."""
+    """Reads stdin. After `STALLED` seconds without a byte it raises, so that the call releases its locks."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
 
     def line(self) -> bytes:
-        """The next line; of one that was cut, nothing."""
+        """The next line; b"" if the connection broke within it."""
         with stall_timer():
             line = self.stream.readline(LINE)
         return line if line.endswith(b"\n") else b""
 
     def pieces(self, length: int) -> Iterator[bytes]:
-        """So many bytes, as they come; fewer when they were cut."""
+        """The next `length` bytes in pieces; fewer if the connection broke."""
         while length > 0:
             with stall_timer():
                 piece = self.stream.read1(min(BLOCK, length))  # type: ignore[attr-defined]
@@ -133,11 +133,11 @@ def stall_timer() -> Iterator[None]:
 
 
 def stalled(number: int, frame: Any) -> None:
-    raise RefusedError(f"nothing came for {STALLED} s", "stalled")
+    raise RefusedError(f"no data for {STALLED} s", "stalled")
 
 
 def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, bytes]:
-    """Take contents until there are no more, or another call is found to send; returns the small ones."""
+    """Receive contents until there are no more, or another call is sending; returns the small ones."""
     held: dict[str, bytes] = {}
     while line := stream.line():
         try:
@@ -146,7 +146,7 @@ def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, byt
         except (ValueError, TypeError, KeyError):
             fits = False
         if not fits:
-            raise RefusedError("what arrived is damaged", "damaged")
+            raise RefusedError("a received content is damaged", "damaged")
         if sizes[sha256] <= SMALL and sum(map(len, held.values())) + length <= HELD:
             content = b"".join(stream.pieces(length))
             if hashlib.sha256(content).hexdigest() == sha256:
@@ -159,7 +159,7 @@ def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, byt
 
 
 def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, bytes]) -> bool:
-    """Make the attempt's directory beside its name, and rename; False when something was not what it says."""
+    """Build the attempt's directory under a temporary name and rename it; False if a content was wrong."""
     for leftover in attempt.run.glob("tmp.*"):
         shutil.rmtree(str(leftover))
     building = attempt.run / f"tmp.{os.urandom(8).hex()}"
@@ -182,7 +182,7 @@ def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, 
 
 
 def fill(root: Path, files: list[File], store: Store, held: dict[str, bytes]) -> bool:
-    """Put every file in its place, from memory and from the store; False when a content is wrong there."""
+    """Write every file, from memory or from the store; False if a content in the store is wrong."""
     sizes = {file.sha256: file.size for file in files if file.sha256 not in held}
     stays = store.has_room_for(sizes)
     if not stays and [sha256 for sha256 in sizes if not store.verified(sha256)]:

@@ -1,24 +1,24 @@
-"""The runner: all that a machine needs of us to carry one attempt, before anything of ours is installed.
+"""The runner: manages one attempt on a machine on which Perilune is not installed.
 
-One file, standard library only, Python 3.8 or newer, Linux. Every call of it sends it over stdin, so nothing
-has to be there before. What only some verbs need is imported there: a look should cost little. A call does
-one verb, ends its answer with one line of JSON, and may be repeated:
+One file, standard library only, Python 3.8 or newer, Linux. Every call sends this file over stdin, so the
+machine needs no installation. Modules that only some verbs need are imported in these verbs, because `look`
+runs often. A call executes one verb, ends its output with one line of JSON, and can be repeated:
 
-    start    refuse an old epoch, claim this one and start its keeper; twice is the same claim
-    look     what is there, and what is new since the last look, in frames
-    stop     end the attempt and prove it
+    start    reject an old epoch, claim this one and start its keeper; a second call returns the same claim
+    look     report the state of the attempt, then send new data since the last poll, in frames
+    stop     end the attempt and verify that no process is left
     remove   delete the attempt's files
 
-A further one, `receive`, takes the attempt's files: receiver.py and store.py, which follow this file when it
-is asked for.
+Another verb, `receive`, takes the attempt's files. It is in receiver.py and store.py, which are sent after
+this file only for that verb.
 
-The keeper lives as long as the attempt; it is this file as it was frozen into the bundle. It arms the timers
-that end it, claims, runs the bundle's entrypoint (which makes the environment and becomes the worker), and
-leaves a verdict where the worker could not. Below the workspace lie RUN/EPOCH (the files),
-RUN/claim.EPOCH.json (kept for ever: it fences) and RUN/lock.
+The keeper lives as long as the attempt. It runs the copy of this file in the bundle. It sets the timers that
+end it, writes the claim, runs the bundle's entrypoint (which makes the environment and becomes the worker),
+and writes a verdict if the worker could not. The workspace has RUN/EPOCH (the files), RUN/claim.EPOCH.json
+(kept forever, so that no older attempt can start) and RUN/lock.
 
-With --container the entrypoint runs in a container: `launch` makes it and becomes the client of Docker or
-Podman, `inside` is its first process. The attempt ends, and counts as ended, with its container.
+With --container the entrypoint runs in a container: `launch` creates it and becomes the client of Docker or
+Podman, and `inside` is its first process. The attempt ends with its container.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-TYPE_CHECKING = False  # as typing's, which takes longer to import than a look
+TYPE_CHECKING = False  # instead of importing typing, which takes longer than a poll
 if TYPE_CHECKING:
     import subprocess
     import threading
     from typing import Any, BinaryIO
 
-REFUSED = 3  # exit code: the runner said no, and why
+REFUSED = 3  # exit code of a rejected request
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
 POLL = 0.1  # seconds
-EXIT_MARGIN = 15.0  # seconds beyond its grace in which a stopping worker hashes what is there
-HOLDER = "PERILUNE_HOLDER"  # variable: number and start of the process that we may not outlive
+EXIT_MARGIN = 15.0  # seconds after its grace period in which a stopping worker hashes its artifacts
+HOLDER = "PERILUNE_HOLDER"  # variable: ID and start time of the process whose end must end the attempt
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
-GROWING = (".log", ".jsonl")  # written at their ends only
+GROWING = (".log", ".jsonl")  # files that are only appended to
 CLIENT_PATIENCE = 10.0  # seconds until Docker's or Podman's client counts as not answering
-ENVIRONMENTS = ".environments"  # in the workspace: what containers keep, a folder for each image
-LAST = ("artifacts/manifest.json", "runtime/result.json")  # brought home after everything they speak of
-UNITS = "artifacts/checkpoints/"  # each folder in it is complete, and comes home, as one
+ENVIRONMENTS = ".environments"  # in the workspace: one folder of environments per container image
+LAST = ("artifacts/manifest.json", "runtime/result.json")  # sent after all files that they list
+UNITS = "artifacts/checkpoints/"  # each folder in it is written and sent as a whole
 
 
 class RefusedError(Exception):
-    """What was asked for is not done, for a reason that the asker is told; `kind` is for programs."""
+    """The request is rejected; the message says why, and `kind` is its machine-readable form."""
 
     def __init__(self, what: str, kind: str = "refused") -> None:
         super().__init__(what)
@@ -66,7 +66,7 @@ class RefusedError(Exception):
 
 
 class Attempt:
-    """Where everything of one attempt lies."""
+    """The paths of one attempt."""
 
     def __init__(self, workspace: str, run: str, epoch: int, container: dict[str, Any] | None = None) -> None:
         if not run.isalnum() or epoch < 1:
@@ -89,12 +89,12 @@ class Attempt:
         return read_json(self.run / f"claim.{self.epoch}.json")
 
     def claimed_epochs(self) -> list[int]:
-        """Every epoch of the run that was ever claimed here."""
+        """All epochs of the run that were claimed on this machine."""
         names = (path.name.split(".") for path in self.run.glob("claim.*.json"))
         return sorted(int(name[1]) for name in names if len(name) == 3)
 
     def write_claim(self, pid: int) -> dict[str, Any]:
-        """Claim the epoch for a process; fails when it is claimed (a link never replaces)."""
+        """Claim the epoch for a process; raises FileExistsError if it is claimed (a link never replaces)."""
         claim = {
             "epoch": self.epoch,
             "host": host_id(),
@@ -113,7 +113,7 @@ class Attempt:
         return claim
 
     def touch(self) -> None:
-        """Note that somebody has looked: the keeper sees the file change, whatever the clocks say."""
+        """Record contact: the keeper notices the changed file, so clocks need not agree."""
         if self.files.is_dir():
             with contextlib.suppress(OSError):  # no room
                 self.contact.write_text(os.urandom(4).hex())
@@ -125,7 +125,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One verb at a time changes a run here."""
+        """Hold the lock of the run: only one verb at a time changes a run."""
         self.run.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.run / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -136,18 +136,18 @@ class Attempt:
 
 
 def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """The claim on this attempt, by a keeper that is started if there is none. Older attempts end first."""
+    """Start a keeper unless there is one, and return its claim. Older attempts are ended first."""
     import subprocess
 
     values = json.loads(sys.stdin.buffer.read() or b"{}")
     with attempt.lock():
         newest = (attempt.claimed_epochs() or [0])[-1]
         if newest > attempt.epoch:
-            raise RefusedError(f"attempt {newest} has begun here", "superseded")
+            raise RefusedError(f"attempt {newest}, a newer one, has started on this machine", "superseded")
         if newest == attempt.epoch:
             return {"claim": attempt.claim()}
         if not (attempt.files / "job.json").exists():
-            raise RefusedError("its files are not here", "unstaged")
+            raise RefusedError("the files of the attempt are missing", "unstaged")
         for epoch in attempt.claimed_epochs():
             if not end(attempt.other(epoch), 0.0):
                 raise RefusedError(f"processes of attempt {epoch} cannot be ended")
@@ -163,21 +163,22 @@ def start(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
                 cwd=str(attempt.files),
                 start_new_session=True,
             )
-        with keeper.stdin as told, keeper.stdout as telling:  # type: ignore[union-attr]
+        with keeper.stdin as stdin, keeper.stdout as stdout:  # type: ignore[union-attr]
             with contextlib.suppress(BrokenPipeError):
-                told.write(json.dumps(values).encode())
-                told.close()
-            said = telling.read()  # until it has claimed, or died
-        if not said:
-            raise RefusedError("no keeper came up, see runtime/worker.log")
-        return {"claim": json.loads(said)}
+                stdin.write(json.dumps(values).encode())
+                stdin.close()
+            claim = stdout.read()  # ends when the keeper has written its claim or died
+        if not claim:
+            raise RefusedError("the keeper did not start, see runtime/worker.log")
+        return {"claim": json.loads(claim)}
 
 
 def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """What is there, as the first line; then, of an attempt that was claimed, frames of what is new.
+    """Print the state of the attempt as one line; then, if it was claimed, frames with new data.
 
-    A verdict counts once the keeper has left: until then it may be killing, or adding. Stdin says what is at
-    home already, see `pull`, and with "last" whether manifest and result are wanted once there is a verdict.
+    A verdict counts only after the keeper has exited: until then it may still kill processes or write files.
+    Stdin lists the data that the control plane has (see `pull`). Its "last" says whether to send manifest and
+    result once there is a verdict.
     """
     attempt.touch()
     have = json.loads(sys.stdin.buffer.read())
@@ -200,7 +201,7 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """End the attempt. One that was never claimed is claimed now, so that nothing can begin it later."""
+    """End the attempt. An unclaimed attempt is claimed, so that no worker can start it later."""
     with attempt.lock():
         if attempt.claim() is None:
             attempt.write_claim(os.getpid())
@@ -209,7 +210,7 @@ def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """Delete the attempt's files; its claim stays, and goes on fencing."""
+    """Delete the attempt's files. Its claim stays, so that no older attempt can start."""
     import shutil
 
     with attempt.lock():
@@ -224,14 +225,15 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     return {"removed": True}
 
 
-# What flows home.
+# Data sent to the control plane.
 
 
 def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[str, Any]:
-    """Write frames, each a line of JSON and so many bytes, the small and lively first, up to a limit.
+    """Write frames (a line of JSON, then the bytes that it announces) up to a limit, in order of urgency.
 
-    `have` says what is at home: {"files": {path: [inode, mtime, bytes, tail]}, "units": [names], "limit": n,
-    "folders": [those that are wanted]}. With `last`, all artifacts, and in the end manifest and result.
+    `have` describes the data that the control plane has: {"files": {path: [inode, mtime, bytes, tail]},
+    "units": [names], "limit": n, "folders": [requested folders]}. With `last`, all artifacts are sent, and
+    manifest and result at the end.
     """
     room, more = int(have["limit"]), False
     units: dict[str, dict[str, int]] = {}
@@ -251,7 +253,7 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
 
 
 def offered(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Plain files in the order in which they are wanted: finished by their names, at last all artifacts."""
+    """Regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
     found = []
     for top in (one for one in ("runtime", "artifacts") if one in wanted):
         every = last and top == "artifacts"
@@ -272,7 +274,7 @@ def finished(name: str) -> bool:
 
 
 def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
-    """Logs and verdicts, then figures, then the newest checkpoint, then what is large; last, the last."""
+    """Sort key: logs and verdicts, small artifacts, checkpoints from the newest, large files, then LAST."""
     if path in LAST:
         return 4 + LAST.index(path), 0.0
     if path.startswith("runtime/"):
@@ -284,13 +286,13 @@ def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
 
 
 def grows(path: str) -> bool:
-    """Whether a file is only ever written at its end, by its name."""
+    """Whether a file is only appended to, by its name."""
     name = path.rpartition("/")[2]
     return name.endswith(GROWING) or name.startswith("runtime.log")
 
 
 def first_new_byte(source: Path, status: os.stat_result, have: list[Any] | None) -> int | None:
-    """Where to go on; None when all of it is there already."""
+    """The first byte to send; None if the control plane has the whole file."""
     if have is None or have[0] != status.st_ino or have[2] > status.st_size:
         return 0
     changed = have[1] != status.st_mtime_ns
@@ -300,7 +302,7 @@ def first_new_byte(source: Path, status: os.stat_result, have: list[Any] | None)
 
 
 def tail_digest(source: Path, end: int) -> str:
-    """SHA-256 of the bytes before `end`: a number of a file may be given again, with other contents."""
+    """SHA-256 of the bytes before `end`, because an inode number may be reused for other contents."""
     with contextlib.suppress(OSError), source.open("rb") as file:
         file.seek(max(0, end - TAIL))
         return hashlib.sha256(file.read(min(end, TAIL))).hexdigest()
@@ -308,7 +310,7 @@ def tail_digest(source: Path, end: int) -> str:
 
 
 def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
-    """Send the file from byte `begin` in frames; returns how many bytes. What changes is left for later."""
+    """Send the file from byte `begin` in frames and return the number of bytes; stop if the file changes."""
     sent = 0
     with contextlib.suppress(FileNotFoundError), source.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -340,19 +342,19 @@ def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
 
 
 def keep(attempt: Attempt, options: argparse.Namespace) -> None:
-    """Carry the attempt to its end, or end it: at its time limit, unseen for too long, or when asked to."""
+    """Run the attempt; end it at its time limit, after too long without contact, or on request."""
     import subprocess
 
     signal.setitimer(
         signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN
-    )  # ends us, always
+    )  # ends this process even if it hangs
     began = time.monotonic()
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     prctl(SUBREAPER, 1)
     values = json.loads(sys.stdin.buffer.read())
     claim = attempt.write_claim(os.getpid())
-    with contextlib.suppress(BrokenPipeError):  # whoever asked may have been cut off meanwhile
+    with contextlib.suppress(BrokenPipeError):  # the caller's connection may be broken
         print(json.dumps(claim), flush=True)
     os.dup2(2, 1)
 
@@ -369,9 +371,9 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         elif now - began > options.lifetime:
             cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
         elif options.unseen and now - seen_at > options.unseen:
-            cause, why = "stopped", f"nobody has looked at it for {options.unseen:.0f} s"
+            cause, why = "stopped", f"no contact for {options.unseen:.0f} s"
         elif not held():
-            cause, why = "stopped", "the machine was taken back"
+            cause, why = "stopped", "the machine was taken away"
     if cause:
         with contextlib.suppress(ProcessLookupError):
             entrypoint.terminate()
@@ -382,7 +384,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         entrypoint.kill()
         status = 128 - status if status is not None and status > 128 else status
         if not cause and attempt.result() is None and ended_for_memory(attempt):
-            cause, why = "out_of_memory", "the kernel ended its container for want of memory"
+            cause, why = "out_of_memory", "the kernel killed its container because it ran out of memory"
         gone(attempt)
     end_marked(attempt, claim)
     status = entrypoint.wait() if status is None else status
@@ -393,12 +395,11 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
 def begin(
     attempt: Attempt, environment: dict[str, str], secrets: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
-    """Start the entrypoint; where it runs in a container, the container's client in its place.
+    """Start the entrypoint, or the client of its container. The returned thread copies its output, without
+    the values of `secrets`, to our own log.
 
-    The thread that is returned copies what it prints, without the values of `secrets`, to our own log.
-
-    The client is told the environment, secrets included, over its stdin, which stays open for as long as we
-    live. It does not have the attempt's mark: what runs Podman's containers descends from it.
+    The client gets the environment, secrets included, over its stdin, which stays open as long as this
+    process lives. It does not have the attempt's mark, because Podman's container monitor descends from it.
     """
     import subprocess
     import threading
@@ -424,7 +425,7 @@ def begin(
 
 
 def stream(attempt: Attempt, secrets: dict[str, str]) -> Any:
-    """What replaces the values of `secrets` in text that comes in pieces: redaction.py, as it was frozen."""
+    """A filter that replaces the values of `secrets` in a stream of text; the bundle's redaction.py."""
     import runpy
 
     redaction = runpy.run_path(str(attempt.runner.with_name("redaction.py")))
@@ -435,7 +436,7 @@ def stream(attempt: Attempt, secrets: dict[str, str]) -> Any:
 
 
 def copy(pipe: Any, redacted: Any) -> None:
-    """Copy all that comes through `pipe` to our log. A full disk costs what did not fit."""
+    """Copy everything from `pipe` to our log. If the disk is full, the rest is lost."""
     while True:
         data = os.read(pipe.fileno(), PIECE)
         text = redacted.feed(data) if data else redacted.close()
@@ -449,7 +450,7 @@ def copy(pipe: Any, redacted: Any) -> None:
 
 
 def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
-    """Leave a verdict where the worker left none, and say why it was stopped where it could not know."""
+    """Write a verdict if the worker wrote none, or add why the worker was stopped."""
     verdict = attempt.result()
     if verdict is None:
         worker = read_json(attempt.runtime / "claim.json") or {}
@@ -457,8 +458,8 @@ def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float
             cause, why = "runner_died", "the worker died without a result"
         elif not cause:
             cause = "request_error" if status in (2, 126, 127) else "start_failed"
-            why = f"no worker came up: {last_words(attempt.runtime / 'worker.log')}"
-            if status in (126, 127):  # a shell's, for a program that is not there
+            why = f"the worker did not start: {last_words(attempt.runtime / 'worker.log')}"
+            if status in (126, 127):  # exit codes of a shell for a missing program
                 why += "\n  try: install that program on the machine, or name another Python in the template"
         verdict = {
             "epoch": attempt.epoch,
@@ -480,16 +481,16 @@ def last_words(log: Path, size: int = 2000) -> str:
     with contextlib.suppress(OSError):
         text = log.read_bytes()[-size:].decode("utf-8", "replace").strip()
         return "\n".join(text.splitlines()[-3:])
-    return "it said nothing"
+    return "it printed nothing"
 
 
 # Containers.
 
 
 def launch(attempt: Attempt, options: argparse.Namespace) -> None:
-    """Make the attempt's container, write down what it is made of, and become the client that runs it.
+    """Create the attempt's container, record its image, and become the client that runs it.
 
-    A process of its own: its image may have to be fetched first, while the keeper goes on keeping limits.
+    This is a separate process, so that the keeper can enforce limits while the image is pulled.
     """
     import subprocess
 
@@ -498,7 +499,7 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
     environments = attempt.workspace / ENVIRONMENTS / image.rpartition(":")[2][:16]
     environments.mkdir(mode=0o700, parents=True, exist_ok=True)
     if set(str(attempt.workspace)) & set(',"'):
-        sys.exit("no folder can be shared with a container whose name has a comma or a quote in it")
+        sys.exit("the workspace's path has a comma or a quote, so it cannot be mounted into a container")
     place = hashlib.sha256(str(attempt.workspace).encode()).hexdigest()[:8]
     labels = {**labels_of(attempt), "perilune.claim": (attempt.claim() or {})["nonce"]}
     command = [program, "create", "--interactive", *asked["options"]]
@@ -530,18 +531,18 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
 
 
 def inside(attempt: Attempt, options: argparse.Namespace) -> None:
-    """Be a container's first process: run the entrypoint with the environment that stdin tells, wait for all
-    that is orphaned, and end with the entrypoint, or with the keeper, which holds the other end of stdin.
+    """The first process of a container: run the entrypoint with the environment from stdin and reap orphans.
 
-    The kernel ends every process of a container with its first one.
+    It exits with the entrypoint, or when stdin closes, because the keeper has died. The kernel then kills all
+    processes of the container.
     """
     import select
     import subprocess
 
-    told = sys.stdin.buffer.readline()
-    if not told:
+    line = sys.stdin.buffer.readline()
+    if not line:
         sys.exit(128 + signal.SIGKILL)
-    environment = {**os.environ, **json.loads(told)}
+    environment = {**os.environ, **json.loads(line)}
     entrypoint = subprocess.Popen(
         attempt.entrypoint, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
@@ -555,15 +556,15 @@ def inside(attempt: Attempt, options: argparse.Namespace) -> None:
 
 
 def labels_of(attempt: Attempt) -> dict[str, str]:
-    """What the attempt's containers are known by, also to who has forgotten everything else."""
+    """The labels by which the attempt's containers are found, even without other records."""
     return {"perilune.run": str(attempt.run), "perilune.epoch": str(attempt.epoch)}
 
 
 def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
-    """The attempt's containers, running or not; with `every`, those of all attempts of its run here.
+    """The attempt's containers, running or not; with `every`, those of all attempts of its run.
 
     Raises:
-        RefusedError: Docker or Podman does not tell.
+        RefusedError: if Docker or Podman does not answer.
     """
     if attempt.container is None:
         return []
@@ -575,10 +576,10 @@ def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
 
 
 def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
-    """Kill and remove the attempt's containers; whether none is left.
+    """Kill and remove the attempt's containers; returns whether none is left.
 
     Raises:
-        RefusedError: Docker or Podman does not tell.
+        RefusedError: if Docker or Podman does not answer.
     """
     until = time.monotonic() + EXIT_MARGIN
     while True:
@@ -586,23 +587,26 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
         if not left or time.monotonic() > until:
             return not left
         for one in left:
-            for command in (["kill", one], ["rm", "--force", one]):  # `rm` alone has Podman ask and wait
+            for command in (
+                ["kill", one],
+                ["rm", "--force", one],
+            ):  # with `rm` alone Podman waits for the stop
                 with contextlib.suppress(RefusedError):
                     ask(attempt, *command)
         time.sleep(POLL)
 
 
 def forgotten_is_gone(attempt: Attempt) -> bool:
-    """Whether no container is known of an attempt that was never claimed, or whose claim was lost."""
+    """Whether an attempt that was never claimed, or whose claim was lost, has no container."""
     try:
         left = containers(attempt)
     except RefusedError:
-        return True  # nothing says that there ever was one
+        return True  # no record says that there ever was one
     return not left or gone(attempt)
 
 
 def gone(attempt: Attempt) -> bool:
-    """Whether it is proven that none of the attempt's containers is left, now that they have been ended."""
+    """End the attempt's containers; returns whether Docker or Podman confirms that none is left."""
     try:
         return end_containers(attempt)
     except RefusedError:
@@ -610,7 +614,7 @@ def gone(attempt: Attempt) -> bool:
 
 
 def ended_for_memory(attempt: Attempt) -> bool:
-    """Whether the kernel has killed in the attempt's container for want of memory, where that is told."""
+    """Whether the attempt's container ran out of memory, as far as Docker or Podman reports it."""
     try:
         return any(
             ask(attempt, "inspect", "--format", "{{.State.OOMKilled}}", one).strip() == "true"
@@ -621,10 +625,10 @@ def ended_for_memory(attempt: Attempt) -> bool:
 
 
 def ask(attempt: Attempt, *command: str) -> str:
-    """What Docker or Podman says to a command.
+    """Run a command of Docker or Podman and return its output.
 
     Raises:
-        RefusedError: it fails, or does not answer.
+        RefusedError: if the command fails or does not answer.
     """
     import subprocess
 
@@ -649,16 +653,16 @@ def ask(attempt: Attempt, *command: str) -> str:
 
 
 def runs(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
-    """Whether the attempt's keeper or its container lives; None when that cannot be told.
+    """Whether the attempt's keeper or its container lives; None if unknown.
 
-    A container whose keeper has died is ended: it must not work on when nobody keeps its limits.
+    If the keeper has died, its container is ended, because no other process enforces its limits.
     """
     lives = alive(claim)
     return None if lives is False and not gone(attempt) else lives
 
 
 def end(attempt: Attempt, grace: float) -> bool:
-    """End an attempt's keeper, and then all that it started; whether none is left."""
+    """End an attempt's keeper and then all processes that it started; returns whether none is left."""
     claim = attempt.claim()
     if claim is None:
         return True
@@ -673,7 +677,7 @@ def end(attempt: Attempt, grace: float) -> bool:
 
 
 def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
-    """Kill every process of the attempt, whatever session it has made itself; whether none is left."""
+    """Kill every process of the attempt, in any session; returns whether none is left."""
     marks = {f"{MARK}={claim['nonce']}".encode()}
     worker = read_json(attempt.runtime / "claim.json")
     if worker is not None:
@@ -687,7 +691,7 @@ def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # orphans that came to us
+            while os.waitpid(-1, os.WNOHANG)[0]:  # reap orphans, because this process is their subreaper
                 pass
         time.sleep(POLL)
 
@@ -704,8 +708,8 @@ def environment_of(pid: int) -> set[bytes]:
 
 
 def alive(claim: dict[str, Any]) -> bool | None:
-    """Whether the very process that claimed lives, not another with its number; None when it is not ours
-    to see (a container beside this one)."""
+    """Whether the process that claimed lives (not another one with a reused ID); None if it is invisible,
+    because it is in another PID namespace."""
     if claim["boot_id"] != boot_id():
         return False
     if claim["host"] != host_id():
@@ -714,7 +718,7 @@ def alive(claim: dict[str, Any]) -> bool | None:
 
 
 def starttime(pid: int) -> int | None:
-    """Ticks from boot to the start of a living process; None for a zombie and for none."""
+    """Clock ticks from boot to the start of a live process; None for a zombie or a missing process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -723,7 +727,7 @@ def starttime(pid: int) -> int | None:
 
 
 def held() -> bool:
-    """Whether the process still lives that lends us the machine, where one does."""
+    """Whether the process that holds the machine, if there is one, still lives."""
     pid, _, began = os.environ.get(HOLDER, "").partition(" ")
     return not pid or str(starttime(int(pid))) == began
 
@@ -780,7 +784,7 @@ def modified(path: Path) -> int:
 
 
 def main(*others: Callable[[Attempt, argparse.Namespace], dict[str, Any]]) -> int:
-    """Carry out the verb that the command line names, of ours or of `others`; the exit code."""
+    """Execute the verb on the command line, one of this file or of `others`, and return the exit code."""
     verbs: dict[str, Callable[[Attempt, argparse.Namespace], dict[str, Any] | None]] = {
         verb.__name__: verb for verb in (start, keep, launch, inside, look, stop, remove, *others)
     }

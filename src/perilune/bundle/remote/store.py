@@ -1,9 +1,9 @@
-"""Contents that came to a machine, under their digests, so that none is sent twice and a cut one goes on.
+"""The store of uploaded file contents on a machine, by digest: no content is sent twice, uploads resume.
 
-Standard library only, Python 3.8 or newer, Linux; sent with the receiver, which fills it. It is the folder
-WORKSPACE/store.sha256; what is incomplete has ".partial" behind its digest. What lies here is believed only
-when it is read, because a task could have changed it. So it is never linked into an attempt, but copied
-(sharing blocks where the file system can) and hashed; what is not what its name says goes, and is missing.
+Standard library only, Python 3.8 or newer, Linux; sent with the receiver, which fills it. The store is the
+folder WORKSPACE/store.sha256; an incomplete content has ".partial" after its digest. Every read verifies the
+content, because a task could have changed it. For the same reason a content is never linked into an attempt:
+it is copied (sharing blocks if the file system can) and hashed. A wrong content is deleted and sent again.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import BinaryIO
 
 from perilune.bundle.remote.runner import BLOCK, RefusedError
 
-SMALL = 1 << 12  # bytes; contents up to here are sooner sent again than asked for
-UNUSED = 30 * 86400.0  # seconds after which what no attempt was made of is forgotten
+SMALL = 1 << 12  # bytes; sending a content up to this size again is faster than asking for it
+UNUSED = 30 * 86400.0  # seconds after which an unused content is deleted
 FICLONE = 0x40049409  # of ioctl_ficlone(2)
 
 
 class Store:
-    """Contents under their digests. Of several calls one adds to it; all may take from it.
+    """File contents by digest. One call at a time may add to it; all calls may read.
 
     Args:
-        share: of its disk that it may fill with what is not needed.
+        share: share of the disk that the store may use.
     """
 
     def __init__(self, folder: Path, share: float) -> None:
@@ -43,7 +43,7 @@ class Store:
         self.held: BinaryIO | None = None
 
     def lock(self) -> bool:
-        """Whether this call is the one that adds; the kernel frees the lock when it dies."""
+        """Try to become the call that adds. The kernel frees the lock of a call that died."""
         if self.held is None:
             file = (self.folder / "lock").open("wb")
             try:
@@ -66,7 +66,7 @@ class Store:
         return self.folder / f"{sha256}.partial"
 
     def missing(self, sizes: dict[str, int], held: dict[str, bytes]) -> dict[str, int]:
-        """What is in neither, and how many bytes of it are here."""
+        """The contents that are neither in the store nor in `held`, with the bytes received so far."""
         return {
             sha256: max(0, min(size, plain_size(self.partial(sha256))))
             for sha256, size in sizes.items()
@@ -74,14 +74,14 @@ class Store:
         }
 
     def append(self, sha256: str, size: int, offset: int, pieces: Iterator[bytes]) -> None:
-        """Go on with a content at `offset`; it gets its name when all of it is here."""
+        """Append to a content at `offset`; a complete content gets its final name."""
         partial = self.partial(sha256)
         if offset == 0:
             discard(partial)
         try:
             with open_plain(partial, os.O_RDWR | os.O_CREAT) as file:
                 if os.fstat(file.fileno()).st_size < offset:
-                    raise RefusedError("what arrived does not follow from what is here", "damaged")
+                    raise RefusedError("a received content does not continue the stored part", "damaged")
                 file.seek(offset)
                 file.truncate()
                 for piece in pieces:
@@ -95,11 +95,11 @@ class Store:
             partial.rename(self.entry(sha256))
 
     def verified(self, sha256: str) -> bool:
-        """Whether an entry is what its name says; what is not, goes."""
+        """Whether an entry has the digest in its name; a wrong entry is deleted."""
         return self.copied(sha256, None)
 
     def copied(self, sha256: str, target: Path | None) -> bool:
-        """Copy an entry to `target`; False when it is not what its name says, and is no more."""
+        """Copy an entry to `target`; False, and the entry is deleted, if its digest is wrong."""
         try:
             with open_plain(self.entry(sha256), os.O_RDONLY) as source:
                 if (digest_of(source) if target is None else copy(source, target)) == sha256:
@@ -112,7 +112,7 @@ class Store:
         return False
 
     def make_room(self, sizes: dict[str, int]) -> None:
-        """Let go of what others need, the oldest first, while there is no room for what this one needs."""
+        """Delete contents that this attempt does not need, the oldest first, until its own contents fit."""
         needed = sum(sizes[sha256] - here for sha256, here in self.missing(sizes, {}).items())
         for path, _ in self.oldest_first():
             if self.free() >= needed:
@@ -121,16 +121,16 @@ class Store:
                 self.drop(path)
         if self.free() < needed:
             raise RefusedError(
-                f"its disk is full: {needed:,} bytes are to come, {self.free():,} are free", "disk_full"
+                f"its disk is full: {needed:,} bytes are needed, {self.free():,} are free", "disk_full"
             )
 
     def has_room_for(self, sizes: dict[str, int]) -> bool:
-        """Whether what an attempt is made of may stay here too, rather than move there."""
+        """Whether the contents of an attempt may stay in the store and be copied, instead of moved."""
         needed = sum(sizes.values())
         return needed <= self.most and needed <= self.free()
 
     def shrink(self) -> None:
-        """Forget what was not used for long, and the oldest of what is too much."""
+        """Delete contents that were not used for long, and the oldest ones beyond the store's share."""
         found = self.oldest_first()
         total = sum(status.st_size for _, status in found)
         for path, status in found:
@@ -139,12 +139,12 @@ class Store:
                 total -= status.st_size
 
     def drop(self, path: Path) -> None:
-        """Remove a content, unless it may be on its way."""
+        """Delete a content, unless another call may be receiving it."""
         if not path.suffix or self.lock():
             discard(path)
 
     def oldest_first(self) -> list[tuple[Path, os.stat_result]]:
-        """Everything in it, by the time of its last use."""
+        """All contents, sorted by the time of their last use."""
         found = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -154,11 +154,13 @@ class Store:
 
     def free(self) -> int:
         disk = os.statvfs(str(self.folder))
-        return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize  # some tell nothing
+        return (
+            disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
+        )  # some file systems report nothing
 
 
 def copy(source: BinaryIO, path: Path) -> str:
-    """Copy to a new file, sharing blocks where the file system can; SHA-256 of what came to lie there."""
+    """Copy to a new file, sharing blocks if the file system can; returns the SHA-256 of the copy."""
     digest = hashlib.sha256()
     with path.open("xb+") as target:
         try:
@@ -183,7 +185,7 @@ def digest_of(file: BinaryIO) -> str:
 
 
 def open_plain(path: Path, flags: int) -> BinaryIO:
-    """Open a plain file; OSError for a link, and for anything else."""
+    """Open a regular file; raises OSError for a link or anything else."""
     descriptor = os.open(str(path), flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -192,7 +194,7 @@ def open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def plain_size(path: Path) -> int:
-    """Bytes of a plain file; -1 when there is none."""
+    """Size of a regular file in bytes; -1 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
@@ -201,7 +203,7 @@ def plain_size(path: Path) -> int:
 
 
 def discard(path: Path) -> None:
-    """Remove what is at a path, whatever it is."""
+    """Remove the file, link or folder at a path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(str(path), ignore_errors=True)
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):

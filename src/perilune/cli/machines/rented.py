@@ -219,9 +219,9 @@ def cost(as_json: Json = False) -> None:
         return
     warn_about_machines(control)
     echo(f"spent       {fields['spent']:.4g} on {len(machines)} machines")
-    echo(f"now         {fields['per_hour']:.4g} an hour for {len(alive)}")
-    echo(f"may come    {fields['may_come']:.4g} at most, until their leases end")
-    echo(f"24 hours    {fields['today']:.4g} spent or promised, of {fields['daily_cap']:.4g}")
+    echo(f"now         {fields['per_hour']:.4g} per hour for {len(alive)} machines")
+    echo(f"to come     at most {fields['may_come']:.4g} until their leases end")
+    echo(f"24 hours    {fields['today']:.4g} spent or reserved, of a cap of {fields['daily_cap']:.4g}")
     for run_id, spent in sorted(by_run.items(), key=lambda item: -item[1])[:10]:
         echo(f"  {spent:10.4g}  run {run_id}")
 

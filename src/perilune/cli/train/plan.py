@@ -105,9 +105,10 @@ def _cost(cost: CostForecast) -> list[str]:
     if not cost.per_hour:
         return [f"unknown: {cost.problem}"]
     lines = [
-        f"{cost.per_hour:.4g} an hour for each machine",
+        f"{cost.per_hour:.4g} per machine and hour",
         f"a machine is released after {duration(cost.seconds)} at the latest, which costs {cost.attempt:.4g}",
-        f"all stages: {cost.stages:.4g} at most; {cost.retried:.4g} with every retry, without preemptions",
+        f"all stages: {cost.stages:.4g} at most; {cost.retried:.4g} with every retry, not counting"
+        " preemptions",
         f"{cost.left:.4g} of the daily cap of {cost.daily_cap:.4g} is left",
     ]
     return [*lines, *([cost.problem] if cost.problem else [])]
