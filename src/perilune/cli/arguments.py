@@ -47,7 +47,7 @@ CheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="A Hugging Face folder, a GGUF file, a model that `perilune model fetch` keeps, or a run that "
+        help="A Hugging Face folder, a GGUF file, a model from `perilune model fetch`, or a run that "
         "made a checkpoint: its id, or EXPERIMENT/STAGE.",
         autocompletion=run_names,
         show_default=False,

@@ -89,7 +89,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=HELP_OPTIONS,
     help="Post-training of language models from one recipe, on this machine or a rented one.",
-    epilog="State lives in $PERILUNE_HOME (default ~/.perilune). Exit codes: 0 done, 1 the work failed, "
+    epilog="State is in $PERILUNE_HOME (default ~/.perilune). Exit codes: 0 done, 1 the work failed, "
     "2 the request was wrong.",
 )
 

@@ -15,8 +15,9 @@ def markdown() -> str:
     lines = [
         "# Command line",
         "",
-        "Every listing has `--json`. Exit codes: 0 done, 1 the work failed, 2 the request was wrong. State",
-        "lies in `$PERILUNE_HOME` (default `~/.perilune`). `--debug`, anywhere, shows a failure's traceback.",
+        "Every listing has `--json`. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
+        "Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option `--debug`, at any",
+        "place, shows the traceback of an error.",
         "",
         "<!-- Written by `python -m perilune.cli.reference`; a test keeps it in step. -->",
     ]
@@ -57,7 +58,7 @@ def _row(parameter: Any) -> str:
         value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
         shown = ", ".join(parameter.opts) + value
     default = parameter.default
-    told = default not in (None, False, (), []) and not callable(default) and not parameter.required
+    told = default not in (None, False, (), [], "") and not callable(default) and not parameter.required
     return f"| `{shown}` | {parameter.help or ''}{f' Default: `{default}`.' if told else ''} |"
 
 

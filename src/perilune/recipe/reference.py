@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from perilune.bundle.plugin import consumed_fields, load_plugin, plugin_names
-from perilune.recipe.resolve import environment_registry
+from perilune.recipe.resolve import environment_registry, with_article
 from perilune.recipe.schema import Recipe, Stage
 
 STAGE_HEADER = ("name", "task")
@@ -148,7 +148,7 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
         for deeper in inner["properties"]:
             yield from _described(f"{shown}.{deeper}", deeper, inner, "")
         return
-    kind = f"name of a stage that makes a {consumes}" if consumes else _type(inner)
+    kind = f"name of a stage that makes {with_article(consumes)}" if consumes else _type(inner)
     default = "required" if name in schema.get("required", ()) else _default(inner)
     yield Key(shown, kind, default, inner.get("description", ""))
 

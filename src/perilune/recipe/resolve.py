@@ -234,16 +234,24 @@ def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list
         kind = wanted[field]
         fitting = [name for name, made in makes.items() if made == kind]
         key = f"stages.{stage.name}.{field}"
-        choices = f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes a {kind}"
+        choices = (
+            f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes {with_article(kind)}"
+        )
         if source == stage.name:
             problems.append(Problem(path, f"{key}: a stage cannot consume itself", choices))
         elif source not in makes:
             what = f"{key} takes the output of a stage, and no stage is named '{source}'"
             problems.append(Problem(path, what, nearest(source, fitting) if fitting else choices))
         elif makes[source] != kind:
-            what = f"{key} needs a stage that makes a {kind}, and '{source}' makes a {makes[source]}"
+            what = f"{key} needs a stage that makes {with_article(kind)}, and '{source}' makes"
+            what = f"{what} {with_article(makes[source])}"
             problems.append(Problem(path, what, choices))
     return problems
+
+
+def with_article(kind: str) -> str:
+    """An output kind as words: "a dataset", "preference pairs"."""
+    return {"preferences": "preference pairs", "reward_model": "a reward model"}.get(kind, f"a {kind}")
 
 
 def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:

@@ -98,7 +98,7 @@ class Recipe(Frozen):
         {}, description="source of tasks and scores; needed by all tasks that use a language model"
     )
     rewards: dict[str, Weight | RewardFunction] = Field(
-        {}, description="reward terms by name, each a weight or a function; see how-to/rewards.md"
+        {}, description="reward terms by name, each a weight or a function; see how-to/reward-functions.md"
     )
     resources: Resources = Field(Resources(), description="resources of each stage")
     secrets: tuple[str, ...] = Field((), description="names of secrets that stages receive; never values")

@@ -1,4 +1,4 @@
-"""`perilune environments audit` and `replay`: find outputs that a reward pays for wrongly."""
+"""`perilune environments audit` and `replay`: find wrong outputs that get a reward."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def audit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find outputs that a reward pays for wrongly, before a policy finds them.
+    """Find wrong outputs that get a reward, before a policy finds them.
 
     For a recipe, audits its environments with the recipe's rewards; --set then sets keys of the recipe. For
     an environment without a family, audits all families.

@@ -58,7 +58,7 @@ def generate(
 ) -> None:
     """Let a teacher or a model write records for the tasks of an environment.
 
-    The environment scores each record; refused ones go to rejected.jsonl. After an interruption, the same
+    The environment scores each record; rejected ones go to rejected.jsonl. After an interruption, the same
     command resumes and produces the same files.
     """
     if bool(teacher) == bool(model):

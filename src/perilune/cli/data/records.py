@@ -38,7 +38,7 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every row. Print counts, lengths, scores, duplicates, and tasks that several files have."""
+    """Check every row. Print counts, lengths, scores, duplicates, and tasks that occur in several files."""
     from perilune.data.inspection import inspect_files
 
     report = inspect_files(files, languages=languages)

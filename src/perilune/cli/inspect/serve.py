@@ -35,9 +35,7 @@ Adapters = Annotated[
     ),
 ]
 Slots = Annotated[int, typer.Option(min=1, max=4096, help="Samples that are computed at a time.")]
-MaxQueue = Annotated[
-    int, typer.Option(min=0, help="Samples that may wait; further ones are refused with 429.")
-]
+MaxQueue = Annotated[int, typer.Option(min=0, help="Samples that may wait; further requests get status 429.")]
 CacheTokens = Annotated[
     int,
     typer.Option(

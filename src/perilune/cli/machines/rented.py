@@ -129,7 +129,7 @@ def machines_reap(
     ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Terminate every machine that no run needs, also those with this home's tag that are not recorded here.
+    """Terminate every machine that no run needs, including unrecorded machines with this home's tag.
 
     Exits with 1 when a machine is not proven gone yet; later commands keep trying.
 

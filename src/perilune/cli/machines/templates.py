@@ -56,7 +56,7 @@ def show(name: Name, as_json: Json = False) -> None:
 
 @app.command()
 def validate(name: Name, as_json: Json = False) -> None:
-    """Check a template, and report the file, line and key of an error. Rents nothing and connects nowhere.
+    """Check a template, and report the file, line and key of an error. Rents nothing and opens no connection.
 
     For a template that rents machines, also checks the kind of machine against providers.yaml.
 

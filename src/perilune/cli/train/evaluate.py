@@ -32,7 +32,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
 
-    The evaluation is a run like any other: `perilune runs` lists it, and it leaves a bundle. The same
+    The evaluation is a run like any other: `perilune runs` lists it, and it has a bundle. The same
     command prints the recorded result again.
 
     \b

@@ -76,7 +76,7 @@ def _start_next_stage(starter: StageStarter, experiment_id: str) -> None:
 def cancel(
     target: RunOrExperiment,
     force: Annotated[
-        bool, typer.Option("--force", help="Give the run up even without proof that it has stopped.")
+        bool, typer.Option("--force", help="Cancel even without proof that the run has stopped.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,7 +85,7 @@ def cancel(
     The task is asked to exit, then killed. No later stage starts until `perilune run` requests it again. If
     you cancel an experiment, a run that another experiment also needs continues.
 
-    A run on an unreachable machine is cancelled only with --force. Its results are then refused, and
+    A run on an unreachable machine is cancelled only with --force. Perilune then rejects its results, and
     `perilune reconcile` stops it as soon as the machine answers.
 
     \b

@@ -52,7 +52,9 @@ def run(
     ] = None,
     with_: Annotated[
         list[str] | None,
-        typer.Option("--with", metavar="KEY=VALUE", help="Set a key of the template that it lets users set."),
+        typer.Option(
+            "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
+        ),
     ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what would be done, where and at what cost, and exit.")

@@ -1,4 +1,4 @@
-"""The `prompting` section that every environment accepts: how a pretrained model is asked."""
+"""The `prompting` section that every environment accepts: the prompt of a pretrained model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Example(BaseModel):
 
 
 class PromptingSettings(BaseModel):
-    """How a pretrained model is asked."""
+    """The prompt of a pretrained model, and how its answer is extracted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,8 +36,8 @@ class PromptingSettings(BaseModel):
     )
     format: FormatName | None = Field(
         None,
-        description="how an answer is marked: this is asked for, and only the marked answer is scored; null:"
-        " the environment scores the whole text",
+        description="how the prompt tells the model to mark its answer; only the marked answer is scored;"
+        " null: the environment scores the whole text",
     )
     instruction: str | None = Field(
         None, description="sentence that asks for the format; null: the format's own; empty: do not ask"
@@ -47,7 +47,8 @@ class PromptingSettings(BaseModel):
     )
     system_as: Literal["system", "user"] = Field(
         "system",
-        description="user: put the system prompt before the first question, for templates that refuse one",
+        description="user: put the system prompt before the first question, for templates that reject system"
+        " messages",
     )
     stop: tuple[str, ...] = Field(
         (), description="texts that end an answer, such as `</answer>`; they remain part of it"

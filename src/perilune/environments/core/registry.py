@@ -134,7 +134,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     `{"id": "factory", "factory": "module:function", ...}` calls a function that is not registered as an entry
     point, for tests and notebooks. `rewards` replaces the reward by a weighted sum of terms and functions.
     `episodes` (`EpisodeSettings`) is validated here and applied by the rollout worker. `prompting`
-    (`PromptingSettings`) is how a pretrained model is asked.
+    (`PromptingSettings`) is the prompt of a pretrained model.
 
     Args:
         checked: whether to check what only `tasks` needs, such as files of questions.
@@ -191,7 +191,7 @@ def _with_shared_sections(model: type[BaseModel]) -> type[BaseModel]:
     episodes = Field(
         default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
     )
-    asked = Field(None, description="how a pretrained model is asked, and how its answer is found")
+    asked = Field(None, description="prompt of a pretrained model, and how its answer is extracted")
     fields: dict[str, Any] = {
         KEY: (EpisodeSettings, episodes),
         prompting.KEY: (PromptingSettings | None, asked),

@@ -22,7 +22,10 @@ class TripSettings(BaseModel):
         3, ge=0, le=30, description="maximum steps that a place is open before and after its planned visit"
     )
     budget_slack: float = Field(
-        0.25, ge=0, le=10, description="spare money, as a share of the planted plan's cost"
+        0.25,
+        ge=0,
+        le=10,
+        description="spare money, as a share of the cost of the plan that the trip is built around",
     )
     map: Literal["street", "plane"] = Field(
         "street", description="street: places in a row; plane: in two dimensions, with Manhattan distances"
