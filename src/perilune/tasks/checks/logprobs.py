@@ -151,7 +151,7 @@ class LogprobChecker:
         kl, gap = figures.get("kl_reference", 0.0), figures.get("logprob_gap_max", 0.0)
         if self.learner.version == 0 and not abs(kl) <= limit:
             raise WorkFailedError(
-                f"kl_reference is {kl:.3g} nats a token before the first update, when policy and reference"
+                f"kl_reference is {kl:.3g} nats per token before the first update, when policy and reference"
                 f" are equal; rounding explains at most {limit:g}",
                 where=f"step {step + 1}",
                 remedy=REPORT_BUG,

@@ -22,7 +22,7 @@ from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.specs import PreferenceSpec
 
 COLLAPSE_PATIENCE = 5  # consecutive steps before the warning: one batch may look like a collapse by chance
-REFERENCE_LIMIT = 1e-2  # nats a token between two forward passes of the same weights
+REFERENCE_LIMIT = 1e-2  # nats per token between two forward passes of the same weights
 VALIDATED = ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")
 
 
@@ -91,7 +91,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
 def _require_same_policy(loss: PreferenceObjective) -> None:
     if loss.largest_shift > REFERENCE_LIMIT:
         raise WorkFailedError(
-            f"policy and reference differ by {loss.largest_shift:.3g} nats a token before any update",
+            f"policy and reference differ by {loss.largest_shift:.3g} nats per token before any update",
             where="step 1",
             remedy="use the checkpoint that training starts from as the reference, in the same precision",
         )
@@ -115,8 +115,9 @@ class CollapseAlarm:
         if self._count(step, figures):
             self._workspace.event("chosen_collapse", step=step, chosen_shift=figures["chosen_shift"])
             self._workspace.log(
-                f"ALARM at step {step}: chosen answers have lost {-figures['chosen_shift']:.3f} nats a token"
-                " while margins grew; lower lr, train less, set nll or dpop, or drop pairs nearly alike"
+                f"ALARM at step {step}: chosen answers have lost {-figures['chosen_shift']:.3f} nats per"
+                " token while margins grew; lower lr, train less, set nll or dpop, or leave out pairs that"
+                " are nearly equal"
             )
 
     def _count(self, step: int, figures: Mapping[str, float]) -> bool:

@@ -83,7 +83,7 @@ const Course = ((data) => {
     }
     add(
       "pairs",
-      "Pairs told apart",
+      "Accuracy on pairs",
       "Share of pairs whose better answer is preferred.",
       [
         ["accuracy", "accuracy", 1],
@@ -98,7 +98,7 @@ const Course = ((data) => {
     add(
       "chosen",
       "Chosen answers",
-      "Change of the chosen answers' own log-prob, in nats a token. If it is below −0.05 while margins grow, chosen answers become less likely too.",
+      "Change of the chosen answers' own log-prob, in nats per token. If it is below −0.05 while margins grow, chosen answers become less likely too.",
       [
         ["chosen_shift", "change", 1],
         ["validation_chosen_shift", "held out", 3],
@@ -146,7 +146,7 @@ const Course = ((data) => {
     add(
       "overlap",
       "Overlap with the teacher",
-      "Share of the student's k likeliest tokens that are among the teacher's; and the probability that each gives to the shared tokens.",
+      "Share of the student's k most likely tokens that are among the teacher's; and the probability that each gives to the shared tokens.",
       [
         ["overlap_ratio", "overlap", 1],
         ["overlap_mass_student", "student's mass", 3],
