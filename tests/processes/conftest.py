@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = [str(Path(__file__).parents[1] / name) for name in ("learn", "tasks", "drill")]
+CASES = [str(Path(__file__).parents[1] / name) for name in ("processes", "learn", "tasks", "drill")]
 sys.path[:0] = CASES
 
 

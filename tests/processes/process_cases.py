@@ -1,8 +1,7 @@
-"""Functions run by several processes at once, forked from one that has torch loaded."""
+"""Functions run by several processes at once."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -10,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forked import context
 
 from perilune.learn.distributed import RENDEZVOUS, join
 
 PATIENCE = 150.0  # seconds; generous, because the machine may be busy
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "pandas", "perilune.tasks.rl.metrics", "perilune.learn.trainer"]
-)
 
 
 def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import context
 from task_cases import (
     DIGITS,
     episodes,
@@ -30,6 +30,8 @@ from perilune.errors import WorkFailedError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 
 
@@ -45,16 +47,6 @@ KEEP = {"optimizer": True}
 def climb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A climb that nobody disturbed."""
     return run_task(tmp_path_factory.mktemp("climb") / "bundle", "rl", kl=0.05, keep=KEEP)
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
-    """Processes forked from one that has torch loaded, so that each starts in a moment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "pandas", "perilune.tasks.rl.metrics", "perilune.tasks.stage.training", "task_cases"]
-    )
-    yield context
 
 
 def metrics_bytes(bundle: Path) -> bytes:
@@ -100,9 +92,7 @@ INSTANTS: dict[str, tuple[Callable[[Path], bool], float]] = {
 
 
 @pytest.mark.parametrize("task", ["sft", "rl"])
-def test_killed_at_any_instant_it_ends_as_if_never_killed(
-    task: str, traces: Path, processes: Any, tmp_path: Path
-) -> None:
+def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Path, tmp_path: Path) -> None:
     """train(30) is train(15), SIGKILL, resume: weights, optimizer state, figures, episodes, to the byte."""
     inputs = {"data": traces} if task == "sft" else {}
     options: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep": KEEP}
@@ -113,7 +103,7 @@ def test_killed_at_any_instant_it_ends_as_if_never_killed(
     attempt: Path | None = None
     for instant, (come, within) in INSTANTS.items():
         attempt = next_attempt(job, inputs, attempt, tmp_path / "attempts")
-        process = processes.Process(target=run_on_a_slow_disk, args=(attempt,))
+        process = context.Process(target=run_on_a_slow_disk, args=(attempt,))
         process.start()
         while process.is_alive() and not come(attempt):
             time.sleep(0.001)
