@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # torch is taken first and bounded, so that pip picks the small CPU build where one is offered.
 TORCH ?= torch>=2.6,<2.14
-# Test processes: one for each core that may be used, four at most.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$n)
+# Test processes: one more than cores, because some tests wait; five at most.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$((n + 1)))
 # Nothing is compiled ahead: of what is installed most is never imported, and what is, is compiled then.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-input --retries 5 --timeout 60
 
@@ -22,7 +22,7 @@ quickstart: $(VENV)/.installed ## install, then the whole story on this machine
 	$(BIN)/perilune quickstart
 
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 coverage: ## all tests, and which lines they do not reach; takes half as long again
 	$(MAKE) test PYTEST="--cov --cov-report=term:skip-covered"

@@ -21,7 +21,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -90,6 +90,6 @@ def test_the_script_runs_without_any_package_until_its_process_ends(tmp_path: Pa
     assert watched.stdin is not None
     watched.stdin.close()
     watched.wait()
-    assert sampler.wait(timeout=20) == 0
+    assert sampler.wait(timeout=60) == 0
     row = lines(tmp_path / "h.jsonl")[0]
     assert row["load"] and "memory_used" not in row and "tree" not in row

@@ -21,6 +21,8 @@ from perilune.bundle.freeze import freeze
 from perilune.bundle.lock import requirements_lock
 from perilune.bundle.wheel import build_wheel, differing_files, package_files
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_state_of_the_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from cli_cases import LIGHT, SCRIPT, environment
 
+pytestmark = pytest.mark.slow
+
 LONG = LIGHT + "  - {name: long, task: sft, data: traces, steps: 100000, batch_size: 8, save_every: 5}\n"
 
 

@@ -27,7 +27,7 @@ def test_bytes_sent_to_all_machines_of_the_newest_attempt_are_shown_until_a_task
         write_json(attempt.with_name(f"2.sent-{node}.json"), sent)
     with PlainLines(out, interval=0.0) as view, upload_progress(home, view) as begun:
         begun("sft", RUN)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "bytes" not in out.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
     assert "[sft] 1,500/4,000 bytes sent" in out.getvalue()

@@ -270,6 +270,8 @@ from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
 
+pytestmark = pytest.mark.slow
+
 box, python = sys.argv[1:3]
 control = drill_control(Path(sys.argv[3]))
 there = RemotePlacement(LocalHost("box"), Site(python=python, installed=True, workspace=box), AttemptLimits())

@@ -56,6 +56,8 @@ mount -t tmpfs -o size=80m none "$1"
 "$2" -c "import sys; sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from drill_cases import drill_control
+
+pytestmark = pytest.mark.slow
 drill_control(Path(sys.argv[1]))" "$1/home" "$3"
 mkdir -p "$1/home/environments/unused"
 head -c 1m /dev/zero > "$1/home/environments/unused/big"

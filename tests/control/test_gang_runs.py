@@ -41,6 +41,8 @@ from perilune.files import read_json, read_json_lines, sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.recipe.schema import job_for
 
+pytestmark = pytest.mark.slow
+
 NODES = 2
 
 

@@ -36,6 +36,8 @@ from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.files import read_json_lines
 
+pytestmark = pytest.mark.slow
+
 CANARY = "canary-9c41f6"
 SECOND = Path("artifacts", "checkpoints", "step-000002")
 

@@ -91,7 +91,7 @@ def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: Fak
     else:
         end(control)
         tend_until(fleet, key, GONE)  # nothing was to be seen of it, twice
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not sweep(fleet):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
     tend_until(fleet, key, READY)
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=5)
     end(control)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (machine := fleet.reconcile(key)) and machine.terminate_calls < 5:
         assert machine.state == TERMINATING and bill(cloud)["alive"] == [key] and accrued(machine) > 0
         assert time.monotonic() < deadline
@@ -211,7 +211,7 @@ def test_the_provider_ends_it_when_nobody_else_does(control: Control, fleet: Fle
     lease = LEASE.model_copy(update={"max_lifetime": 1.2})
     key = rented(control, fleet, SMALL.model_copy(update={"lease": lease}))
     tend_until(fleet, key, READY)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while bill(cloud)["alive"]:  # this control plane does nothing
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -348,7 +348,7 @@ def test_a_kill_at_any_point_leaks_nothing_and_makes_one_machine(
 def test_tending_all_tends_every_machine(control: Control, fleet: Fleet) -> None:
     key = rented(control, fleet)
     end(control)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while fleet.all():
         assert time.monotonic() < deadline
         reconcile_all(fleet)

@@ -45,7 +45,7 @@ from perilune.execution.providers.protocol import (
 from perilune.execution.providers.ray.client import RayCluster
 from perilune.execution.providers.ray.host import RayHost
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import marked
 from perilune.files import read_json, read_json_lines
 
-pytestmark = pytest.mark.xdist_group("remote")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote")]
 
 
 class Elsewhere:

@@ -14,6 +14,8 @@ import pytest
 from doc_blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks
 from doc_runner import Runner
 
+pytestmark = pytest.mark.slow
+
 MOST_NOT_RUN = 20  # what may be excepted; each says why
 
 ALL = [block for page in PAGES for block in blocks(page)]

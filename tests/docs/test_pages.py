@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from doc_blocks import ROOT
 
 from perilune.data.episodes_file import episode_schema
+
+pytestmark = pytest.mark.slow
 
 DOCS = ROOT / "docs"
 

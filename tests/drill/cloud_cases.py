@@ -89,7 +89,7 @@ def end(control: Control, *, collected: bool = True, number: int = 1) -> None:
         move_attempt(session, row, AttemptState.CANCELLED)
 
 
-def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 20.0) -> Machine:
+def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 60.0) -> Machine:
     """Tend a machine until it is in that state."""
     deadline = time.monotonic() + seconds
     while (machine := fleet.reconcile(key)) is None or machine.state != state:

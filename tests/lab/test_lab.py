@@ -18,6 +18,8 @@ from perilune.files import write_json
 from perilune.lab.invariants import INVARIANTS, check
 from perilune.lab.laboratory import Laboratory, Plan
 
+pytestmark = pytest.mark.slow
+
 ROUGH = Weather(
     seed=3, error_before=0.1, error_after=0.1, lost_answer=0.1, late_effect=0.3, late_seconds=0.5,
     visibility_seconds=0.2, boot_seconds=0.1, link_cuts=6.0, cut_seconds=0.5,

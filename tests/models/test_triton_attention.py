@@ -20,6 +20,8 @@ from triton.compiler import ASTSource
 from perilune.models import triton_attention
 from perilune.models.triton_attention import PART, tile
 
+pytestmark = pytest.mark.slow
+
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 

@@ -24,6 +24,8 @@ from perilune.files import sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
 from perilune.recipe.schema import job_for
 
+pytestmark = pytest.mark.slow
+
 
 def run_as_one_of(bundle: Path) -> None:
     if os.environ["RANK"] == "0":

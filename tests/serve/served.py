@@ -101,7 +101,7 @@ class Served:
         found = re.findall(r"^(perilune_\S+) ([\d.e+-]+)$", page, re.MULTILINE)
         return {name.removeprefix("perilune_"): float(value) for name, value in found}
 
-    def at_rest(self, seconds: float = 20) -> dict[str, float]:
+    def at_rest(self, seconds: float = 60) -> dict[str, float]:
         """The metrics, once nothing is being worked on; fails when something never lets go."""
         deadline = time.monotonic() + seconds
         while True:
@@ -140,7 +140,7 @@ def served(checkpoint: Path, *options: str, token: str = "", **environment: str)
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                _, rest = process.communicate(timeout=20)
+                _, rest = process.communicate(timeout=120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise

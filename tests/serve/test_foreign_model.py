@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from served import served
 
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import load_transformers_model
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_foreign_model_is_served(tmp_path: Path) -> None:

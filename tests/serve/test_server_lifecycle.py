@@ -101,11 +101,11 @@ def test_an_end_does_not_wait_for_ever(checkpoint: Path) -> None:
             text_of(stream)
         with pytest.raises(openai.APIError):
             hanging.result(30)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(120) == 0
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -172,4 +172,4 @@ def test_an_end_lets_answers_be_finished(server: Served, checkpoint: Path) -> No
         assert refused.value.status_code == 503
         assert "Retry-After" in refused.value.response.headers
         assert begun + text_of(stream) == direct.text(expected)
-        assert server.process.wait(10) == 0
+        assert server.process.wait(120) == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from torch.utils import backend_registration
 
+pytestmark = pytest.mark.slow
+
 new_backends = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="needs a PyTorch that takes backends written in Python",

@@ -30,6 +30,8 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import card_of
 from perilune.recipe.load import load_recipe
 
+pytestmark = pytest.mark.slow
+
 STEPS, PROMPTS, SAMPLES = 12, 4, 4
 RECIPE = {
     "name": "small",

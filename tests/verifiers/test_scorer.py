@@ -73,18 +73,18 @@ def test_a_hang_that_ignores_signals_is_killed_on_time():
         judge(scorer, "good")
         begun = time.monotonic()
         assert "no answer" in reason(scorer, "ignore_signals_and_sleep")
-        assert time.monotonic() - begun < 3.0
+        assert time.monotonic() - begun < 30  # it sleeps for 60
 
 
 def test_a_batch_has_a_deadline_of_its_own():
-    with Scorer(SPEC, ScorerLimits(item_seconds=5.0, batch_seconds=0.6)) as scorer:
+    with Scorer(SPEC, ScorerLimits(item_seconds=5.0, batch_seconds=1.0)) as scorer:
         judge(scorer, "good")
         begun = time.monotonic()
-        outcomes = judge(scorer, *["sleep 0.25"] * 20)
-        assert time.monotonic() - begun < 3.0
+        outcomes = judge(scorer, *["sleep 0.25"] * 200)
+        assert time.monotonic() - begun < 30
         assert isinstance(outcomes[0], Score)
-        assert isinstance(outcomes[-1], Failure) and "the batch took more than 0.6 s" in outcomes[-1].reason
-        assert len(outcomes) == 20
+        assert isinstance(outcomes[-1], Failure) and "the batch took more than 1 s" in outcomes[-1].reason
+        assert len(outcomes) == 200
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_process_forked_behind_pythons_back_does_not_outlive_the_scorer():
         (outcome,) = judge(scorer, "fork_in_c")
         pid = int(outcome.reason)
     if pid > 0:  # root is not bound by the limit on processes
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and _runs(pid):
             time.sleep(0.02)
         assert not _runs(pid)
@@ -287,7 +287,7 @@ def test_a_busy_process_dies_with_its_parent():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _runs(pid):
         time.sleep(0.02)
     assert not _runs(pid)
