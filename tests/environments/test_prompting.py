@@ -7,6 +7,7 @@ import pytest
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
+from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
 
 SUMS = {"id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}}
@@ -166,3 +167,21 @@ def test_more_examples_than_training_tasks_are_refused(tmp_path) -> None:
     environment = asked({"id": "jsonl", "path": str(tmp_path / "rows.jsonl")}, few_shot=40)
     with pytest.raises(RequestError, match="training tasks"):
         first(environment)
+
+
+@pytest.mark.parametrize(
+    "section, grade",
+    [
+        ({**SUMS, "prompting": {"format": "answer_tags", "few_shot": 1}}, "A"),
+        ({**SUMS, "prompting": {"format": "boxed"}}, "A"),
+        ({**SUMS, "prompting": {"format": "json"}}, "A"),
+        ({**SUMS, "prompting": {"format": "after_think"}}, "A"),
+        ({**SUMS, "prompting": {"format": "last_number"}}, "C"),  # picks the last of several numbers
+        ({**SUMS, "prompting": {"format": "boxed"}, "rewards": {"verifier": 1.0, "format": 0.1}}, "B"),
+        ({"id": "instructions"}, "A"),
+    ],
+)
+def test_the_audit_grades_what_is_asked_for(section, grade) -> None:
+    audit = audit_reward(section, tasks=3, search_budget=40)
+    assert audit.grade == grade, audit.findings[0]
+    assert audit.form != "…" or section.get("prompting", {}).get("format") in (None, "last_number")

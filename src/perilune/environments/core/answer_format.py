@@ -125,9 +125,12 @@ def _refuse(constant: str) -> Any:
 
 
 def _last_number(text: str) -> list[str]:
+    """The number that ends a text, apart from closing punctuation."""
     text = _after_thinking(text)
     numbers = plain_numbers(text)
     if not numbers or text[: numbers[-1].start()].endswith(("-", "+")):  # two signs make no number
+        return []
+    if text[numbers[-1].end() :].strip(" \n\t.!?)*_$\"'”’"):
         return []
     return [numbers[-1][0].replace(",", "").removeprefix("+")]
 
