@@ -65,7 +65,7 @@ def main() -> None:
     result = {
         "title": "Distillation from a larger teacher",
         "about": described(ABOUT, findings),
-        "arms": {arm: of_arm(arm, runs) for arm in (*OTHERS, *ARMS)},
+        "evaluation_by_method": {arm: of_arm(arm, runs) for arm in (*OTHERS, *ARMS)},
         "differences": differences,
         **{f"{arm}_by_step": at_steps([run[arm]["metrics"] for run in runs], FIGURES, 10) for arm in ARMS},
         **document("distillation.py", sys.argv[1:], began),

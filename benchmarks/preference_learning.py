@@ -61,7 +61,7 @@ def main() -> None:
     result = {
         "title": "DPO and IPO on verifier pairs",
         "about": described(ABOUT, findings),
-        "arms": {arm: of_arm(arm, runs) for arm in ("sft", *ARMS, "imitation")},
+        "evaluation_by_method": {arm: of_arm(arm, runs) for arm in ("sft", *ARMS, "imitation")},
         "pairs": [
             {"seed": seed}
             | {

@@ -40,6 +40,7 @@ VIEWS = {
     "connect_four": connect_four_view,
     "selfplay": selfplay_view,
 }
+ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
 MOST_ROWS = 40  # rows of a table that a page shows
 MOST_REPEATS = 20  # a longer list of numbers is a curve
 INTRODUCTION = """\
@@ -219,7 +220,8 @@ def repeats(value: Any) -> str:
 
 
 def capital(text: str) -> str:
-    """The text with a capital first letter."""
+    """The text with a capital first letter, and with acronyms in capitals."""
+    text = " ".join(ACRONYMS.get(word, word) for word in text.split(" "))
     return text[0].upper() + text[1:]
 
 
