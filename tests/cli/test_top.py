@@ -25,7 +25,7 @@ from drill_fixtures import *  # noqa: F403
 from perilune.cli.inspect.run_table import COLUMNS, live_stages
 from perilune.control.runs.experiments import Control
 
-PATIENCE = 60.0
+PATIENCE = 150.0
 
 
 def hanging(control: Control) -> str:

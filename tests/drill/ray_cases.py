@@ -126,7 +126,7 @@ class LocalRay:
                 start_new_session=True,
             )
         self._sessions.setdefault(node, []).append(starter.pid)
-        assert starter.wait(120) == 0, log.read_text()
+        assert starter.wait(240) == 0, log.read_text()
 
 
 @contextmanager
