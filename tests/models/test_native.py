@@ -234,3 +234,38 @@ def test_other_compilers_build_kernels_that_agree(
 def test_integration_machines_have_an_old_gcc_and_clang() -> None:
     if os.environ.get("CI"):
         assert {"gcc-11", "clang"} <= set(COMPILERS)
+
+
+SIZES = [(64, 70, 37), (96, 64, 64), (576, 96, 128), (1088, 40, 96), (640, 1000, 33), (30, 70, 20)]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), SIZES)
+@pytest.mark.usefixtures("threads")
+def test_products_in_bfloat16_round_their_factors_alone(inputs: int, outputs: int, rows: int) -> None:
+    """Sums are float32, and a row has the same bits alone, wherever the processor computes them."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, outputs))
+    bias = torch.randn(outputs, generator=generator)
+    packed = ops.pack_weight(weight, bias, "bfloat16")
+    out = ops.linear(x, packed)
+    exact = x.bfloat16().double() @ weight.bfloat16().double().t() + bias
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=2e-5)
+    for count in (1, 2, 15, 16, 17, 31, 32):
+        some = x[rows - count : rows] if count <= rows else x
+        assert torch.equal(ops.linear(some, packed), out[-len(some) :])
+    wide = torch.randn(rows, inputs + 16, generator=generator)  # rows apart in memory
+    assert torch.equal(ops.linear(wide[:, :inputs], packed), ops.linear(wide[:, :inputs].clone(), packed))
+
+
+@pytest.mark.skipif(not ops.has_tiles(), reason="the processor has no tiles (Intel AMX)")
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(70, 64, 32), (576, 96, 128), (33, 1088, 1056)])
+def test_gradients_in_tiles_round_their_factors_alone(inputs: int, outputs: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, inputs), (outputs, inputs), (rows, outputs)
+    x, weight, grad = (torch.randn(*shape, generator=generator) for shape in shapes)
+    of_x, of_weight = ops.gradients_of_linear(grad, x, weight)
+    wide = grad.bfloat16().double()
+    torch.testing.assert_close(of_x.double(), wide @ weight.bfloat16().double(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(of_weight.double(), wide.t() @ x.bfloat16().double(), rtol=1e-5, atol=1e-4)
+    assert ops.gradients_of_linear(grad, None, weight)[1] is None
+    assert ops.gradients_of_linear(grad, x, None)[0] is None

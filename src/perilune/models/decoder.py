@@ -186,7 +186,8 @@ class Decoder(nn.Module):
     def compute_in(self, precision: Precision) -> None:
         """Round both factors of products with matrices to `precision`, except in routers. Sums are float32.
 
-        Weights, norms, attention, logits and losses stay float32. Gradients of products are rounded too.
+        Weights, norms, attention, logits and losses stay float32. Outside the CPU's tiles (`ops.has_tiles`),
+        gradients of products are rounded too.
         """
         self.precision = precision
         for projection in self.projections():

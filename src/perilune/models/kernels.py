@@ -122,6 +122,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         precision: Precision = ctx.precision
+        if precision == "bfloat16" and _fits_tiles(grad, weight):
+            needed = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
+            return *needed, None
         grad_x = gradient_product(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
@@ -129,6 +132,11 @@ class _Linear(torch.autograd.Function):
         if weight.shape[0] < weight.shape[1] or prefers_mkl(grad.t(), x.t()):
             return grad_x, gradient_product(grad.t(), x.t(), precision), None
         return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
+
+
+def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
+    """Whether tiles compute the gradients: their sums are over the rows and the outputs of a product."""
+    return is_native(grad) and not (len(grad) % 32 or len(weight) % 32) and ops.has_tiles()
 
 
 def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:

@@ -15,6 +15,8 @@ from perilune.models.kernels import is_native
 from perilune.models.memory import LOGITS_AT_ONCE
 from perilune.models.native import ops
 
+_ROWS = 256  # a multiple of what the matrix units of processors compute at a time
+
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits float[N, V] divided by the temperature, in float32 at least. Temperature 0 (greedy) counts as 1.
@@ -116,6 +118,7 @@ def in_row_chunks(
         vocab_size: V, the logits that `of_rows` computes per row.
     """
     rows = max(1, LOGITS_AT_ONCE // vocab_size)
+    rows = rows // _ROWS * _ROWS or rows
     if len(hidden) <= rows:
         return of_rows(hidden, token_ids)
     training = torch.is_grad_enabled()

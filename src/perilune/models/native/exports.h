@@ -5,34 +5,94 @@
 /* Below these sizes a second thread costs more time than it saves. */
 #define ROWS_TO_SHARE 64
 #define DRAWS_TO_SHARE (1 << 16) /* logits */
+#define ELEMENTS_TO_SHARE (1 << 17)
 
-/* Pack float weight[O][I], with `stride` floats between rows, into panels of `kind`. INT8 also writes `scale`,
- * float[panels * 32], one per output. */
-void perilune_pack(
-    const float *weight, int64_t outputs, int64_t inputs, int64_t stride, int64_t kind, void *panels, float *scale)
+struct packing {
+    const float *weight;
+    int64_t outputs, inputs, stride, kind;
+    void *panels;
+    float *scale;
+    void (*pack)(const struct packing *p, int64_t panel);
+};
+
+/* A panel of a weight[O][I] in float32 or int8. */
+static void pack_panel(const struct packing *p, int64_t panel)
 {
-    for (int64_t panel = 0; panel * PANEL < outputs; panel++) {
-        float top[PANEL];
-        for (int64_t c = 0; c < PANEL; c++) {
-            const float *row = panel * PANEL + c < outputs ? weight + (panel * PANEL + c) * stride : 0;
-            top[c] = 1e-30f;
-            for (int64_t k = 0; kind == INT8 && row && k < inputs; k++)
-                top[c] = fabsf(row[k]) > top[c] ? fabsf(row[k]) : top[c];
-            if (kind == INT8) scale[panel * PANEL + c] = top[c] / 127.0f;
-        }
-        for (int64_t start = 0; start < inputs; start += LANES) /* in small pieces, so that the written panel stays in the cache */
-            for (int64_t c = 0; c < PANEL; c++) {
-                const float *row = panel * PANEL + c < outputs ? weight + (panel * PANEL + c) * stride : 0;
-                for (int64_t k = start; k < inputs && k < start + LANES; k++) {
-                    int64_t at = (panel * inputs + k) * PANEL + c, pair = (panel * inputs + k / 2 * 2) * PANEL + 2 * c;
-                    float value = row ? row[k] : 0.0f;
-                    if (kind == FLOAT32) ((float *)panels)[at] = value;
-                    if (kind == INT8) ((int8_t *)panels)[at] = (int8_t)lrintf(value / top[c] * 127.0f);
-                    if (kind == BFLOAT16) ((uint16_t *)panels)[pair + k % 2] = narrow(value);
-                }
+    const float *rows[PANEL];
+    float top[PANEL];
+    for (int64_t c = 0; c < PANEL; c++) {
+        rows[c] = panel * PANEL + c < p->outputs ? p->weight + (panel * PANEL + c) * p->stride : 0;
+        top[c] = 1e-30f;
+        for (int64_t k = 0; p->kind == INT8 && rows[c] && k < p->inputs; k++)
+            top[c] = fabsf(rows[c][k]) > top[c] ? fabsf(rows[c][k]) : top[c];
+        if (p->kind == INT8) p->scale[panel * PANEL + c] = top[c] / 127.0f;
+    }
+    for (int64_t start = 0; start < p->inputs; start += LANES) /* in small pieces, so that the written panel stays in the cache */
+        for (int64_t c = 0; c < PANEL; c++)
+            for (int64_t k = start; k < p->inputs && k < start + LANES; k++) {
+                int64_t at = (panel * p->inputs + k) * PANEL + c;
+                float value = rows[c] ? rows[c][k] : 0.0f;
+                if (p->kind == FLOAT32) ((float *)p->panels)[at] = value;
+                else ((int8_t *)p->panels)[at] = (int8_t)lrintf(value / top[c] * 127.0f);
             }
+}
+
+/* A panel of a weight[O][I] in bfloat16: pairs of inputs of 32 outputs. */
+static void pack_pairs(const struct packing *p, int64_t panel)
+{
+    uint32_t *to = (uint32_t *)p->panels + panel * p->inputs / 2 * PANEL;
+    for (int64_t k = 0; k < p->inputs; k += 2 * SIDE)
+        for (int64_t first = 0; first < PANEL; first += SIDE) {
+            uint32_t pairs[SIDE * SIDE] = {0}, across[SIDE * SIDE];
+            int64_t words = p->inputs - k < 2 * SIDE ? (p->inputs - k) / 2 : SIDE;
+            for (int64_t c = 0; c < SIDE && panel * PANEL + first + c < p->outputs; c++)
+                round_pairs(p->weight + (panel * PANEL + first + c) * p->stride + k, words, pairs + c * SIDE);
+            transpose_words(pairs, across, SIDE);
+            for (int64_t j = 0; j < words; j++)
+                memcpy(to + (k / 2 + j) * PANEL + first, across + j * SIDE, SIDE * sizeof(uint32_t));
+        }
+}
+
+/* The same from a weight[I][O]. */
+static void pack_pairs_across(const struct packing *p, int64_t panel)
+{
+    int64_t first = panel * PANEL, count = p->outputs - first < PANEL ? p->outputs - first : PANEL;
+    for (int64_t k = 0; k < p->inputs; k += 2) {
+        float rows[2][PANEL] = {0};
+        uint16_t *to = (uint16_t *)p->panels + (panel * p->inputs + k) * PANEL;
+        const float *low = p->weight + k * p->stride + first, *high = low + p->stride;
+        if (count < PANEL) {
+            memcpy(rows[0], low, count * sizeof(float));
+            memcpy(rows[1], high, count * sizeof(float));
+            low = rows[0], high = rows[1];
+        }
+        for (int64_t c = 0; c < PANEL; c += LANES) {
+            u16_word pairs = pair_of(low + c, high + c);
+            memcpy(to + 2 * c, &pairs, sizeof pairs);
+        }
     }
 }
+
+static void pack_part(void *argument, int64_t rank, struct team *team)
+{
+    const struct packing *p = argument;
+    int64_t from, to;
+    split_range(panels_of(p->outputs), 1, rank, team->size, &from, &to);
+    for (int64_t panel = from; panel < to; panel++) p->pack(p, panel);
+}
+
+/* Pack float weight[O][I] or, `across`, weight[I][O], with `stride` floats between rows, into panels of `kind`.
+ * BFLOAT16 needs an even I, `across` needs BFLOAT16. INT8 also writes `scale`, float[panels * 32], one per output. */
+void perilune_pack(
+    const float *weight, int64_t outputs, int64_t inputs, int64_t stride, int64_t kind, int64_t across, void *panels,
+    float *scale, int64_t threads)
+{
+    struct packing packing = {weight, outputs, inputs, stride, kind, panels, scale, pack_panel};
+    if (kind == BFLOAT16) packing.pack = across ? pack_pairs_across : pack_pairs;
+    run_threads(pack_part, &packing, outputs * inputs < ELEMENTS_TO_SHARE ? 1 : threads);
+}
+
+int64_t perilune_has_tiles(void) { return has_tiles(); }
 
 struct linear {
     const float *x;
@@ -46,7 +106,7 @@ static void linear_part(void *argument, int64_t rank, struct team *team)
 {
     struct linear *l = argument;
     int64_t from, to;
-    split_range(l->rows, TILE_ROWS, rank, team->size, &from, &to);
+    split_range(l->rows, l->rounded ? 2 * SIDE : TILE_ROWS, rank, team->size, &from, &to);
     product(l->x + from * l->x_stride, l->x_stride, l->weight, 0, panel_count(l->weight),
             l->out + from * l->weight->outputs, l->weight->outputs, to - from,
             l->rounded ? l->rounded + from * l->x_stride : 0);
@@ -59,6 +119,26 @@ void perilune_linear(
 {
     struct linear l = {x, weight, out, rounded, rows, x_stride};
     run_threads(linear_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
+}
+
+static void linear_across_part(void *argument, int64_t rank, struct team *team)
+{
+    struct linear *l = argument;
+    int64_t from, to, inputs = l->weight->inputs;
+    split_range(l->rows, 2 * SIDE, rank, team->size, &from, &to);
+    uint16_t *rounded = l->rounded + from * inputs;
+    round_across(l->x, l->x_stride, from, to, inputs, rounded);
+    product_rounded(rounded, inputs, l->weight, 0, panel_count(l->weight), l->out + from * l->weight->outputs,
+                    l->weight->outputs, to - from);
+}
+
+/* out[rows][O] = x[I][rows]^T weight^T for a bfloat16 weight; `rounded` is a buffer for x. */
+void perilune_linear_across(
+    const float *x, int64_t rows, int64_t x_stride, const struct weight *weight, float *out, uint16_t *rounded,
+    int64_t threads)
+{
+    struct linear l = {x, weight, out, rounded, rows, x_stride};
+    run_threads(linear_across_part, &l, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 
 /* The arguments of an operation on rows; each operation uses some of them. */

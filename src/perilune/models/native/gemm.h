@@ -5,7 +5,7 @@
  * on their number, or on the thread.
  */
 #pragma once
-#include "vector.h"
+#include "tiles.h"
 
 #define PANEL 32
 #define TILE_ROWS 12
@@ -183,6 +183,29 @@ DEFINE_PRODUCT(product_float32, float, FLOAT32)
 DEFINE_PRODUCT(product_int8, float, INT8)
 DEFINE_PRODUCT(product_bfloat16, uint16_t, BFLOAT16)
 
+INLINE void add_bias(const struct weight *w, int64_t first, int64_t last, float *out, int64_t stride, int64_t count)
+{
+    int64_t from = first * PANEL, to = last * PANEL < w->outputs ? last * PANEL : w->outputs;
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t o = from; o < to; o++) out[row * stride + o] += w->bias[o];
+}
+
+/* out = x w^T + bias for panels [first, last) of a bfloat16 weight. The inputs alone decide how, so that a row has the
+ * same bits in every call. */
+static void product_rounded(
+    const uint16_t *x, int64_t x_stride, const struct weight *w, int64_t first, int64_t last, float *out,
+    int64_t out_stride, int64_t count)
+{
+#ifdef HAS_TILES
+    if (w->inputs % TILE_INPUTS == 0 && has_tiles()) {
+        product_tiles(x, x_stride, w->panels, w->inputs, w->outputs, first, last, out, out_stride, count);
+        if (w->bias) add_bias(w, first, last, out, out_stride, count);
+        return;
+    }
+#endif
+    product_bfloat16(x, x_stride, w, first, last, out, out_stride, count);
+}
+
 /* out = x w^T for panels [first, last). `rounded` is a buffer for x in bfloat16, for bfloat16 weights. */
 static void product(
     const float *x, int64_t x_stride, const struct weight *w, int64_t first, int64_t last, float *out,
@@ -192,7 +215,7 @@ static void product(
     if (w->kind == BFLOAT16) {
         for (int64_t row = 0; row < count; row++)
             for (int64_t i = 0; i < w->inputs; i++) rounded[row * x_stride + i] = narrow(x[row * x_stride + i]);
-        product_bfloat16(rounded, x_stride, w, first, last, out, out_stride, count);
+        product_rounded(rounded, x_stride, w, first, last, out, out_stride, count);
     } else if (w->kind == INT8)
         product_int8(x, x_stride, w, first, last, out, out_stride, count);
     else

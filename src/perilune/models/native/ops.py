@@ -68,8 +68,10 @@ def available() -> bool:
 
 _P, _I, _F = c_void_p, c_int64, c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "pack": (_P, _I, _I, _I, _I, _P, _P),
+    "pack": (_P, _I, _I, _I, _I, _I, _P, _P, _I),
+    "has_tiles": (),
     "linear": (_P, _I, _I, POINTER(Weight), _P, _P, _I),
+    "linear_across": (_P, _I, _I, POINTER(Weight), _P, _P, _I),
     "rms_norm": (_P, _I, _I, _P, _I, _F, _P, _P, _I),
     "rms_norm_backward": (_P, _I, _I, _P, _I, _P, _P, _P, _P, _I),
     "rotate": (_P, _I, _I, _I, _P, _P, _I, _F, _P, _I),
@@ -167,8 +169,7 @@ def pack_parts(
             padded[start : start + len(bias)] = bias.detach()
         for first, rows in _rows_as_float32(weight.detach()):
             panel, factors = panels[(start + first) * inputs :], scale[start + first :]
-            sizes = len(rows), inputs, rows.stride(0), KINDS[dtype]
-            kernel("pack")(rows.data_ptr(), *sizes, panel.data_ptr(), factors.data_ptr())
+            _run("pack", rows, len(rows), inputs, rows.stride(0), KINDS[dtype], False, panel, factors)
     struct = Weight(
         panels.data_ptr(),
         scale.data_ptr() if kind == "int8" else None,
@@ -190,6 +191,44 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
         rounded = torch.empty(x.shape[0] * x.stride(0), dtype=torch.bfloat16)
     _run("linear", x, x.shape[0], x.stride(0), byref(weight.struct), out, rounded)
     return out
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies bfloat16 matrices in tiles (Intel AMX), 8 times as fast as float32."""
+    return available() and bool(kernel("has_tiles")())
+
+
+def gradients_of_linear(
+    grad: Tensor, x: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """grad @ weight and grad.T @ x, with factors rounded to bfloat16 and sums in float32.
+
+    Args:
+        grad: float32[N, O], N and O even.
+        x: float32[N, I], or None if the gradient of the weight is not needed.
+        weight: float32[O, I], or None if the gradient of `x` is not needed.
+    """
+    grad = grad.contiguous()
+    grad_x = None if weight is None else linear(grad, _pack_across(weight))
+    if x is None:
+        return grad_x, None
+    rows, outputs = grad.shape
+    grad_weight = torch.empty(outputs, x.shape[1])
+    rounded = torch.empty(outputs * rows, dtype=torch.bfloat16)
+    _run("linear_across", grad, outputs, outputs, byref(_pack_across(x).struct), grad_weight, rounded)
+    return grad_x, grad_weight
+
+
+def _pack_across(weight: Tensor) -> PackedWeight:
+    """Pack the transpose of float32[I, O] as bfloat16 in this thread's scratch buffer."""
+    weight = weight.detach().contiguous()
+    inputs, outputs = weight.shape
+    size = -(-outputs // PANEL) * PANEL * inputs
+    panels = scratch_buffer("panels", [size], torch.bfloat16, weight.device)
+    _run("pack", weight, outputs, inputs, outputs, KINDS[torch.bfloat16], True, panels, None)
+    struct = Weight(panels.data_ptr(), None, None, outputs, inputs, KINDS[torch.bfloat16])
+    return PackedWeight(struct, (panels, weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
