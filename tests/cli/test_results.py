@@ -51,7 +51,7 @@ def document(tmp_path: Path) -> dict:
         "base": evaluation([0, 0, 0, 0]),
         "sft": {"kind": "training"},
         "after_sft": evaluation([2, 2, 2, 2, 2]),
-        "rl": {"kind": "training"},
+        "rl": {"kind": "training", "warnings": ["only 0.0% of answers have the form"]},
         "after_rl": evaluation([6, 6, 8, 8, 3])
         | {"correct_per_task": [["t1", 8, 6], ["t0", 8, 6], ["t2", 8, 8], ["t3", 8, 8], ["new", 8, 3]]},
     }
@@ -104,8 +104,19 @@ def test_the_document_names_everything_that_was_left(document: dict, tmp_path: P
     assert document["bundles"]["rl"] == str(tmp_path / "rl")
     assert document["stages"][4] == {
         "name": "rl", "task": "rl", "run": "RUN-rl", "state": "succeeded", "attempts": 1, "seconds": 7.0,
-        "warnings": [],
+        "warnings": ["only 0.0% of answers have the form"],
     }  # fmt: skip
+    assert document["stages"][0]["warnings"] == []
+
+
+def test_warnings_and_the_share_of_formed_answers_are_printed(
+    document: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = document["evaluations"]
+    print_results(document | {"evaluations": [first | {"format": 0.125}, *others]})
+    shown = capsys.readouterr().out
+    assert "warning: rl: only 0.0% of answers have the form" in " ".join(shown.split())
+    assert "in the answer's form" in shown and "12.5%" in shown
 
 
 def test_what_a_calibration_says_is_printed(document: dict, capsys: pytest.CaptureFixture[str]) -> None:

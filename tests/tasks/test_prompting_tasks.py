@@ -2,6 +2,8 @@
 
 from task_cases import episodes, run_task, summary
 
+from perilune.files import read_json_lines
+
 SUMS = {
     "id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
     "prompting": {"system": "Add.", "format": "answer_tags", "few_shot": 1, "stop": ["e", " "]},
@@ -27,3 +29,18 @@ def test_an_evaluation_stops_at_the_texts_and_warns_about_the_format(tmp_path) -
 def test_rl_warns_after_its_first_steps(tmp_path) -> None:
     workspace = run_task(tmp_path, "rl", environment=SUMS)
     assert any("have the form" in one for one in summary(workspace)["warnings"])
+
+
+def test_collected_traces_have_the_prompt_and_the_format(tmp_path) -> None:
+    bundle = run_task(tmp_path, "collect", traces=3, environment=SUMS)
+    rows = list(read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl"))
+    assert len(rows) == 3
+    for row in rows:
+        assert [one["role"] for one in row["messages"]] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+        assert row["messages"][-1]["content"].startswith("<answer>")

@@ -80,6 +80,14 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(unfinished: SyntheticExperi
     assert rl.description == "4 of 10 steps of GRPO."
 
 
+def test_the_warning_of_an_evaluation_is_a_notice(unfinished: SyntheticExperiment) -> None:
+    root = unfinished.evaluate("before", "sft", AFTER_SFT, 4)
+    path = root / "artifacts" / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "warnings": ["only 1.0% have the form"]}))
+    (notice,) = [one for one in collect(unfinished.view()).notices if one.kind == "warning"]
+    assert (notice.title, notice.text) == ("Stage before:", "only 1.0% have the form")
+
+
 def test_a_failed_run_shows_its_cause_and_the_end_of_its_log(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=2)
     unfinished.fail(root, "95% of groups had equal rewards for 20 steps", 7.0)
