@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
 from gguf_cases import TEXTS, transformers_tokenizer, transformers_weights, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from perilune import load_model
+from perilune.errors import RequestError
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.gguf.architecture import ARCHITECTURES, layout
 from perilune.models.gguf.convert import convert
+from perilune.models.gguf.export import export_gguf
 from perilune.models.text.tokenizer import Tokenizer
 
 KINDS = (
@@ -86,3 +95,61 @@ def test_a_gguf_file_is_loaded_as_it_is_and_converted_once(
     assert tokenizer.encode("hello") == Tokenizer.load(
         next((tmp_path / "home/models").glob("gguf-*"))
     ).encode("hello")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_names_of_tensors_are_those_of_the_gguf_package(architecture: str) -> None:
+    kind = ARCHITECTURES[architecture]
+    options: dict[str, Any] = {"attention_bias": True} if architecture == "llama" else {}
+    config = DecoderConfig(kind.model_type, 300, 512, 256, 2, 4, 2, 128, tie_word_embeddings=False, **options)
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], 2)
+    assert {name: target.name for name, target in layout(config, kind).items()} == {
+        names.get_name(target.name, (".weight", ".bias")): target.name
+        for target in layout(config, kind).values()
+    }
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+    assert shapes == {target.name: target.shape for target in layout(config, kind).values()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_an_exported_model_is_read_back_as_it_was(tmp_path: Path, architecture: str) -> None:
+    convert(write_gguf(tmp_path / "model.gguf", architecture, "F16"), tmp_path / "out")
+    export_gguf(tmp_path / "out", tmp_path / "again.gguf", "f32")
+    convert(tmp_path / "again.gguf", tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].float(), second[name]) for name in first)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / file).read_text() == (tmp_path / "second" / file).read_text()
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "second")]
+    assert configs[0] | {"dtype": "float32"} == configs[1]
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+def test_transformers_reads_an_exported_model(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama")
+    convert(path, tmp_path / "out")
+    export_gguf(tmp_path / "out", tmp_path / "again.gguf", kind)
+    ours, theirs = (
+        load_file(tmp_path / "out/model.safetensors"),
+        transformers_weights(tmp_path / "again.gguf")[0],
+    )
+    for name, tensor in ours.items():
+        if kind == "q8_0":  # off by at most half a step of the scale, which is the largest value / 127
+            assert (tensor - theirs[name]).abs().max() <= tensor.abs().max() / 127 * 0.51, name
+        else:
+            assert torch.equal(
+                tensor.half().float() if kind == "f16" and tensor.ndim > 1 else tensor, theirs[name]
+            )
+    assert transformers_tokenizer(tmp_path / "again.gguf").encode(TEXTS[0]) == transformers_tokenizer(
+        path
+    ).encode(TEXTS[0])
+
+
+def test_models_without_a_gguf_form_are_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(tmp_path / "tiny", new_model("tiny", tokenizer, 0), tokenizer)
+    with pytest.raises(RequestError, match="not a byte-level BPE"):
+        export_gguf(tmp_path / "tiny", tmp_path / "tiny.gguf", "f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder, command_group
 from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, print_json, table_console
 from perilune.cli.units import size
+from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.models.store import StoredModel
+
+EXPORT_KINDS = ("f32", "f16", "q8_0")
 
 app = command_group("Fetch, list, describe and export models.")
 
@@ -95,6 +98,45 @@ def rm(
     from perilune.models.store import remove_model
 
     echo(f"removed {remove_model(name).name}")
+
+
+@app.command()
+def export(
+    model: CheckpointArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf file, or a new folder.")],
+    *,
+    dtype: Annotated[
+        str, typer.Option("--type", help=f"Type of the matrices in a GGUF file: {', '.join(EXPORT_KINDS)}.")
+    ] = "f16",
+) -> None:
+    """Write a model as a GGUF file, which llama.cpp and Ollama read, or as a Hugging Face folder.
+
+    \b
+    perilune model export ./my-model my-model.gguf --type q8_0
+    perilune model export smollm2-135m ./smollm2
+    """
+    import shutil
+
+    from perilune.bundle.digest import source_files
+    from perilune.bundle.storage import built_beside
+
+    if dtype not in EXPORT_KINDS:
+        raise RequestError(f"unknown type '{dtype}'", where="--type", remedy=", ".join(EXPORT_KINDS))
+    if out.exists():
+        raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
+    folder = checkpoint_folder(model)
+    if out.suffix == ".gguf":
+        from perilune.models.gguf.export import export_gguf
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        export_gguf(folder, out, dtype)
+    else:
+        with built_beside(out) as building:
+            for name, file in source_files(folder):
+                (building / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, building / name)
+            building.rename(out)
+    echo(f"wrote {out}")
 
 
 app.command(epilog="Example: perilune model card Qwen/Qwen3-0.6B --context 32768 --batch 8")(card)

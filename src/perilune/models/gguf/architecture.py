@@ -142,17 +142,7 @@ def targets(header: GgufHeader, config: DecoderConfig) -> dict[str, TargetTensor
     Raises:
         RequestError: naming a tensor that is missing, unknown, or has another shape.
     """
-    kind = architecture_of(header)
-    wanted = {
-        "token_embd.weight": TargetTensor(
-            "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-        ),
-        "output_norm.weight": TargetTensor("model.norm.weight", (config.hidden_size,)),
-    }
-    if not config.tie_word_embeddings:
-        wanted["output.weight"] = TargetTensor("lm_head.weight", (config.vocab_size, config.hidden_size))
-    for layer in range(config.num_layers):
-        wanted |= _of_layer(layer, config, kind)
+    wanted = layout(config, architecture_of(header))
     for name, target in wanted.items():
         if name not in header.tensors:
             raise header.error(f"tensor {name} is missing")
@@ -163,8 +153,22 @@ def targets(header: GgufHeader, config: DecoderConfig) -> dict[str, TargetTensor
             )
     for name in header.tensors:
         if name not in wanted and name not in _DERIVED:
-            raise header.error(f"tensor {name[:80]!r} is not part of a {kind.model_type} model")
+            raise header.error(f"tensor {name[:80]!r} is not part of a {config.architecture} model")
     return wanted
+
+
+def layout(config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:
+    """The tensors of a model by their names in a GGUF file."""
+    table = (config.vocab_size, config.hidden_size)
+    found = {
+        "token_embd.weight": TargetTensor("model.embed_tokens.weight", table),
+        "output_norm.weight": TargetTensor("model.norm.weight", (config.hidden_size,)),
+    }
+    if not config.tie_word_embeddings:
+        found["output.weight"] = TargetTensor("lm_head.weight", table)
+    for layer in range(config.num_layers):
+        found |= _of_layer(layer, config, kind)
+    return found
 
 
 def _of_layer(layer: int, config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:

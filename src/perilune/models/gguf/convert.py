@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from perilune.files import fsync_directory, write_atomic, write_json
+from perilune.files import fsync_directory, write_json
 from perilune.models.gguf.architecture import TargetTensor, model_config, targets
 from perilune.models.gguf.header import GgufHeader, GgufTensor, read_header
 from perilune.models.gguf.vocabulary import tokenizer_of
@@ -36,15 +36,12 @@ def convert(path: Path, folder: Path, progress: Progress = lambda done, total: N
     header = read_header(path)
     config = model_config(header)
     wanted = targets(header, config)
-    backend, tokenizer_config, template = tokenizer_of(header)
+    tokenizer = tokenizer_of(header)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(header, wanted, folder / "model.safetensors", progress)
-    write_atomic(folder / "tokenizer.json", backend.to_str() + "\n")
-    write_json(folder / "tokenizer_config.json", tokenizer_config)
-    if template is not None:
-        write_atomic(folder / "chat_template.jinja", template)
-    pad = header.optional_integer("tokenizer.ggml.padding_token_id")
-    write_json(folder / "config.json", {**config.to_hf(), "pad_token_id": pad, "dtype": dtype})
+    tokenizer.save(folder)
+    raw = {**config.to_hf(), "pad_token_id": tokenizer.pad_token_id, "dtype": dtype}
+    write_json(folder / "config.json", raw)
 
 
 def _write_weights(

@@ -7,17 +7,22 @@ transformers ignores rules that it doesn't know, for example "smollm", and then 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from perilune.errors import RequestError
+from perilune.files import read_json
 from perilune.models.gguf.header import GgufHeader
+from perilune.models.text.tokenizer import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # values of tokenizer.ggml.token_type
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -67,11 +72,11 @@ SPLITTINGS: Mapping[str, Splitting] = MappingProxyType(
 """By `tokenizer.ggml.pre`."""
 
 
-def tokenizer_of(header: GgufHeader) -> tuple[tokenizers.Tokenizer, dict[str, Any], str | None]:
-    """The tokenizer, the content of tokenizer_config.json, and the chat template.
+def tokenizer_of(header: GgufHeader) -> Tokenizer:
+    """The tokenizer with its special tokens and chat template.
 
     Raises:
-        RequestError: when the kind of tokenizer is not supported, or its metadata is incomplete.
+        RequestError: when the kind of tokenizer is not supported, or its metadata is incomplete or malformed.
     """
     kind = header.text("tokenizer.ggml.model")
     if kind != "gpt2":
@@ -101,7 +106,7 @@ def tokenizer_of(header: GgufHeader) -> tuple[tokenizers.Tokenizer, dict[str, An
     if "eos_token" not in config:
         raise header.error("the metadata has no tokenizer.ggml.eos_token_id")
     template = header.text("tokenizer.chat_template", "")
-    return backend, config, template or None
+    return Tokenizer(backend, config, chat_template=template or None, where=str(header.path))
 
 
 def _splitting(header: GgufHeader) -> Splitting:
@@ -122,11 +127,7 @@ def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> 
     except Exception as error:  # the library raises plain exceptions
         raise header.error(f"the tokenizer is malformed: {error}") from None
     backend = tokenizers.Tokenizer(model)
-    split = [Regex(splitting.pattern)] if splitting.pattern else []
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
-    steps += [pre_tokenizers.Split(pattern, behavior="isolated") for pattern in split]
-    steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
-    backend.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = _pre_tokenizer(splitting)
     backend.decoder = decoders.ByteLevel()
     kinds = (
         header.array("tokenizer.ggml.token_type", int)
@@ -139,5 +140,72 @@ def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> 
     return backend
 
 
+def _pre_tokenizer(splitting: Splitting) -> Any:
+    split = [Regex(splitting.pattern)] if splitting.pattern else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    steps += [pre_tokenizers.Split(pattern, behavior="isolated") for pattern in split]
+    steps += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
+    return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+
 def _added(token: str, special: bool) -> AddedToken:
     return AddedToken(token, normalized=False, special=special)
+
+
+def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
+    """The metadata of the tokenizer in a Hugging Face folder: the reverse of `tokenizer_of`.
+
+    Args:
+        size: number of tokens of the model; ids without a token get a placeholder.
+
+    Raises:
+        RequestError: when the tokenizer is not a byte-level BPE whose way to split text has a name in GGUF.
+    """
+    tokenizer = Tokenizer.load(folder)
+    raw = read_json(folder / "tokenizer.json")
+    model, steps = raw["model"], _steps(raw.get("pre_tokenizer"))
+    byte_level = (raw.get("decoder") or {}).get("type") == "ByteLevel"
+    if model.get("type") != "BPE" or not byte_level or raw.get("normalizer") not in (None, {"type": "NFC"}):
+        raise _no_gguf_form(folder, "the tokenizer is not a byte-level BPE")
+    name = next((name for name, one in SPLITTINGS.items() if _described(one) == steps), None)
+    if name is None:
+        raise _no_gguf_form(folder, "the tokenizer splits text in a way that has no name in GGUF")
+    tokens = [f"[PAD{index}]" for index in range(size)]
+    kinds = [_UNUSED] * size
+    for token, index in model["vocab"].items():
+        tokens[index], kinds[index] = token, _NORMAL
+    for added in raw["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": bool(tokenizer.encode_text_prompt("")),
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+    }
+    optional = {"bos_token_id": tokenizer.bos_token_id, "padding_token_id": tokenizer.pad_token_id}
+    found |= {f"tokenizer.ggml.{key}": index for key, index in optional.items() if index is not None}
+    if tokenizer.chat_template is not None:
+        found["tokenizer.chat_template"] = tokenizer.chat_template.source
+    return found
+
+
+def _steps(described: Mapping[str, Any] | None) -> list[tuple[Any, ...]]:
+    """The steps of a pre-tokenizer in tokenizer.json, with what matters of each."""
+    steps = (described or {}).get("pretokenizers", [described] if described else [])
+    return [
+        (step["type"], step.get("pattern"), step.get("use_regex"), step.get("individual_digits"))
+        for step in steps
+    ]
+
+
+def _described(splitting: Splitting) -> list[tuple[Any, ...]]:
+    return _steps(json.loads(_pre_tokenizer(splitting).__getstate__()))
+
+
+def _no_gguf_form(folder: Path, why: str) -> RequestError:
+    return RequestError(why, where=str(folder), remedy="convert_hf_to_gguf.py of llama.cpp")
