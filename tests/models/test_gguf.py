@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
-from gguf_cases import TEXTS, transformers_tokenizer, transformers_weights, write_gguf
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from gguf_cases import TEXTS, transformers_tokenizer, transformers_weights, write_gguf
 from perilune import load_model
 from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
@@ -21,6 +21,8 @@ from perilune.models.decoder import Decoder
 from perilune.models.gguf.architecture import ARCHITECTURES, layout
 from perilune.models.gguf.convert import convert
 from perilune.models.gguf.export import export_gguf
+from perilune.models.gguf.header import read_header
+from perilune.models.gguf.vocabulary import tokenizer_of
 from perilune.models.text.tokenizer import Tokenizer
 
 KINDS = (
@@ -79,6 +81,25 @@ def test_tokens_and_template_are_those_of_transformers(tmp_path: Path) -> None:
     rendered = theirs.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
     assert ours.render_prompt(ASKED) == rendered
     assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
+def test_text_is_split_as_transformers_splits_it(tmp_path: Path, pre: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", changes={"tokenizer.ggml.pre": pre})
+    ours, theirs = tokenizer_of(read_header(path)), transformers_tokenizer(path)
+    for text in TEXTS:
+        assert ours.encode_rendered([text])[0] == theirs.encode(text, add_special_tokens=False)
+
+
+def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
+    """transformers doesn't know the rule "smollm", and llama.cpp and the model's own tokenizer follow it."""
+    plain = tokenizer_of(read_header(write_gguf(tmp_path / "a.gguf")))
+    smollm = write_gguf(tmp_path / "b.gguf", changes={"tokenizer.ggml.pre": "smollm"})
+    alone = tokenizer_of(read_header(smollm))
+    for text, merged, single in (("12", ["12"], ["1", "2"]), ("\n\n1", ["\n", "\n", "1"], ["\n\n", "1"])):
+        assert [plain.token_text(token) for token in plain.encode(text)] == merged
+        assert [alone.token_text(token) for token in alone.encode(text)] == single
+    assert transformers_tokenizer(smollm).encode("12") == plain.encode("12")
 
 
 def test_a_gguf_file_is_loaded_as_it_is_and_converted_once(
