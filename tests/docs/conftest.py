@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, Block
 from doc_runner import Runner
-from hub_model import put_in_cache
+from hub_model import put_in_cache, put_in_home
 
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.data.generators import registry as teachers
@@ -22,6 +22,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of every command; a small model lies where Qwen/Qwen3-0.6B would."""
     root = tmp_path_factory.mktemp("docs")
     put_in_cache(root / "huggingface", "Qwen/Qwen3-0.6B")
+    for name in ("smollm2-135m", "HuggingFaceTB--SmolLM2-360M-Instruct"):
+        put_in_home(root / "home", name)
     return os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PERILUNE_HOME": str(root / "home"),

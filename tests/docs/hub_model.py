@@ -1,10 +1,13 @@
-"""A small Qwen3-shaped checkpoint with a chat template, where a downloaded model would lie."""
+"""Small checkpoints with a chat template, where downloaded models would lie."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from gguf_cases import write_gguf
+from perilune.files import write_json
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.gguf.convert import convert
 from perilune.models.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -23,3 +26,13 @@ def put_in_cache(home: Path, model_id: str) -> None:
     reference = model / "refs" / "main"
     reference.parent.mkdir()
     reference.write_text(snapshot.name)
+
+
+def put_in_home(home: Path, name: str) -> None:
+    """Lay a small Llama with a byte-level tokenizer into the home as the fetched model `name`."""
+    folder = home / "models" / name
+    folder.mkdir(parents=True)
+    gguf = write_gguf(home / "small.gguf")
+    convert(gguf, folder)
+    gguf.unlink()
+    write_json(folder / "source.json", {"kind": "package", "requirement": "small==0.1", "sha256": "0" * 64})

