@@ -175,7 +175,7 @@ def test_offers_are_listed_and_what_is_wrong_is_placed(
     assert code == 0 and "no machines are offered" in out
     sky.rent_to(control.home.root)
     code, out, err = perilune("machines", "offers")
-    assert code == 2 and "sky:spot  0.4 an hour  preemptible\n" in out
+    assert code == 2 and "sky:spot  0.4 per hour  preemptible\n" in out
     path = control.home.root / "providers.yaml"
     lines = path.read_text().splitlines()
     (line,) = [number for number, text in enumerate(lines) if "acelerators" in text]  # of its section

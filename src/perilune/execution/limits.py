@@ -1,4 +1,4 @@
-"""Time limits of an attempt: how long it may run on its machine, and when it is given up from here."""
+"""Time limits of an attempt: how long it may run on its machine, and when it counts as lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARGIN = 60.0  # seconds that an attempt needs after STOP_GRACE until it is prov
 class AttemptLimits(BaseModel):
     """Time limits of an attempt on another machine, counted by monotonic clocks.
 
-    An attempt must have stopped before it is given up, so that two attempts never run at once. Its own
+    An attempt must have stopped before it is abandoned, so that two attempts never run at once. Its own
     machine enforces that, without contact to this one.
     """
 
@@ -29,8 +29,8 @@ class AttemptLimits(BaseModel):
     lost_after: float | None = Field(
         None,
         gt=0,
-        description="seconds out of contact after which an attempt is given up and another starts; by default"
-        " as soon as it must have stopped",
+        description="seconds without contact after which an attempt is abandoned and another starts; by"
+        " default as soon as it must have stopped",
     )
 
     @property

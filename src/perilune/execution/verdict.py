@@ -40,7 +40,7 @@ class Cause(StrEnum):
     HOST_REFUSED = "host_refused"  # the machine is the wrong one or refuses access
     ARTIFACT_MISSING = "artifact_missing"
     ARTIFACT_INVALID = "artifact_invalid"
-    START_FAILED = "start_failed"  # no worker came up
+    START_FAILED = "start_failed"  # the worker did not start
     RUNNER_DIED = "runner_died"  # the worker died without a result
     UNREACHABLE = "unreachable"  # for longer than the policy waits
     NO_MACHINE = "no_machine"  # none could be rented in time

@@ -168,7 +168,7 @@ class Rollout:
         self.trajectory.add_completion(context, completion, text)
         self.finish_reason = completion.finish_reason
         if completion.finish_reason == "aborted":
-            self.fail("model", "the turn was given up before it was finished")
+            self.fail("model", "sampling of the turn was aborted")
 
     def fail(self, boundary: str, reason: str) -> None:
         """End the episode without a score."""

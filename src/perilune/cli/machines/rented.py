@@ -77,7 +77,7 @@ def machines_offers(as_json: Json = False) -> None:
         for one in found:
             notes = ["preemptible"] if one["preemptible"] else []
             notes += [f"{one['capacity']} available"] if one["capacity"] is not None else []
-            echo(f"{one['provider']}:{one['kind']}  {one['price']:.4g} an hour  {', '.join(notes)}".rstrip())
+            echo(f"{one['provider']}:{one['kind']}  {one['price']:.4g} per hour  {', '.join(notes)}".rstrip())
         for problem in wrong:
             echo(f"error: {problem}", err=True)
         if not found and not wrong:
@@ -108,7 +108,7 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     fields = document(found)
     echo(f"machine {found.key}: {found.state}{f' ({found.reason})' if found.reason else ''}")
     echo(f"  for        attempt {found.epoch} of run {found.run_id}")
-    echo(f"  kind       {found.provider}:{found.kind} at {found.price:.4g} an hour")
+    echo(f"  kind       {found.provider}:{found.kind} at {found.price:.4g} per hour")
     echo(f"  cost       {fields['cost']:.4g} of at most {fields['promised']:.4g}")
     echo(f"  lease      {', '.join(f'{name} {value:g}' for name, value in found.lease.items())}")
     for condition in fields["conditions"]:

@@ -42,13 +42,13 @@ MOST_NAMED = 3  # other runs
 SILENT_SECONDS = 30.0  # without a heartbeat, which comes every second, before a worker counts as silent
 
 AHEAD = {
-    Step.STAGE: "its bundle is copied to where it will run",
+    Step.STAGE: "its bundle is copied to its machine",
     Step.START: "a worker is started",
-    Step.START_FAILED: "the attempt fails, because no worker came up",
+    Step.START_FAILED: "the attempt fails, because its worker did not start",
     Step.ADOPT: "it is recorded as running",
     Step.FINALIZE: "its evidence is checked and its result committed",
     Step.DIED: "the attempt is recorded as failed, and another starts if the retry budget allows",
-    Step.LOSE: "the attempt is given up",
+    Step.LOSE: "the attempt is abandoned",
     Step.STOP: "it is stopped",
     Step.REFUSED: "the attempt fails, because the machine is the wrong one or refuses access",
     Step.UNREACHABLE: "nothing, until it is reachable again or has been unreachable for too long",
@@ -136,7 +136,7 @@ def _explain(control: Control, run: Run) -> Explanation:
             why = "cancellation was requested" + (", if necessary without proof" if run.forced else "")
             ahead = "nothing, unless you retry it"
             if attempts and attempts[-1].cleanup == Cleanup.PENDING:
-                ahead = "every command tries again to stop what may be left of it"
+                ahead = "every command tries again to stop its remaining processes"
             return Explanation(run.state, (*history, why), ahead, (f"perilune retry {run_id}",))
 
 

@@ -71,7 +71,7 @@ class Endings:
         if seen.superseded:
             why, cleanup = "a newer attempt has started in its place", Cleanup.DONE
         elif run.forced:
-            why, cleanup = "given up on request; not proven to have stopped", Cleanup.PENDING
+            why, cleanup = "abandoned on request; not proven to have stopped", Cleanup.PENDING
         else:
             waited = self.placements.policy_of(run.id).lost_after
             why, cleanup = f"unreachable for {waited:.0f} s", Cleanup.PENDING

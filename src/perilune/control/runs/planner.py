@@ -42,7 +42,7 @@ class Situation:
         starting: whether a worker that this process started lives and has not claimed the attempt yet.
         starts: number of workers that have been started for the attempt.
         unseen_seconds: how long the attempt has been unreachable.
-        lost_after: seconds after which an unreachable attempt is given up.
+        lost_after: seconds after which an unreachable attempt is abandoned.
     """
 
     cancel: bool = False

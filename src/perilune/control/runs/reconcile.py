@@ -207,7 +207,7 @@ class Reconciler:
             case Step.START_FAILED:
                 placement.stop(there)
                 output = worker_output(there.directory) or "it printed nothing"
-                why = f"no worker came up: {output}"
+                why = f"the worker did not start: {output}"
                 return self.endings.end(attempt, AttemptState.FAILED, Cause.START_FAILED, why)
             case Step.DIED:
                 return self.endings.finalize_dead_attempt(attempt, seen)

@@ -38,7 +38,7 @@ def cancel(control: Control, run_id: str, *, force: bool = False, patience: floa
     The run becomes CANCELLED once none of its processes is proven to be left; if it succeeds first, it stays
     SUCCEEDED. The request is durable first, so the next command completes a killed `cancel`.
 
-    With `force`, an attempt that is unreachable, or whose processes cannot be ended, is given up: the run
+    With `force`, an attempt that is unreachable, or whose processes cannot be ended, is abandoned: the run
     becomes CANCELLED, results of that attempt are rejected, and it is stopped once it is reachable again.
 
     Raises:
