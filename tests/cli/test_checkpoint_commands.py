@@ -54,6 +54,22 @@ def test_eval_is_a_run_with_a_bundle_and_its_result_is_reused(perilune, here, mo
     assert "a run of evaluate makes no checkpoint" in refused.stderr
 
 
+def test_probe_judges_each_environment_and_reuses_its_evaluations(perilune, here, model: Path) -> None:
+    command = ("probe", str(model), "-e", "calculator", "-e", "reasoning_gym/nope", *SMALL)
+    done = here(*command, "--json")
+    assert done.returncode == 1 and "1 of 2 environments could not be evaluated" in done.stderr
+    document = json.loads(done.stdout)
+    (row,) = document["environments"]
+    assert row["environment"] == "calculator" and row["k"] == 2
+    assert row["live"]["mean"] == 0 and row["live"]["high"] > 0.5
+    assert row["verdict"].startswith("SFT first") and "0 of 6 answers passed" in row["verdict"]
+    assert "nope" in document["failures"]["reasoning_gym/nope"]
+
+    again = here(*command)
+    assert "live groups" in again.stdout and "SFT first" in again.stdout
+    assert row["run"] in again.stderr and "finished before" in again.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -3,6 +3,7 @@
 COMMANDS = {
     "run": ("train.run:run", "Run a recipe, or resume one that was run before."),
     "eval": ("train.evaluate:evaluate", "Evaluate a checkpoint on an environment."),
+    "probe": ("train.probe:probe", "Find the environments that a checkpoint can learn from."),
     "wait": ("train.lifecycle:wait", "Wait until a run or an experiment ends."),
     "cancel": ("train.lifecycle:cancel", "Stop a run or an experiment."),
     "retry": ("train.lifecycle:retry", "Retry a failed run from its last complete checkpoint."),

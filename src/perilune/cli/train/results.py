@@ -143,6 +143,7 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     for measure in ("pass@1", "pass@8", "greedy"):
         row(measure, [_interval(one.get(measure)) for one in evaluations])
     row("in the answer's form", [_share(one.get("format")) for one in evaluations])
+    row("live groups", [_interval(one.get("live_groups")) for one in evaluations])
     row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
     row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
     row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)

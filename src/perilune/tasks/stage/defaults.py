@@ -4,8 +4,8 @@ A new model gets the defaults of the stage's fields, and the rate `fresh`. Its r
 as high as those of a pretrained model, which they would destroy within a few steps. The values for pretrained
 models follow TRL 1.16 (sft 2e-5, grpo and dpo 1e-6 without KL, reward model 1e-4, adapters 10 times the rate,
 answers of 256 tokens), verl (grpo 1e-6 without KL) and the recipes of SmolLM2 (dpo 1e-6, warm-up over a tenth
-of the steps). Below a billion parameters reinforcement learning gets 5e-6: at 1e-6, SmolLM2-135M did not
-climb within 50 steps.
+of the steps). Below a billion parameters reinforcement learning gets 5e-6: at that rate, SmolLM2-135M went
+from 4.7% to 14.8% on sums within 60 steps of 128 answers.
 """
 
 from __future__ import annotations

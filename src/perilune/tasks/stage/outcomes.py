@@ -11,6 +11,7 @@ from perilune.environments.core.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
+from perilune.metrics.proportion import wilson
 from perilune.rollout.failures import failure_figures
 from perilune.tasks.checks.answer_form import form_share
 
@@ -57,6 +58,7 @@ def evaluation_summary(
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
+        **({"live_groups": _live_share(groups)} if most > 1 else {}),
         **failure_figures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),
@@ -100,6 +102,12 @@ def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
         name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
         for name, results in sorted(results_of.items())
     }
+
+
+def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """Share of groups whose rewards differ, and which reinforcement learning can therefore learn from."""
+    rewards = [{one.reward for one in group if one.reward is not None} for group in groups]
+    return wilson(sum(len(one) > 1 for one in rewards), len(rewards))._asdict()
 
 
 def _count(group: Sequence[Episode]) -> tuple[int, int]:

@@ -1,0 +1,152 @@
+"""`perilune probe`: find the environments that a checkpoint can learn from by reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import CheckpointArgument, EnvironmentFields, checkpoint_folder
+from perilune.cli.data.environments import section_of
+from perilune.cli.output import as_markup, echo, print_json, table_console
+from perilune.cli.train.run import JsonOption
+from perilune.errors import PeriluneError, WorkFailedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from perilune.metrics.learnability import Learnability
+
+
+def probe(
+    checkpoint: CheckpointArgument,
+    *,
+    environments: Annotated[
+        list[str],
+        typer.Option(
+            "--environment",
+            "-e",
+            metavar="ID",
+            help="An environment, with its family: reasoning_gym/chain_sum. Without one: all its families."
+            " Repeatable.",
+        ),
+    ],
+    settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
+    tasks: Annotated[int, typer.Option(min=2, help="Number of held-out tasks of each environment.")] = 64,
+    samples: Annotated[int, typer.Option(min=2, help="Samples for each task: the size of a group.")] = 8,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out which environments a checkpoint can learn from by reinforcement learning.
+
+    Evaluates the checkpoint in each environment, and judges: RL can start, SFT first, or already solved. Only
+    groups of answers with different rewards (live groups) have a gradient. The same command reuses finished
+    evaluations, so it continues after an interruption.
+
+    \b
+    perilune probe ./my-model -e reasoning_gym/chain_sum -e reasoning_gym/spell_backward
+    perilune probe quickstart/sft -e calculator --tasks 32 --json
+    """
+    folder = checkpoint_folder(checkpoint)
+    fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
+    found: list[tuple[Learnability, str]] = []
+    failures: dict[str, PeriluneError] = {}
+    names = [name for given in environments for name in _families(given)]
+    for name in dict.fromkeys(names):
+        try:
+            found.append(_evaluate(folder, section_of(name, settings), fields, seed, checkpoint))
+        except PeriluneError as error:
+            failures[name] = error
+            echo(f"{name}: {error}", err=True)
+    found.sort(key=lambda one: (one[0].live is not None and one[0].live.mean, one[0].pass_at_1.mean))
+    found.reverse()
+    if as_json:
+        print_json(_document(checkpoint, found, failures))
+    elif found:
+        table_console().print(_table([one for one, _ in found]))
+    if len(names) == len(failures) == 1:
+        raise next(iter(failures.values()))
+    if failures:
+        raise WorkFailedError(
+            f"{len(failures)} of {len(names)} environments could not be evaluated", where=next(iter(failures))
+        )
+
+
+def _families(name: str) -> Iterator[str]:
+    """The environment itself, or all its families if it has families and none is named."""
+    from perilune.environments.core.registry import environment_families
+
+    families = () if "/" in name else environment_families(name)
+    yield from (f"{name}/{family}" for family in families) if families else (name,)
+
+
+def _evaluate(
+    folder: Path, section: dict[str, Any], fields: Mapping[str, Any], seed: int, checkpoint: str
+) -> tuple[Learnability, str]:
+    """Run one evaluation, or reuse it; returns what it says, and the id of its run.
+
+    Raises:
+        PeriluneError: the environment is wrong, or the evaluation fails.
+    """
+    from perilune.cli.train.follow import follow
+    from perilune.cli.train.plan import derive
+    from perilune.control.queries.lookup import stage_statuses
+    from perilune.control.runs.experiments import Control, open_experiment
+    from perilune.metrics.learnability import learnability
+    from perilune.recipe.evaluation import evaluation_recipe
+
+    recipe = evaluation_recipe(folder, section, fields, seed, called=checkpoint)
+    derive(recipe)  # refuses what does not fit the machine
+    control = Control()
+    experiment = open_experiment(control, recipe)
+    if (failure := follow(control, experiment, recipe)) is not None:
+        raise failure
+    (status,) = stage_statuses(control, [experiment])
+    return learnability(status.summary), str(status.run_id)
+
+
+def _document(
+    checkpoint: str, found: Sequence[tuple[Learnability, str]], failures: Mapping[str, PeriluneError]
+) -> dict[str, Any]:
+    rows = []
+    for one, run in found:
+        row = asdict(one)
+        for name in ("pass_at_1", "pass_at_k", "live"):
+            interval = getattr(one, name)
+            row[name] = None if interval is None else interval._asdict()
+        rows.append(row | {"run": run})
+    return {
+        "checkpoint": checkpoint,
+        "environments": rows,
+        "failures": {name: str(error) for name, error in failures.items()},
+    }
+
+
+def _table(rows: Sequence[Learnability]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("environment")
+    k = rows[0].k
+    for label in ("pass@1", f"pass@{k}", "live groups", "in form", "length", "cut off"):
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for one in rows:
+        form = "" if one.format is None else f"{one.format:.0%}"
+        shares = (_share(one.pass_at_1), _share(one.pass_at_k), _share(one.live))
+        cells = (*shares, form, f"{one.length:.1f}", f"{one.truncated:.0%}")
+        table.add_row(as_markup(one.environment), *cells, as_markup(one.verdict))
+    return table
+
+
+def _share(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:.1%} [dim]({100 * value.low:.1f} to {100 * value.high:.1f})[/]"

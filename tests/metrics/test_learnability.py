@@ -1,0 +1,75 @@
+"""What an evaluation says about learning from an environment by reinforcement learning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perilune.data.episode import Episode
+from perilune.metrics.learnability import learnability
+from perilune.tasks.stage.outcomes import evaluation_summary
+
+
+def summary(groups: list[list[float]], *, length: int = 3, cut_off: bool = False) -> dict[str, Any]:
+    """The summary of an evaluation whose groups have these rewards."""
+    import numpy as np
+
+    def episode(task: int, sample: int, reward: float) -> Episode:
+        return Episode(
+            episode_id=f"0/{task}/{sample}",
+            group_id=f"0/{task}",
+            task_id=f"t{task}",
+            environment="e",
+            seed=0,
+            messages=({"role": "user", "content": "?"},),
+            prompt_ids=np.zeros(1, np.int32),
+            token_ids=np.zeros(length, np.int32),
+            loss_mask=np.ones(length, bool),
+            logprobs=np.zeros(length, np.float32),
+            policy_version=np.zeros(length, np.int32),
+            finish_reason="length" if cut_off else "stop",
+            reward=reward,
+        )
+
+    made = [
+        [episode(task, sample, reward) for sample, reward in enumerate(rewards)]
+        for task, rewards in enumerate(groups)
+    ]
+    return evaluation_summary("e", made, [group[0] for group in made], seed=0)
+
+
+DEAD, SOLVED, LIVE = [0.0] * 8, [1.0] * 8, [1.0, *[0.0] * 7]
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([DEAD] * 64, "SFT first, or easier tasks: 0 of 512 answers passed, 0% of groups are live"),
+        ([SOLVED] * 64, "already solved"),
+        ([SOLVED] * 48 + [DEAD] * 15 + [LIVE], "nearly solved: 385 of 512 answers passed"),
+        ([DEAD] * 40 + [LIVE] * 24, "RL can start"),
+        ([DEAD] * 58 + [LIVE] * 6, "RL can start slowly: 6 of 512 answers passed, 9% of groups are live"),
+        (
+            [[0.1, *[0.2] * 7]] * 30 + [DEAD] * 34,
+            "RL can start",
+        ),  # partial credit differs, and nothing passes
+    ],
+)
+def test_the_verdict(groups: list[list[float]], said: str) -> None:
+    assert learnability(summary(groups)).verdict.startswith(said)
+
+
+def test_the_cause_of_failure_is_named() -> None:
+    assert "raise max_tokens, which cut off 100%" in learnability(summary([DEAD] * 8, cut_off=True)).verdict
+    unformed = {**summary([DEAD] * 8), "format": 0.01}
+    assert "ask for the form of the answer, which 1% have" in learnability(unformed).verdict
+
+
+def test_live_groups_have_an_interval() -> None:
+    found = learnability(summary([LIVE] * 16 + [DEAD] * 48))
+    assert found.live is not None and found.live.mean == 0.25
+    assert 0.15 < found.live.low < 0.17 and 0.36 < found.live.high < 0.38  # Wilson, 16 of 64
+    assert found.pass_at_1.mean == pytest.approx(16 / 512)
+    assert found.pass_at_k is not None and found.pass_at_k.mean == 0.25
+    assert "live_groups" not in summary([[1.0], [0.0]])  # one sample has nothing to differ from
