@@ -82,10 +82,27 @@ def test_a_calibration_reaches_the_page(tmp_path: Path) -> None:
     assert "do not trust these" in render(data)
 
 
+def test_forgetting_reaches_the_page(tmp_path: Path) -> None:
+    found = {
+        "text": {
+            "perplexity": {"before": 20.0, "after": 25.0},
+            "bits_per_byte": {"before": 1.0, "after": 1.1, "change": {"mean": 0.1, "low": 0.0, "high": 0.2}},
+        },
+        "warnings": ["the perplexity rose"],
+    }
+    data = collect(made_with_rl(tmp_path, forgetting=found).view())
+    (one,) = data.forgetting
+    assert (one.stage, one.note) == ("rl", "Warning: the perplexity rose.")
+    assert one.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
+    assert "Warning: the perplexity rose." in data.training[-1].description
+    assert "bits per byte of it" in render(data)
+
+
 def test_an_experiment_without_them_shows_none(tmp_path: Path) -> None:
     data = collect(made_with_rl(tmp_path).view())
     assert data.length_dynamics == []
     assert data.calibrations == []
+    assert data.forgetting == []
     assert "recommended" not in data.training[-1].description
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import perilune
 from perilune.learn.algorithms import ALGORITHMS
 from perilune.learn.objective import objective_curve
+from perilune.metrics.forgetting import Row, forgetting_rows
 from perilune.metrics.lineage import parent_evaluation
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
@@ -73,6 +74,15 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgetting:
+    """What the training of a stage cost elsewhere, as text; `note` has the warnings."""
+
+    stage: str
+    rows: list[Row]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """The experiment of the report."""
 
@@ -97,6 +107,7 @@ class ReportData:
     rates: Rates
     length_dynamics: list[LengthDynamics]
     calibrations: list[Calibration]
+    forgetting: list[Forgetting]
     objective: Objective | None
     training: list[Training]
     timed_evaluations: list[TimedEvaluation]
@@ -147,6 +158,9 @@ def collect(view: ExperimentView) -> ReportData:
             for stage, attempt in pairs
             if attempt.summary.get("kind") == "calibration"
         ],
+        forgetting=_present(
+            _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
+        ),
         objective=_objective(pairs),
         training=trainings,
         timed_evaluations=[
@@ -161,6 +175,15 @@ def collect(view: ExperimentView) -> ReportData:
         " This file is self-contained and loads nothing from other places.",
         library=library,
     )
+
+
+def _forgetting(stage: StageView, found: Any) -> Forgetting | None:
+    if not isinstance(found, Mapping):
+        return None
+    note = "".join(f"Warning: {one}. " for one in found.get("warnings", ()))
+    if "skipped" in found:
+        note = f"Not measured: {found['skipped']}"
+    return Forgetting(stage.name, forgetting_rows(found), note.strip())
 
 
 def _present(found: Iterable[T | None]) -> list[T]:
@@ -242,7 +265,7 @@ def _description(stage: StageView, attempt: Attempt) -> str:
 
 def _warnings(summary: Mapping[str, Any]) -> str:
     """Warnings about the stage as sentences."""
-    text = "".join(f" Warning: {one}." for one in summary.get("warnings") or ())
+    text = "".join(f" Warning: {one}." for one in _warned(summary))
     if (collapse := summary.get("collapse_step")) is not None:
         text += f" From step {collapse} on, even the chosen answers became unlikely."
     league = summary.get("league")
@@ -258,6 +281,11 @@ def _warnings(summary: Mapping[str, Any]) -> str:
             f" (step {gold['best_step']}), and {gold['last']:.3f} at the end."
         )
     return text
+
+
+def _warned(summary: Mapping[str, Any]) -> list[str]:
+    """The warnings of a stage, with those about forgetting."""
+    return [*(summary.get("warnings") or ()), *((summary.get("forgetting") or {}).get("warnings") or ())]
 
 
 def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

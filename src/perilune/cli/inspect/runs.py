@@ -86,8 +86,24 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         echo(wrapped(f"  warning    {warning}", indent=13))
     for name, value in _figures(document["summary"]).items():
         echo(f"  {name:<22} {value}")
+    for line in _forgetting(document["summary"].get("forgetting") or {}):
+        echo(f"  {line}")
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
+
+
+def _forgetting(found: Mapping[str, Any]) -> list[str]:
+    """What training cost elsewhere, as lines."""
+    from perilune.metrics.forgetting import forgetting_rows
+
+    lines = [f"  warning: {one}" for one in found.get("warnings", ())]
+    if "skipped" in found:
+        lines.append(f"  not measured: {found['skipped']}")
+    for row in forgetting_rows(found):
+        lines.append(f"  {row.measure}: {row.before} before, {row.after} after")
+        if row.change:
+            lines[-1] += f", change {row.change}"
+    return ["Forgetting", *lines] if lines else []
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:

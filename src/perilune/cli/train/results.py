@@ -50,6 +50,9 @@ def results_document(
             for one in stages
             if one.summary.get("kind") == "calibration"
         ],
+        "forgetting": [
+            {"stage": one.name, **one.summary["forgetting"]} for one in stages if "forgetting" in one.summary
+        ],
         "report": str(report) if report else None,
         "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
         "seconds": round(seconds, 3),
@@ -68,6 +71,10 @@ def print_results(document: Mapping[str, Any]) -> None:
     for one in evaluations:
         if change := one.get("change"):
             console.print(_sentence(one["checkpoint"], change))
+    for one in document["forgetting"]:
+        console.print(_forgetting(one))
+        for warning in one.get("warnings", ()):
+            console.print(as_markup(f"warning: {one['stage']}: {warning}"))
     for one in document["calibrations"]:
         for sentence in one["sentences"]:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
@@ -151,6 +158,24 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     for name in names:
         found = [(one.get("strategies") or {}).get(name) for one in evaluations]
         row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
+    return table
+
+
+def _forgetting(found: Mapping[str, Any]) -> Any:
+    """What the training of a stage cost elsewhere, as a table."""
+    from rich import box
+    from rich.table import Table
+
+    from perilune.metrics.forgetting import forgetting_rows
+
+    if "skipped" in found:
+        return as_markup(f"{found['stage']}: forgetting was not measured: {found['skipped']}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(as_markup(f"forgetting in {found['stage']}"))
+    for label in ("before", "after", "change"):
+        table.add_column(label, justify="right")
+    for row in forgetting_rows(found):
+        table.add_row(*(as_markup(cell) for cell in row))
     return table
 
 

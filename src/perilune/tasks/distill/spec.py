@@ -9,12 +9,13 @@ from pydantic import Field, model_validator
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class DistillSpec(TrainingSpec, LearnerSettings, SamplingSpec):
+class DistillSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of a distill stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(

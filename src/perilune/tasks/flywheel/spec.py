@@ -8,11 +8,12 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
+from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec):
+class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of a flywheel stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")

@@ -10,12 +10,13 @@ from perilune.bundle.plugin import Consumes
 from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec):
+class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")

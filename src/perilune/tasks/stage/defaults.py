@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from perilune.bundle.job import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import card_of, plan_memory
+from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.memory_plan import section_config
 
 
@@ -56,7 +57,7 @@ LEARNING_BYTES = 4 << 30  # most memory for one
 class Default(NamedTuple):
     """A value, and the reason for it in words."""
 
-    value: float
+    value: Any
     reason: str
 
 
@@ -74,6 +75,7 @@ class ModelDefaults(Frozen):
         "prompts",
         "token_budget",
         "max_tokens",
+        "forgetting",
     )
 
     @classmethod
@@ -96,14 +98,14 @@ class ModelDefaults(Frozen):
     @classmethod
     def defaults(cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Default]:
         """The default of each field of `by_model` that the spec has."""
-        config = section_config(model)
         own = {name: cls.model_fields[name].default for name in cls.by_model if name in cls.model_fields}
         if not is_pretrained(model):
-            source = f"a new model (preset {model['preset']})" if model.get("preset") else _sized("a", config)
+            source = f"a new model (preset {model['preset']})" if model.get("preset") else "a small model"
             found = {name: Default(value, f"the default for {source}") for name, value in own.items()}
             if "lr" in found:
                 found["lr"] = found["lr"]._replace(value=RATES.get(task, RATES["rl"]).fresh)
             return found
+        config = section_config(model)
         return {
             name: _FOR_PRETRAINED[name](_Choice(task, spec, config, value)) for name, value in own.items()
         }
@@ -125,16 +127,16 @@ class _Choice(NamedTuple):
     own: Any
 
 
-def _sized(article: str, config: DecoderConfig) -> str:
+def _sized(config: DecoderConfig) -> str:
     count = card_of(config).parameters
     size = f"{count / 1e9:.1f}B" if count >= LARGE else f"{count / 1e6:.3g}M"
-    return f"{article} model of {size} parameters"
+    return f"a pretrained model of {size} parameters"
 
 
 def _lr(of: _Choice) -> Default:
     rates = RATES.get(of.task, RATES["rl"])
     rate = rates.large if card_of(of.config).parameters >= LARGE else rates.small
-    model = _sized("a pretrained", of.config)
+    model = _sized(of.config)
     if of.spec.get("lora") is not None:
         return Default(rate * LORA, f"an adapter (LoRA) of {model}: {LORA:g} times the rate of all weights")
     return Default(rate, f"full fine-tuning of {model}")
@@ -166,6 +168,10 @@ def _max_tokens(of: _Choice) -> Default:
     return Default(most, "room for written-out work; half of the positions at most")
 
 
+def _forgetting(of: _Choice) -> Default:
+    return Default(ForgettingSettings().model_dump(mode="json"), "")
+
+
 _FOR_PRETRAINED: dict[str, Callable[[_Choice], Default]] = {
     "lr": _lr,
     "warmup": _warmup,
@@ -174,4 +180,5 @@ _FOR_PRETRAINED: dict[str, Callable[[_Choice], Default]] = {
     "prompts": _examples,
     "token_budget": _token_budget,
     "max_tokens": _max_tokens,
+    "forgetting": _forgetting,
 }

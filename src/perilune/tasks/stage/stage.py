@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import OutputKind
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
+from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
@@ -90,7 +91,10 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
         return {}
     found = spec.defaults(job.task, job.spec, job.model)
-    return {name: _with_reason(name, spec, found) for name in found if name != "lr"}
+    lines = {name: _with_reason(name, spec, found) for name in found if name not in ("lr", "forgetting")}
+    if isinstance(spec, ForgettingSpec) and spec.forgetting:
+        lines["forgetting"] = spec.forgetting.describe(job.environment)
+    return lines
 
 
 def _with_reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perilune.bundle.workspace import Workspace
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
 from perilune.learn.checkpoints import is_complete, latest_complete
@@ -20,6 +20,7 @@ from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
+from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
     BEST,
@@ -134,9 +135,25 @@ class TrainingLoop:
             the first entries of a training summary; only "seconds" in processes other than the first.
         """
         assert isinstance(self._learner, Learner)
-        return _finish(self._workspace, policy, self._learner, self._spec, write) | {
-            "seconds": self._watch.elapsed
-        }
+        finished = _finish(self._workspace, policy, self._learner, self._spec, write)
+        return finished | self._forgetting(policy) | {"seconds": self._watch.elapsed}
+
+    def _forgetting(self, policy: Policy) -> dict[str, Any]:
+        """What training cost elsewhere, if the recipe asks for it. A failure does not fail the stage."""
+        workspace = self._workspace
+        settings = getattr(self._spec, "forgetting", False)
+        starts = [workspace.input(name) for name in ("checkpoint", "model") if workspace.has_input(name)]
+        if not (isinstance(settings, ForgettingSettings) and workspace.leads and starts):
+            return {}
+        from perilune.tasks.forgetting.measure import measure_forgetting
+
+        device = next(policy.decoder.parameters()).device
+        try:
+            found = measure_forgetting(workspace, settings, starts[0], workspace.checkpoints / FINAL, device)
+        except PeriluneError as error:
+            workspace.log(f"warning: forgetting was not measured: {error}")
+            found = {"skipped": str(error)}
+        return {"forgetting": found}
 
 
 def resume(workspace: Workspace, learner: Resumable) -> int:

@@ -8,10 +8,11 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
+from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.retention import TrainingSpec
 
 
-class SFTSpec(TrainingSpec, LearnerSettings):
+class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec):
     """Fields of an sft stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
@@ -37,7 +38,7 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings):
     save_every: int = Field(50, ge=1, description="steps between checkpoints to resume from")
 
 
-class PreferenceSpec(PairTrainingSpec, LearnerSettings):
+class PreferenceSpec(PairTrainingSpec, LearnerSettings, ForgettingSpec):
     """Fields of a preference stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(

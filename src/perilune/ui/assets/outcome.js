@@ -488,10 +488,29 @@ const Outcome = ((data) => {
     ];
   }
 
+  function forgetting() {
+    if (!data.forgetting.length) return null;
+    const columns = [
+      { name: "Measure", header: true, value: ([measure]) => measure },
+      { name: "Before", value: ([, before]) => before },
+      { name: "After", value: ([, , after]) => after },
+      { name: "Change", value: ([, , , change]) => change || "–" },
+    ];
+    return section(
+      "forgetting",
+      "Forgetting",
+      "What training cost elsewhere: the same English passages and the same tasks of other environments, before and after each stage. Changes are paired, with 95% intervals. The KL to the start is measured on answers to held-out tasks of the run.",
+      data.forgetting.map(({ stage, rows, note }) => [
+        part(`Stage ${stage}`, note),
+        rows.length ? table(columns, rows, `Forgetting in ${stage}`) : null,
+      ]),
+    );
+  }
+
   function binLabel(center, width) {
     if (width <= 1) return `${Format.integer(center)} tokens`;
     return `${Math.ceil(center - width / 2)} to ${Math.ceil(center + width / 2) - 1} tokens`;
   }
 
-  return { climbChart, evaluations, climb, tasksSection };
+  return { climbChart, evaluations, climb, forgetting, tasksSection };
 })(Data);

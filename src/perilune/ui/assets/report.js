@@ -187,6 +187,7 @@ const Report = ((data) => {
           notices(),
           Outcome.evaluations(),
           Outcome.climb(),
+          Outcome.forgetting(),
           Outcome.tasksSection(),
           Course.curves(),
           Course.time(),

@@ -1,0 +1,1 @@
+"""forgetting: what training cost a pretrained model elsewhere."""

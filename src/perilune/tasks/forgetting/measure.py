@@ -1,0 +1,242 @@
+"""Measures a checkpoint before and after a stage: English text, other environments, and the KL to the start.
+
+Both checkpoints are read from their folders, one after the other. All figures are paired: the same passages,
+tasks and random numbers before and after.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.request import SamplingParams
+from perilune.environments.core.registry import make_environment
+from perilune.errors import WorkFailedError
+from perilune.files import read_json
+from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
+from perilune.metrics.forgetting import forgetting_rows, forgetting_warnings
+from perilune.models.checkpoints.stored import open_checkpoint
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.memory import plan_memory
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.forgetting.settings import ForgettingSettings
+from perilune.tasks.stage.outcomes import passed
+from perilune.verifiers import Scorer
+from perilune.watchdog import Waiting
+
+DIGEST = "sha256:0e03ab53ba6523a2abf4454f3955c14c33cd996c7c534123bce559de1ee011ed"
+CONTEXT = 16  # first tokens of a passage, which are not scored
+SLOTS = 32  # samples in flight
+LONGEST = 512  # tokens of a sample that there is room for in every slot
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one checkpoint was measured to do.
+
+    Attributes:
+        nats: by passage, the negative log-likelihood of its scored tokens in nats.
+        passes: by environment, the share of right answers by task.
+    """
+
+    nats: Mapping[str, float]
+    passes: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage as tokens: `scored` follow `context`; `size` is the number of bytes of the scored text."""
+
+    name: str
+    context: list[int]
+    scored: list[int]
+    size: int
+
+
+def english() -> str:
+    """The text: 24 passages of this package's documentation, as they were when the text was made.
+
+    Raises:
+        ValueError: when the file is not the one whose digest is recorded here.
+    """
+    text = resources.files("perilune.tasks.forgetting").joinpath("english.txt").read_text(encoding="utf-8")
+    if f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" != DIGEST:
+        raise ValueError("english.txt is not the text of the recorded digest")
+    return text
+
+
+def measure_forgetting(
+    workspace: Workspace, settings: ForgettingSettings, before: Path, after: Path, device: torch.device
+) -> dict[str, Any]:
+    """Measure the checkpoints in the folders `before` and `after`; return the figures for the summary."""
+    began = time.monotonic()
+    _require_room(after, device)
+    own = dict(workspace.job.environment)
+    sections = settings.sections(own)
+    trained = _Measurement(workspace, settings, after, device)
+    later = trained.checkpoint(sections)
+    answers = trained.answers(own) if settings.tasks else []
+    del trained
+    start = _Measurement(workspace, settings, before, device)
+    earlier = start.checkpoint(sections)
+    seed = workspace.job.seed
+    found: dict[str, Any] = {}
+    if settings.passages:
+        found["text"] = _text_figures(start.passages, earlier, later, seed)
+    found["environments"] = [_environment_figures(name, earlier, later, seed) for name in later.passes]
+    if answers:
+        found["kl"] = _kl_figures(answers, start.engine, seed)
+    found["warnings"] = forgetting_warnings(found)
+    for row in forgetting_rows(found):
+        workspace.log(
+            f"forgetting: {row.measure}: {row.before} before, {row.after} after {row.change}".rstrip()
+        )
+    for warning in found["warnings"]:
+        workspace.log(f"warning: {warning}")
+    return found | {"seconds": time.monotonic() - began}
+
+
+def _require_room(folder: Path, device: torch.device) -> None:
+    """Refuse to load a second model that may not fit beside the one that was trained.
+
+    Raises:
+        WorkFailedError: when the free memory is less than the plan of an engine.
+    """
+    if device.type != "cpu":
+        return
+    config = DecoderConfig.from_hf(read_json(folder / "config.json"), where=str(folder))
+    plan = plan_memory(config, sampling=(SLOTS, min(LONGEST, config.max_position_embeddings)))
+    needed = plan.persistent["engine"] + plan.persistent["cache"] + plan.transient["sampling"]
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise WorkFailedError(
+            f"an engine needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free", where="memory"
+        )
+
+
+class _Measurement:
+    """A loaded checkpoint with its engine."""
+
+    def __init__(
+        self, workspace: Workspace, settings: ForgettingSettings, folder: Path, device: torch.device
+    ) -> None:
+        self._workspace, self._settings = workspace, settings
+        decoder, self._tokenizer = open_checkpoint(folder, device)
+        config = decoder.config
+        room = SLOTS * min(LONGEST, config.max_position_embeddings)
+        self.engine = Engine(decoder, slots=SLOTS, cache_tokens=room, score_tokens=4096)
+        ends = dict.fromkeys((*config.eos_token_ids, self._tokenizer.eos_token_id))
+        self._ends = tuple(token for token in ends if token < config.vocab_size)
+        self.passages = _passages(self._tokenizer, settings.passages)
+
+    def checkpoint(self, sections: Sequence[Mapping[str, Any]]) -> Checkpoint:
+        """Score the passages, and answer the tasks of the environments."""
+        nats = {}
+        with Waiting("scoring of English text") as waiting:
+            for one in self.passages:
+                (scores,) = self.engine.score([one.context], [one.scored])
+                nats[one.name] = -float(scores.sum(dtype="float64"))
+                waiting.progress()
+        passes: dict[str, dict[str, float]] = {}
+        for section in sections:
+            rates: dict[str, list[bool]] = {}
+            for episode in self.answers(section):
+                if not episode.failure:
+                    rates.setdefault(episode.task_id, []).append(passed(episode))
+            passes[make_environment(section).id] = {
+                task: sum(found) / len(found) for task, found in rates.items()
+            }
+        return Checkpoint(nats, passes)
+
+    def answers(self, section: Mapping[str, Any]) -> list[Episode]:
+        """Sampled and scored answers to held-out tasks of an environment."""
+        settings, seed = self._settings, self._workspace.job.seed
+        environment = make_environment(section)
+        tasks = list(islice(environment.tasks("heldout", seed), settings.tasks))
+        with Scorer(section) as scorer:
+            worker = RolloutWorker(self.engine, self._tokenizer, scorer, environment, seed)
+            params = SamplingParams(settings.max_tokens, 1.0, self._ends)
+            groups = worker.play(tasks, samples=settings.samples, params=params, step=0, watch=Stopwatch())
+        return [one for group in groups for one in group]
+
+
+def _passages(tokenizer: Tokenizer, count: int) -> list[Passage]:
+    found = []
+    for index, text in enumerate(english().strip().split("\n\n")[:count]):
+        tokens = tokenizer.encode(text)
+        context, scored = tokens[:CONTEXT], tokens[CONTEXT:]
+        found.append(Passage(str(index), context, scored, len(tokenizer.decode(scored).encode())))
+    return found
+
+
+def _text_figures(
+    passages: Sequence[Passage], earlier: Checkpoint, later: Checkpoint, seed: int
+) -> dict[str, Any]:
+    """Perplexity per token and bits per byte before and after; the change is paired by passage."""
+    size, tokens = sum(one.size for one in passages), sum(len(one.scored) for one in passages)
+    bits = [
+        {one.name: found.nats[one.name] / math.log(2) / one.size for one in passages}
+        for found in (earlier, later)
+    ]
+    nats = [math.fsum(found.nats.values()) for found in (earlier, later)]
+    perplexity = [math.exp(total / tokens) for total in nats]
+    return {
+        "digest": DIGEST,
+        "passages": len(passages),
+        "tokens": tokens,
+        "perplexity": {"before": perplexity[0], "after": perplexity[1]},
+        "bits_per_byte": {
+            "before": nats[0] / math.log(2) / size,
+            "after": nats[1] / math.log(2) / size,
+            "change": paired_difference(*bits, seed=seed)._asdict(),
+        },
+    }
+
+
+def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed: int) -> dict[str, Any]:
+    """pass@1 in another environment before and after; the change is paired by task."""
+    before, after = earlier.passes[name], later.passes[name]
+    shared = sorted(before.keys() & after.keys())  # tasks without a verdict are missing
+    sides = [{task: side[task] for task in shared} for side in (before, after)]
+    figures = {
+        label: bootstrap_problems(list(side.values()), seed=seed)._asdict()
+        for label, side in zip(("before", "after"), sides, strict=True)
+    }
+    change = paired_difference(*sides, seed=seed)._asdict()
+    return {"environment": name, "tasks": len(shared), "pass@1": {**figures, "change": change}}
+
+
+def _kl_figures(answers: Sequence[Episode], start: Engine, seed: int) -> dict[str, Any]:
+    """KL(policy, start) in nats on answers that the policy sampled to held-out tasks.
+
+    The estimate sums log-prob differences over the sampled tokens (k1). The interval is over answers.
+    """
+    with Waiting("scoring of the policy's answers"):
+        scores = start.score(
+            [one.prompt_ids.tolist() for one in answers], [one.token_ids.tolist() for one in answers]
+        )
+    gaps = [
+        float((one.logprobs - score)[one.loss_mask].sum(dtype="float64"))
+        for one, score in zip(answers, scores, strict=True)
+    ]
+    tokens = sum(int(one.loss_mask.sum()) for one in answers)
+    return {
+        "answers": len(answers),
+        "per_answer": bootstrap_problems(gaps, seed=seed)._asdict(),
+        "per_token": math.fsum(gaps) / max(tokens, 1),
+    }

@@ -1,0 +1,52 @@
+"""The `forgetting` section of a training stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen
+from perilune.environments.core.registry import family_field, make_environment
+
+PASSAGES = 24  # of the text that ships with the package
+
+
+class ForgettingSettings(Frozen):
+    """What is measured of the checkpoint before and after a stage, besides its own task."""
+
+    passages: int = Field(PASSAGES, ge=0, le=PASSAGES, description="passages of English text; 0: none")
+    environments: tuple[str, ...] = Field(
+        ("reasoning_gym/letter_counting", "reasoning_gym/number_sorting"),
+        description="environments for pass@1, with their families; the trained one is left out",
+    )
+    tasks: int = Field(16, ge=0, description="held-out tasks of each, and for the KL to the start; 0: none")
+    samples: int = Field(2, ge=1, description="answers per task")
+    max_tokens: int = Field(64, ge=1, description="most tokens of these answers")
+
+    def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The sections of the environments that differ from `own`, that of the recipe.
+
+        Raises:
+            RequestError: when an environment is unknown.
+        """
+        found = [section_of(name) for name in self.environments] if self.tasks else []
+        trained = make_environment(own).id
+        return [section for section in found if make_environment(section).id != trained]
+
+    def describe(self, own: Mapping[str, Any]) -> str:
+        """What is measured, for the plan."""
+        parts = [f"{self.passages} passages of English text"] if self.passages else []
+        if self.tasks:
+            others = (
+                ", ".join(make_environment(one).id for one in self.sections(own)) or "no other environment"
+            )
+            parts.append(f"{self.tasks} tasks x {self.samples} of {others}; KL to the start")
+        return ", ".join(parts) or "nothing"
+
+
+def section_of(name: str) -> dict[str, Any]:
+    """The environment section of an id with its family, such as reasoning_gym/chain_sum."""
+    identifier, _, family = name.partition("/")
+    return {"id": identifier, **({family_field(identifier): family} if family else {})}

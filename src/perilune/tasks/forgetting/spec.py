@@ -1,0 +1,18 @@
+"""The key `forgetting` of the stages that train a policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from perilune.tasks.forgetting.settings import ForgettingSettings
+from perilune.tasks.stage.defaults import ModelDefaults
+
+
+class ForgettingSpec(ModelDefaults):
+    """Whether a stage measures what training cost elsewhere. The default is yes for pretrained models."""
+
+    forgetting: ForgettingSettings | Literal[False] = Field(
+        False, description="measure what training cost elsewhere; false: don't, the default for new models"
+    )

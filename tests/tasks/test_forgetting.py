@@ -1,0 +1,109 @@
+"""What training cost elsewhere: English text, other environments, and the KL to the start."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from task_cases import DIGITS, make_bundle, make_job, run_task, summary
+
+from perilune.bundle.workspace import Workspace
+from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.forgetting.measure import CONTEXT, english, measure_forgetting
+from perilune.tasks.forgetting.settings import ForgettingSettings
+
+FEW = {
+    "passages": 2,
+    "environments": ["reasoning_gym/spell_backward"],
+    "tasks": 2,
+    "samples": 2,
+    "max_tokens": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, and the same model with noise on its weights."""
+    root = tmp_path_factory.mktemp("models")
+    decoder, tokenizer = new_model("tiny", Tokenizer.characters(), seed=0), Tokenizer.characters()
+    save_checkpoint(root / "start", decoder, tokenizer)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    save_checkpoint(root / "noisy", decoder, tokenizer)
+    return {"start": root / "start", "noisy": root / "noisy"}
+
+
+def measured(tmp_path: Path, before: Path, after: Path) -> dict:
+    workspace = Workspace(make_bundle(tmp_path / "b", make_job("rl", environment=DIGITS)))
+    return measure_forgetting(
+        workspace, ForgettingSettings.model_validate(FEW), before, after, torch.device("cpu")
+    )
+
+
+def test_nothing_is_lost_without_training(tmp_path: Path, folders: dict[str, Path]) -> None:
+    found = measured(tmp_path, folders["start"], folders["start"])
+    text = found["text"]
+    assert text["perplexity"]["before"] == text["perplexity"]["after"]
+    assert text["bits_per_byte"]["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    (other,) = found["environments"]
+    assert other["environment"] == "reasoning_gym/spell_backward" and other["tasks"] == 2
+    assert other["pass@1"]["change"]["mean"] == 0
+    assert found["kl"]["answers"] == 4 and found["kl"]["per_answer"]["mean"] == 0  # engine and engine agree
+    assert found["warnings"] == []
+
+
+def test_figures_are_those_of_the_models_own_logits(tmp_path: Path, folders: dict[str, Path]) -> None:
+    found = measured(tmp_path, folders["start"], folders["noisy"])
+    nats, size = 0.0, 0
+    decoder, tokenizer = load_checkpoint(folders["noisy"])
+    for text in english().split("\n\n")[:2]:
+        tokens = torch.tensor(tokenizer.encode(text.strip()))
+        with torch.no_grad():
+            attention = PackedAttention(torch.tensor([0, len(tokens)]))
+            logits = decoder.logits(decoder(tokens, torch.arange(len(tokens)), attention))
+        logprobs = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
+        nats -= float(logprobs[CONTEXT - 1 :].sum())
+        size += len(tokens) - CONTEXT  # one byte a character
+    assert found["text"]["bits_per_byte"]["after"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
+    assert found["text"]["perplexity"]["after"] == pytest.approx(math.exp(nats / size), rel=1e-4)
+    assert found["kl"]["per_answer"]["mean"] > 0
+
+
+def test_a_training_stage_measures_it_if_asked(tmp_path: Path, folders: dict[str, Path]) -> None:
+    model = {"path": str(folders["start"])}
+    options = {"steps": 1, "prompts": 2, "environment": DIGITS, "model": model}
+    asked = run_task(
+        tmp_path / "a", "rl", inputs={"model": folders["start"]}, forgetting=FEW | {"tasks": 0}, **options
+    )
+    found = summary(asked)["forgetting"]
+    assert found["text"]["passages"] == 2 and found["environments"] == [] and "kl" not in found
+    unasked = run_task(tmp_path / "b", "rl", inputs={"model": folders["start"]}, **options)
+    assert "forgetting" not in summary(unasked)
+
+
+def test_a_failure_to_measure_does_not_lose_the_checkpoint(
+    tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    monkeypatch.setattr(psutil, "virtual_memory", type("Free", (), {"available": 0}))
+    bundle = run_task(
+        tmp_path / "a",
+        "rl",
+        inputs={"model": folders["start"]},
+        forgetting=FEW,
+        steps=1,
+        model={"path": str(folders["start"])},
+    )
+    assert "0.0 GiB are free" in summary(bundle)["forgetting"]["skipped"]
+
+
+def test_the_trained_environment_is_left_out() -> None:
+    settings = ForgettingSettings(environments=("reasoning_gym/gcd", "reasoning_gym/lcm"))
+    sections = settings.sections({"id": "reasoning_gym", "task": "gcd", "prompt": "compact"})
+    assert sections == [{"id": "reasoning_gym", "task": "lcm"}]
