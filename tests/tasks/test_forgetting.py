@@ -91,7 +91,7 @@ def test_a_failure_to_measure_does_not_lose_the_checkpoint(
 ) -> None:
     import psutil
 
-    monkeypatch.setattr(psutil, "virtual_memory", type("Free", (), {"available": 0}))
+    monkeypatch.setattr(psutil, "virtual_memory", type("Free", (), {"available": 0, "total": 1 << 40}))
     bundle = run_task(
         tmp_path / "a",
         "rl",
@@ -106,4 +106,4 @@ def test_a_failure_to_measure_does_not_lose_the_checkpoint(
 def test_the_trained_environment_is_left_out() -> None:
     settings = ForgettingSettings(environments=("reasoning_gym/gcd", "reasoning_gym/lcm"))
     sections = settings.sections({"id": "reasoning_gym", "task": "gcd", "prompt": "compact"})
-    assert sections == [{"id": "reasoning_gym", "task": "lcm"}]
+    assert sections == [{"id": "reasoning_gym", "task": "lcm", "prompting": {"few_shot": 3}}]

@@ -32,8 +32,10 @@ def forgetting_rows(found: Mapping[str, Any]) -> list[Row]:
         rows.append(Row("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change))
     for one in found.get("environments", ()):
         rates = one["pass@1"]
-        sides = (_bounds(rates[side], ".1%") for side in ("before", "after"))
-        rows.append(Row(f"pass@1 of {one['environment']}", *sides, _bounds(rates["change"], "+.1%")))
+        sides = [_bounds(rates[side], ".1%") for side in ("before", "after")]
+        rows.append(
+            Row(f"pass@1 of {one['environment']}", sides[0], sides[1], _bounds(rates["change"], "+.1%"))
+        )
     if kl := found.get("kl"):
         rows.append(Row("KL to the start, nats per answer", "0", _bounds(kl["per_answer"], ".3g"), ""))
         rows.append(Row("KL to the start, nats per token", "0", f"{kl['per_token']:.3g}", ""))

@@ -91,8 +91,9 @@ def measure_forgetting(
     trained = _Measurement(workspace, settings, after, device)
     later = trained.checkpoint(sections)
     answers = trained.answers(own) if settings.tasks else []
-    del trained
-    start = _Measurement(workspace, settings, before, device)
+    tokenizer = trained.tokenizer
+    del trained  # so that one engine at a time is in memory
+    start = _Measurement(workspace, settings, before, device, tokenizer)
     earlier = start.checkpoint(sections)
     seed = workspace.job.seed
     found: dict[str, Any] = {}
@@ -130,19 +131,31 @@ def _require_room(folder: Path, device: torch.device) -> None:
 
 
 class _Measurement:
-    """A loaded checkpoint with its engine."""
+    """A loaded checkpoint with its engine.
+
+    Args:
+        tokenizer: replaces that of the folder, which may have another chat template than the recipe.
+    """
 
     def __init__(
-        self, workspace: Workspace, settings: ForgettingSettings, folder: Path, device: torch.device
+        self,
+        workspace: Workspace,
+        settings: ForgettingSettings,
+        folder: Path,
+        device: torch.device,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self._workspace, self._settings = workspace, settings
-        decoder, self._tokenizer = open_checkpoint(folder, device)
+        decoder, own = open_checkpoint(folder, device)
+        self.tokenizer = tokenizer or own
         config = decoder.config
         room = SLOTS * min(LONGEST, config.max_position_embeddings)
-        self.engine = Engine(decoder, slots=SLOTS, cache_tokens=room, score_tokens=4096)
-        ends = dict.fromkeys((*config.eos_token_ids, self._tokenizer.eos_token_id))
+        self.engine = Engine(
+            decoder, slots=SLOTS, cache_tokens=room, score_tokens=4096, tokenizer=self.tokenizer
+        )
+        ends = dict.fromkeys((*config.eos_token_ids, self.tokenizer.eos_token_id))
         self._ends = tuple(token for token in ends if token < config.vocab_size)
-        self.passages = _passages(self._tokenizer, settings.passages)
+        self.passages = _passages(self.tokenizer, settings.passages)
 
     def checkpoint(self, sections: Sequence[Mapping[str, Any]]) -> Checkpoint:
         """Score the passages, and answer the tasks of the environments."""
@@ -169,7 +182,7 @@ class _Measurement:
         environment = make_environment(section)
         tasks = list(islice(environment.tasks("heldout", seed), settings.tasks))
         with Scorer(section) as scorer:
-            worker = RolloutWorker(self.engine, self._tokenizer, scorer, environment, seed)
+            worker = RolloutWorker(self.engine, self.tokenizer, scorer, environment, seed)
             params = SamplingParams(settings.max_tokens, 1.0, self._ends)
             groups = worker.play(tasks, samples=settings.samples, params=params, step=0, watch=Stopwatch())
         return [one for group in groups for one in group]

@@ -11,6 +11,7 @@ from perilune.bundle.job import Frozen
 from perilune.environments.core.registry import family_field, make_environment
 
 PASSAGES = 24  # of the text that ships with the package
+EXAMPLES = 3  # before each task of another environment
 
 
 class ForgettingSettings(Frozen):
@@ -47,6 +48,14 @@ class ForgettingSettings(Frozen):
 
 
 def section_of(name: str) -> dict[str, Any]:
-    """The environment section of an id with its family, such as reasoning_gym/chain_sum."""
+    """The environment section of an id with its family, such as reasoning_gym/chain_sum.
+
+    Where right answers are known, examples show their form: else a model that was never trained there would
+    be scored 0 before and after.
+    """
     identifier, _, family = name.partition("/")
-    return {"id": identifier, **({family_field(identifier): family} if family else {})}
+    section = {"id": identifier, **({family_field(identifier): family} if family else {})}
+    environment = make_environment(section)
+    if getattr(environment, "max_turns", 1) == 1 and hasattr(environment, "gold"):
+        section["prompting"] = {"few_shot": EXAMPLES}
+    return section
