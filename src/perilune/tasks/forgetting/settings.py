@@ -54,7 +54,7 @@ def section_of(name: str) -> dict[str, Any]:
     be scored 0 before and after.
     """
     identifier, _, family = name.partition("/")
-    section = {"id": identifier, **({family_field(identifier): family} if family else {})}
+    section: dict[str, Any] = {"id": identifier, **({family_field(identifier): family} if family else {})}
     environment = make_environment(section)
     if getattr(environment, "max_turns", 1) == 1 and hasattr(environment, "gold"):
         section["prompting"] = {"few_shot": EXAMPLES}
