@@ -1,0 +1,342 @@
+"""A GRPO step of a real model: Perilune in float32 and bfloat16 against TRL's GRPOTrainer, and the floor.
+
+    python benchmarks/real_model.py --model SmolLM2-135M-Instruct
+
+`--model` is a Hugging Face folder. Perilune runs a recipe with `perilune run`, so its steps include
+everything that a run does: checks, metrics, episodes. TRL gets the prompts of those episodes as text, in the
+same order, and lives in a virtual environment of its own. Both sample 8 answers of at most 32 tokens to each
+of 16 questions (chain_sum of reasoning-gym), and are paid for short answers, so every group has a gradient.
+The arms take turns, each in a fresh process. Medians leave out the first step of each process.
+
+The floor of learning counts the products alone, each prompt once: 6 FLOP per weight of the layers and fed
+token, and 6 per weight of the head and learned token, at the rate that one large product reaches here. Writes
+results/real_model.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from grpo_step_vs_trl import Stopwatch, trl_python
+
+PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-6
+HERE = Path(__file__).resolve().parent
+PRECISIONS = ("float32", "bfloat16")
+REWARD = """def shorter(completions, **columns):
+    return [max(0.0, 1 - len(one[0]["content"]) / 200) for one in completions]
+"""
+RECIPE = """\
+name: real_model
+seed: 0
+model: {{path: {model}}}
+environment:
+  id: reasoning_gym
+  task: chain_sum
+  config: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}}
+rewards:
+  shorter: {{function: "shorter.py:shorter", weight: 1.0}}
+resources: {{device: cpu, threads: {threads}}}
+stages:
+  - name: rl
+    task: rl
+    checkpoint: model
+    algorithm: grpo
+    steps: {steps}
+    prompts: {prompts}
+    samples: {samples}
+    max_tokens: {max_tokens}
+    lr: {lr}
+    precision: {precision}
+"""
+
+
+# ---------------------------------------------------------------- ours
+
+
+def run_perilune(model: Path, precision: str, steps: int, threads: int, home: Path) -> dict[str, Any]:
+    """Run the recipe and read what it recorded."""
+    home.mkdir(parents=True)
+    (home / "shorter.py").write_text(REWARD)
+    recipe = home / "recipe.yaml"
+    recipe.write_text(
+        RECIPE.format(
+            model=model.resolve(), threads=threads, steps=steps, prompts=PROMPTS, samples=SAMPLES,
+            max_tokens=MAX_TOKENS, lr=LR, precision=precision,
+        )
+    )  # fmt: skip
+    command = [Path(sys.executable).with_name("perilune"), "run", recipe]
+    began = time.perf_counter()
+    subprocess.run(
+        command, check=True, env=os.environ | {"PERILUNE_HOME": str(home / "home")}, stdout=sys.stderr
+    )
+    seconds = time.perf_counter() - began
+    (timings,) = (home / "home").rglob("timings.jsonl")
+    (metrics,) = (home / "home").rglob("metrics.jsonl")
+    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in (timings, metrics)]
+    (summary,) = (home / "home").rglob("summary.json")
+    memory = json.loads(summary.read_text())["memory"]
+    episodes = sorted((home / "home").rglob("step-*.parquet"))
+    return {
+        "steps": [step_row(*row) for row in zip(*lines, episodes, strict=True)],
+        "start_to_end_seconds": seconds,
+        "peak_bytes": memory["peak_bytes"],
+        "planned_bytes": memory["planned_bytes"],
+        "prompts": [ids for path in episodes for ids in prompts_of(path)],
+    }
+
+
+def step_row(timing: dict[str, Any], metric: dict[str, Any], episodes: Path) -> dict[str, Any]:
+    """Seconds and tokens of one step. A fed token is computed once; a group shares its prompt."""
+    from perilune.data.episodes_file import read_episodes
+
+    played = list(read_episodes(episodes))
+    prompts = {one.group_id: len(one.prompt_ids) for one in played}
+    parts = {name: timing[name] for name in ("sampling", "learning", "scoring", "other")}
+    return {
+        "seconds": parts | {"total": sum(parts.values())},
+        "processor_seconds": {"total": timing["processor"]},
+        "tokens": metric["tokens"],
+        "fed_tokens": sum(prompts.values()) + sum(len(one.token_ids) - 1 for one in played),
+        "unshared_tokens": sum(len(one.prompt_ids) + len(one.token_ids) - 1 for one in played),
+        "dead_groups": metric["dead_groups"],
+        "logprob_gap_max": metric["logprob_gap_max"],
+    }
+
+
+def prompts_of(episodes: Path) -> list[list[int]]:
+    """The prompt of each group of a step, in order."""
+    from perilune.data.episodes_file import read_episodes
+
+    return list({one.group_id: one.prompt_ids.tolist() for one in read_episodes(episodes)}.values())
+
+
+# ---------------------------------------------------------------- theirs
+
+
+def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[str, Any]:
+    """Train with GRPOTrainer. Runs in TRL's environment, which has no Perilune."""
+    import accelerate
+    import datasets
+    import torch
+    import transformers
+    import trl
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    datasets.disable_progress_bars()
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = json.loads(prompts.read_text())
+    texts = [tokenizer.decode(one) for one in ids]
+    assert all(tokenizer(text)["input_ids"] == one for text, one in zip(texts, ids, strict=True))
+    watch, rows, seen = Stopwatch(), [], {"tokens": 0}
+
+    def shorter(prompts, completions, completion_ids, **_):
+        seen["tokens"] = sum(map(len, completion_ids))
+        return [max(0.0, 1 - len(text) / 200) for text in completions]
+
+    class Timed(GRPOTrainer):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(*args, **kwargs)
+            self._generate = watch.timed("sampling", self._generate)
+            self.compute_loss = watch.timed("learning", self.compute_loss)
+            self.accelerator.backward = watch.timed("learning", self.accelerator.backward)
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *args, **kwargs) -> None:
+            watch.end_step()
+
+        def on_step_end(self, *args, **kwargs) -> None:
+            rows.append(watch.end_step() | seen)
+            print(f"trl step {len(rows)}: {rows[-1]}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = GRPOConfig(
+            output_dir=scratch, max_steps=steps, learning_rate=LR, lr_scheduler_type="constant", seed=0,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=PROMPTS * SAMPLES // micro_batch,
+            num_generations=SAMPLES, max_completion_length=MAX_TOKENS, temperature=1.0, beta=0.0,
+            epsilon=0.2, epsilon_high=0.28, max_grad_norm=1.0, adam_beta2=0.99,
+            gradient_checkpointing=False, shuffle_dataset=False, use_cpu=True, bf16=False, report_to="none",
+            save_strategy="no", logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Timed(
+            model=policy, reward_funcs=shorter, args=config, processing_class=tokenizer,
+            train_dataset=datasets.Dataset.from_dict({"prompt": texts}), callbacks=[Clock()],
+        )  # fmt: skip
+        trainer.train()
+    packages = (torch, trl, transformers, accelerate, datasets)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    return {
+        "steps": rows,
+        "peak_bytes": int(peak.split()[1]) * 1024,
+        "versions": {package.__name__: package.__version__ for package in packages},
+    }
+
+
+# ---------------------------------------------------------------- the floor
+
+
+def measure_rates(threads: int) -> dict[str, float]:
+    """The best GFLOP/s of a large product of torch, by precision."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rates = {}
+    for name in PRECISIONS:
+        x, weight = (torch.randn(n, 2048).to(getattr(torch, name)) for n in (4096, 2048))
+        best = float("inf")
+        for _ in range(8):
+            began = time.perf_counter()
+            x @ weight.t()
+            best = min(best, time.perf_counter() - began)
+        rates[name] = 2 * 4096 * 2048 * 2048 / best / 1e9
+    return rates
+
+
+def floor_seconds(model: Path, steps: list[dict[str, Any]], rate: float) -> dict[str, float]:
+    """Median seconds of the products of learning at `rate`, with and without shared prompts."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, layers = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = (config[key] * size for key in ("num_attention_heads", "num_key_value_heads"))
+    of_layers = layers * (2 * hidden * queries + 2 * hidden * keys + 3 * hidden * inner)
+    head = hidden * config["vocab_size"]
+    return {
+        name: statistics.median(
+            6 * (of_layers * step[tokens] + head * step["tokens"]) / rate / 1e9 for step in steps
+        )
+        for name, tokens in (("shared", "fed_tokens"), ("unshared", "unshared_tokens"))
+    }
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def worker(python: str, arguments: list[str], threads: int) -> Any:
+    """Run this file in a fresh process; its last line is its result."""
+    environment = os.environ | {
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [python, __file__, *arguments]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps of all runs but the first of each."""
+    steps = [step for run in runs for step in run["steps"][1:] or run["steps"]]
+    found: dict[str, Any] = {
+        f"{part}_seconds": round(statistics.median(step["seconds"].get(part, 0.0) for step in steps), 2)
+        for part in ("total", "sampling", "learning", "other")
+    }
+    totals = [step["seconds"]["total"] for step in steps]
+    found["least_seconds"], found["most_seconds"] = round(min(totals), 2), round(max(totals), 2)
+    processor = [step["processor_seconds"]["total"] for step in steps]
+    found["processor_seconds"] = round(statistics.median(processor), 2)
+    found["tokens"] = statistics.median(step["tokens"] for step in steps)
+    found["peak_gib"] = round(max(run["peak_bytes"] for run in runs) / (1 << 30), 2)
+    for key in ("logprob_gap_max", "dead_groups"):
+        if key in steps[0]:
+            found[key] = max(step[key] for step in steps)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all arms in turns and return the report."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    theirs = None if options.no_trl else trl_python(options.trl_python)
+    with tempfile.TemporaryDirectory(prefix="real-model-") as scratch:
+        for number in range(options.rounds):
+            for precision in options.precisions:
+                home = Path(scratch) / f"{precision}-{number}"
+                done = run_perilune(options.model, precision, options.steps, options.threads, home)
+                runs.setdefault(precision, []).append(done)
+            if theirs is not None:
+                prompts = Path(scratch) / "prompts.json"
+                prompts.write_text(json.dumps(runs[options.precisions[0]][-1]["prompts"]))
+                arguments = ["--worker", "trl", "--model", str(options.model), "--prompts", str(prompts)]
+                arguments += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
+                runs.setdefault("trl", []).append(worker(theirs, arguments, options.threads))
+            for name, done in runs.items():
+                print(number, name, summarise(done[-1:]), file=sys.stderr, flush=True)
+    rates = worker(sys.executable, ["--worker", "rates", "--threads", str(options.threads)], options.threads)
+    return report(options, runs, rates)
+
+
+def report(
+    options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], rates: dict[str, float]
+) -> dict[str, Any]:
+    """The document of results/real_model.json."""
+    import torch
+
+    from perilune.bundle.machine import describe_machine
+
+    arms = {name: summarise(done) for name, done in runs.items()}
+    for precision in options.precisions:
+        steps = [step for run in runs[precision] for step in run["steps"][1:] or run["steps"]]
+        floors = floor_seconds(options.model, steps, rates[precision])
+        arms[precision]["learning_floor_seconds"] = round(floors["shared"], 2)
+        arms[precision]["learning_floor_without_sharing_seconds"] = round(floors["unshared"], 2)
+    ratios = {
+        name: round(arms["trl"]["total_seconds"] / arm["total_seconds"], 1)
+        for name, arm in arms.items()
+        if "trl" in arms and name != "trl"
+    }
+    return {
+        "title": "GRPO step of a 135M model: Perilune against TRL",
+        "about": "Steps of 16 prompts x 8 answers on the cores of one machine: Perilune with all checks of a"
+        " run, and TRL's GRPOTrainer in float32 on the same prompts and lengths. Medians of all steps but the"
+        " first of each process; floors count the matrix products of learning alone, at the measured rate.",
+        "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
+        f" --steps {options.steps}",
+        "arms": arms,
+        "times_as_fast_as_trl": ratios,
+        "gflops_of_a_large_product": {name: round(rate) for name, rate in rates.items()},
+        "threads": options.threads,
+        "load_average_at_end": [round(load, 2) for load in os.getloadavg()],
+        "machine": describe_machine(),
+        "versions": {"torch": torch.__version__} | (runs["trl"][0]["versions"] if "trl" in runs else {}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="Hugging Face folder of the model")
+    parser.add_argument("--trl-python", help="interpreter that has TRL (default: an environment is made)")
+    parser.add_argument("--no-trl", action="store_true", help="measure Perilune alone")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--micro-batch", type=int, default=32, help="of TRL; 128 takes 12 GB of memory")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "real_model.json")
+    parser.add_argument("--worker", choices=("trl", "rates"), help=argparse.SUPPRESS)
+    parser.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker == "rates":
+        print(json.dumps(measure_rates(options.threads)))
+        return
+    if options.model is None:
+        parser.error("--model is required")
+    if options.worker == "trl":
+        print(json.dumps(run_trl(options.model, options.steps, options.micro_batch, options.prompts)))
+        return
+    found = measure(options)
+    options.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
