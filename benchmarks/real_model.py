@@ -56,6 +56,7 @@ stages:
     max_tokens: {max_tokens}
     lr: {lr}
     precision: {precision}
+    token_budget: 4096
 """
 
 
