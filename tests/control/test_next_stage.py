@@ -83,7 +83,7 @@ def kinds(control: Control) -> list[str]:
         return [kind.removeprefix("experiment.") for kind in found]
 
 
-@pytest.mark.parametrize("name", bundled_recipes())
+@pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
 def test_a_recipe_as_it_was_recorded_asks_for_the_same_work(control: Control, name: str) -> None:
     read = load_recipe(bundled_recipe(name))
     recorded = recorded_recipe(control, open_experiment(control, read))

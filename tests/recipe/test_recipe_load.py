@@ -325,7 +325,7 @@ def test_scalars_are_those_of_json(text: str, value: object) -> None:
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     code = (
         "import sys; from perilune.recipe.load import bundled_recipes, load_recipe, bundled_recipe\n"
-        "for name in bundled_recipes(): load_recipe(bundled_recipe(name))\n"
+        "for name in bundled_recipes(): '/' in name or load_recipe(bundled_recipe(name))\n"
         "print([m for m in ('torch', 'pyarrow', 'sqlalchemy', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -60,7 +60,7 @@ def test_every_key_is_described() -> None:
             assert "|" not in key.description + key.type
 
 
-@pytest.mark.parametrize("name", bundled_recipes())
+@pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
 def test_bundled_recipes_are_valid_by_the_schema_too(name: str) -> None:
     path = bundled_recipe(name)
     recipe = load_recipe(path)

@@ -53,8 +53,12 @@ def bundled_recipe(name: str) -> Path:
 
 
 def bundled_recipes() -> tuple[str, ...]:
-    """Names of the recipes that ship with the package."""
-    return tuple(sorted(path.stem for path in _bundled_folder().glob("*.yaml")))
+    """Names of the recipes that ship with the package, such as "quickstart" and "smollm2/arithmetic".
+
+    Those in a folder start from the pretrained model that the folder is named after.
+    """
+    folder = _bundled_folder()
+    return tuple(sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")))
 
 
 def _bundled_folder() -> Path:
