@@ -26,6 +26,7 @@ from perilune.learn.process_rewards import AnswerValues, MonteCarloValues
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe
+from perilune.recipe.schema import job_for
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards import rewards as module
@@ -286,15 +287,16 @@ def test_the_bundled_recipe(tmp_path) -> None:
     recipe = load_recipe(bundled_recipe("process_rewards"))
     small = {"tasks": 3, "samples": 2, "continuations": 2}
     for stage in recipe.stages:
+        whole = dict(job_for(recipe, stage).spec)
         if stage.task == "calibrate":
-            process_rewards = stage.spec["process_rewards"] | {"guessable": 1.0}
-            spec = stage.spec | small | {"process_rewards": process_rewards}
+            process_rewards = whole["process_rewards"] | {"guessable": 1.0}
+            spec = whole | small | {"process_rewards": process_rewards}
             made = run_task(tmp_path / stage.name, "calibrate", environment=recipe.environment, **spec)
             assert summary(made)["sentences"]
         if stage.task == "rl":
             made = run_task(
                 tmp_path / stage.name, "rl", environment=recipe.environment,
-                **stage.spec | {"steps": 1, "prompts": 2, "samples": 2, "warmup": 0},
+                **whole | {"steps": 1, "prompts": 2, "samples": 2, "warmup": 0},
             )  # fmt: skip
             assert "process/without" in metrics(made)[0]
 
