@@ -28,7 +28,7 @@ from typing import Any
 
 from grpo_step_vs_trl import Stopwatch, trl_python
 
-PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-6
+PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-9  # so small a rate leaves the lengths as they are
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("float32", "bfloat16")
 REWARD = """def shorter(completions, **columns):
