@@ -34,9 +34,10 @@ rewards:
 resources: {{device: cpu, threads: 1}}
 stages:
   - {{name: traces, task: collect, teacher: gold, traces: 4}}
-  - {{name: sft, task: sft, data: traces, steps: 2, batch_size: 2, token_budget: 256, lora: {{rank: 4}}}}
+  - {{name: sft, task: sft, data: traces, steps: 2, batch_size: 2, token_budget: 256, lora: {{rank: 4}},
+     forgetting: false}}
   - {{name: rl, task: rl, checkpoint: sft, steps: 2, prompts: 2, samples: 2, max_tokens: 6, token_budget: 256,
-     warmup: 0}}
+     warmup: 0, forgetting: false}}
 """
 BREVITY = "def brevity(completions, **kwargs):\n    return [-len(one[0]['content']) for one in completions]\n"
 
