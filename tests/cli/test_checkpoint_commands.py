@@ -73,7 +73,7 @@ def test_probe_judges_each_environment_and_reuses_its_evaluations(perilune, here
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("eval", "./none", *CALCULATOR), "no folder"),
+        (("eval", "./none", *CALCULATOR), "no file or folder"),
         (("eval", "none", *CALCULATOR), "no run is called 'none'"),
         (("eval", "MODEL", "--environment", "calculatr"), "calculatr"),
         (("eval", "MODEL", *CALCULATOR, "--set", "speed=2"), "speed"),
