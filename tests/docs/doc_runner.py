@@ -38,7 +38,7 @@ RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b[^|>&#]*")
 class Runner:
     """Runs the blocks of one page, in order; Python blocks share their names."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 120) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 600) -> None:
         self.folder = folder
         self.seconds = seconds
         self.site = folder / "installed"  # where the page's own package counts as installed
