@@ -38,6 +38,8 @@ from perilune.execution.providers.protocol import (
 from perilune.execution.verdict import Cause, Verdict
 from perilune.files import write_json
 
+pytestmark = pytest.mark.slow
+
 VERBS = ("stage", "start", "starting", "observe", "pull", "stop", "remove")
 ERRORS = (
     HostUnreachableError("the line is cut"),
@@ -269,8 +271,6 @@ from perilune.control.runs.requests import logs
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
-
-pytestmark = pytest.mark.slow
 
 box, python = sys.argv[1:3]
 control = drill_control(Path(sys.argv[3]))

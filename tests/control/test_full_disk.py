@@ -10,6 +10,8 @@ import pytest
 
 from perilune.bundle.wheel import build_wheel
 
+pytestmark = pytest.mark.slow
+
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]
 
 # On a small disk of its own: the command, then more space, then the same command again.
@@ -56,8 +58,6 @@ mount -t tmpfs -o size=80m none "$1"
 "$2" -c "import sys; sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from drill_cases import drill_control
-
-pytestmark = pytest.mark.slow
 drill_control(Path(sys.argv[1]))" "$1/home" "$3"
 mkdir -p "$1/home/environments/unused"
 head -c 1m /dev/zero > "$1/home/environments/unused/big"

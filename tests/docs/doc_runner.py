@@ -107,7 +107,7 @@ class Runner:
         words = shlex.split(command[0])
         named = Path("quickstart" if words[1] == "quickstart" else words[2])
         bundled = not (self.folder / named).exists()
-        recipe = load_recipe(bundled_recipe(named.name) if bundled else self.folder / named)
+        recipe = load_recipe(bundled_recipe(str(named)) if bundled else self.folder / named)
         changes = ["resources.threads=1"]
         for stage in recipe.stages:
             changes += [f"{stage.name}.{key}={value}" for key, value in SMALL.get(stage.task, {}).items()]

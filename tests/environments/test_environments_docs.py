@@ -22,7 +22,7 @@ def test_its_python_runs():
 
 def test_its_commands_run():
     commands = re.findall(r"^\$ perilune environments (.*)$", PAGE.read_text(), re.MULTILINE)
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
         assert result.exit_code == 0 and result.output

@@ -234,7 +234,7 @@ def test_what_was_altered_there_is_noticed_and_sent_again(
 
 
 def test_what_does_not_follow_from_what_is_here_is_refused(box: Box, upload: Upload) -> None:
-    with pytest.raises(runner.RefusedError, match="does not follow"):
+    with pytest.raises(runner.RefusedError, match="does not continue the stored part"):
         box.receive(upload, sending(upload, {sha256_bytes(MODEL): 1000}))
     assert deliver(box, upload) == 2
 
