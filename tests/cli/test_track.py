@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,10 +52,15 @@ def from_wandb(directory: Path) -> Found:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (folder,) = (directory / "wandb").glob("offline-run-*-01run")
+    deadline = time.monotonic() + 60
+    while True:  # wandb's own process writes the file, and may do so after the run has been finished
+        stored = [Record.FromString(data) for data in records(folder / "run-01run.wandb")]
+        if any(record.HasField("exit") for record in stored):
+            break
+        assert time.monotonic() < deadline, "wandb did not write the end of the run"
+        time.sleep(0.2)
     found: Found = {}
-    for data in records(folder / "run-01run.wandb"):
-        record = Record()
-        record.ParseFromString(data)
+    for record in stored:
         for item in record.history.item:
             name = item.key or item.nested_key[0]
             if not name.startswith("_"):
