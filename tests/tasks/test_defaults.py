@@ -105,7 +105,8 @@ def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
 def test_the_plan_says_the_other_defaults_and_what_was_set(folder: Path) -> None:
     fields = {**OPTIONS["rl"], "kl": None, "max_tokens": None, "token_budget": None, "prompts": 4}
     model = {"path": str(folder)}
-    spec = complete_spec("rl", load_plugin("rl").spec.model_construct(**fields).model_dump(), model)
+    kind = load_plugin("rl").spec
+    spec = complete_spec(kind, "rl", kind.model_construct(**fields).model_dump(), model)
     plan = load_plugin("rl").plan(make_job("rl", model=model, **spec))
     assert plan["kl"].startswith("0; no reference policy")
     assert plan["max_tokens"].startswith("256; room for written-out work")

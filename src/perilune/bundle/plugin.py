@@ -128,12 +128,14 @@ def uses_model(plugin: TaskPlugin) -> bool:
     return not getattr(plugin, "standalone", False)
 
 
-def complete_spec(task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a stage, completed by the class method `complete` of its spec if there is one.
+def complete_spec(
+    kind: type[BaseModel], task: str, spec: Mapping[str, Any], model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of a stage, completed by the class method `complete` of `kind` if there is one.
 
     `complete` fills in defaults that depend on the model section of the recipe (`by_model_fields`).
     """
-    complete = getattr(load_plugin(task).spec, "complete", None)
+    complete = getattr(kind, "complete", None)
     return dict(spec) if complete is None else dict(complete(task, spec, model))
 
 

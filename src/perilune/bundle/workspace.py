@@ -65,6 +65,10 @@ class Workspace:
         """Whether the key `name` consumes an earlier stage, and not the model section."""
         return any(reference.name == name for reference in self.job.inputs)
 
+    def starting_checkpoint(self) -> Path | None:
+        """The folder of the weights that the stage starts from: an earlier stage's, or the recipe's model."""
+        return next((self.input(name) for name in ("checkpoint", "model") if self.has_input(name)), None)
+
     def delete_at_end(self, path: Path) -> None:
         """Delete `path` after the summary is written, because only resuming needs it."""
         self._only_for_resuming.append(path)

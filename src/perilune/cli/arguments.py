@@ -59,6 +59,12 @@ EnvironmentFields = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2."),
 ]
 
+AnswerTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
+]
+EvaluationSeed = Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")]
+
 
 def command_group(help: str) -> typer.Typer:
     """A command with subcommands, which its module adds."""

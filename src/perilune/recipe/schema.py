@@ -151,13 +151,14 @@ def with_rewards(
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """The job of one stage, without its inputs, which exist once the consumed stages have finished."""
     model = {} if recipe.model is None else recipe.model.model_dump()
+    plugin = load_plugin(stage.task)
     return Job(
         task=stage.task,
         stage=stage.name,
-        spec=complete_spec(stage.task, stage.spec, model),
+        spec=complete_spec(plugin.spec, stage.task, stage.spec, model),
         model=model,
         environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
-        resources=resources_of(load_plugin(stage.task), recipe.resources),
+        resources=resources_of(plugin, recipe.resources),
         secrets=recipe.secrets,
     )

@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, EnvironmentFields, checkpoint_folder
+from perilune.cli.arguments import (
+    AnswerTokens,
+    CheckpointArgument,
+    EnvironmentFields,
+    EvaluationSeed,
+    checkpoint_folder,
+)
 from perilune.cli.data.environments import section_of
 from perilune.cli.train.run import JsonOption, run_stages
 
@@ -23,11 +29,8 @@ def evaluate(
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 128,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")] = 0,
+    max_tokens: AnswerTokens = None,
+    seed: EvaluationSeed = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.

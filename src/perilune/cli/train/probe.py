@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, EnvironmentFields, checkpoint_folder
+from perilune.cli.arguments import (
+    AnswerTokens,
+    CheckpointArgument,
+    EnvironmentFields,
+    EvaluationSeed,
+    checkpoint_folder,
+)
 from perilune.cli.data.environments import section_of
 from perilune.cli.output import as_markup, echo, print_json, table_console
 from perilune.cli.train.run import JsonOption
@@ -36,11 +42,8 @@ def probe(
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     tasks: Annotated[int, typer.Option(min=2, help="Number of held-out tasks of each environment.")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="Samples for each task: the size of a group.")] = 8,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")] = 0,
+    max_tokens: AnswerTokens = None,
+    seed: EvaluationSeed = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Find out which environments a checkpoint can learn from by reinforcement learning.

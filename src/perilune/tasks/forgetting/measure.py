@@ -23,6 +23,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.engine.engine import Engine
 from perilune.engine.request import SamplingParams
+from perilune.environments.core.protocol import Environment
 from perilune.environments.core.registry import make_environment
 from perilune.errors import WorkFailedError
 from perilune.files import read_json
@@ -90,7 +91,7 @@ def measure_forgetting(
     sections = settings.sections(own)
     trained = _Measurement(workspace, settings, after, device)
     later = trained.checkpoint(sections)
-    answers = trained.answers(own) if settings.tasks else []
+    answers = trained.answers(own, make_environment(own)) if settings.tasks else []
     tokenizer = trained.tokenizer
     del trained  # so that one engine at a time is in memory
     start = _Measurement(workspace, settings, before, device, tokenizer)
@@ -168,18 +169,16 @@ class _Measurement:
         passes: dict[str, dict[str, float]] = {}
         for section in sections:
             rates: dict[str, list[bool]] = {}
-            for episode in self.answers(section):
+            environment = make_environment(section)
+            for episode in self.answers(section, environment):
                 if not episode.failure:
                     rates.setdefault(episode.task_id, []).append(passed(episode))
-            passes[make_environment(section).id] = {
-                task: sum(found) / len(found) for task, found in rates.items()
-            }
+            passes[environment.id] = {task: sum(found) / len(found) for task, found in rates.items()}
         return Checkpoint(nats, passes)
 
-    def answers(self, section: Mapping[str, Any]) -> list[Episode]:
-        """Sampled and scored answers to held-out tasks of an environment."""
+    def answers(self, section: Mapping[str, Any], environment: Environment) -> list[Episode]:
+        """Sampled and scored answers to held-out tasks of the environment that `section` describes."""
         settings, seed = self._settings, self._workspace.job.seed
-        environment = make_environment(section)
         tasks = list(islice(environment.tasks("heldout", seed), settings.tasks))
         with Scorer(section) as scorer:
             worker = RolloutWorker(self.engine, self.tokenizer, scorer, environment, seed)

@@ -112,9 +112,7 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     from perilune.models.text.template_facts import with_recipe_template
     from perilune.models.text.tokenizer import Tokenizer
 
-    folder = next(
-        (workspace.input(name) for name in ("checkpoint", "model") if workspace.has_input(name)), None
-    )
+    folder = workspace.starting_checkpoint()
     tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
     if not workspace.has_input("checkpoint"):
         tokenizer = with_recipe_template(tokenizer, workspace.job.model)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from pydantic import BaseModel
 
 from perilune.bundle.job import Job
-from perilune.bundle.plugin import OutputKind
+from perilune.bundle.plugin import OutputKind, complete_spec
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
@@ -70,8 +70,7 @@ class Stage(ABC, Generic[Spec]):
 
 def read_spec(kind: type[Spec], job: Job) -> Spec:
     """Validate the job's spec, with the defaults that depend on the model."""
-    complete = getattr(kind, "complete", None)
-    return kind.model_validate(complete(job.task, job.spec, job.model) if complete else job.spec)
+    return kind.model_validate(complete_spec(kind, job.task, job.spec, job.model))
 
 
 def with_own_model(workspace: Workspace) -> Job:
@@ -91,16 +90,20 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
         return {}
     found = spec.defaults(job.task, job.spec, job.model)
-    lines = {name: _with_reason(name, spec, found) for name in found if name not in ("lr", "forgetting")}
+    lines = {
+        name: f"{getattr(spec, name):g}; {_reason(name, spec, found)}"
+        for name in found
+        if name not in ("lr", "forgetting")
+    }
     if isinstance(spec, ForgettingSpec) and spec.forgetting:
         lines["forgetting"] = spec.forgetting.describe(job.environment)
     return lines
 
 
-def _with_reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
-    """A value with the reason for the default, if it is the default."""
-    value = getattr(spec, name)
-    return f"{value:g}; " + (defaults[name].reason if value == defaults[name].value else "set in the recipe")
+def _reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
+    """Why a field has its value: the reason for the default, or the recipe."""
+    default = defaults[name]
+    return default.reason if getattr(spec, name) == default.value else "set in the recipe"
 
 
 def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dict[str, object]:
@@ -114,8 +117,6 @@ def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dic
 
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
-    """The schedule, with the reason for a default rate."""
-    default = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)["lr"]
-    return (
-        f"{spec.describe_schedule()}; {default.reason if spec.lr == default.value else 'set in the recipe'}"
-    )
+    """The schedule, with the reason for its peak rate."""
+    defaults = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)
+    return f"{spec.describe_schedule()}; {_reason('lr', spec, defaults)}"

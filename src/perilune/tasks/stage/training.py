@@ -142,14 +142,14 @@ class TrainingLoop:
         """What training cost elsewhere, if the recipe asks for it. A failure does not fail the stage."""
         workspace = self._workspace
         settings = getattr(self._spec, "forgetting", False)
-        starts = [workspace.input(name) for name in ("checkpoint", "model") if workspace.has_input(name)]
-        if not (isinstance(settings, ForgettingSettings) and workspace.leads and starts):
+        start = workspace.starting_checkpoint()
+        if start is None or not (isinstance(settings, ForgettingSettings) and workspace.leads):
             return {}
         from perilune.tasks.forgetting.measure import measure_forgetting
 
         device = next(policy.decoder.parameters()).device
         try:
-            found = measure_forgetting(workspace, settings, starts[0], workspace.checkpoints / FINAL, device)
+            found = measure_forgetting(workspace, settings, start, workspace.checkpoints / FINAL, device)
         except PeriluneError as error:
             workspace.log(f"warning: forgetting was not measured: {error}")
             found = {"skipped": str(error)}
