@@ -32,7 +32,8 @@ SMALL = {
     "connect_four": {"steps": 2, "learning.games": 32},
     "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
-RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run)\b[^|>&#]*")
+RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
+SEEDS = re.compile(r"--seeds \S+")
 
 
 class Runner:
@@ -101,7 +102,7 @@ class Runner:
         )
 
     def small(self, line: str) -> str:
-        """The command with overrides that make its recipe small."""
+        """The command with overrides that make its recipe small, and one seed instead of several."""
         if not (command := RUNS_A_RECIPE.match(line)):
             return line
         words = shlex.split(command[0])
@@ -112,7 +113,7 @@ class Runner:
         for stage in recipe.stages:
             changes += [f"{stage.name}.{key}={value}" for key, value in SMALL.get(stage.task, {}).items()]
         words += [part for change in changes for part in ("--set", change)]
-        return f"{shlex.join(words)} {line[command.end() :]}"
+        return SEEDS.sub("--seeds 1", f"{shlex.join(words)} {line[command.end() :]}")
 
     def _yaml(self, block: Block) -> None:
         """A recipe is loaded; sections without stages are laid over the bundled quickstart. A template is

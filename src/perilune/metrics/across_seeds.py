@@ -37,13 +37,15 @@ class SeedComparison:
             return "no difference shown"
         return "higher" if self.mean > 0 else "lower"
 
-    def describe(self) -> str:
-        """The conclusion with the difference in percentage points, for shares such as pass@1."""
-        mean, low, high = (f"{100 * value:+.1f}" for value in (self.mean, self.low, self.high))
+    def describe(self, *, is_share: bool = True) -> str:
+        """The conclusion with the difference; in percentage points for shares such as pass@1."""
+        values = (self.mean, self.low, self.high)
+        mean, low, high = (f"{100 * one:+.1f}" if is_share else f"{one:+.3g}" for one in values)
+        mean = f"{mean} points" if is_share else mean
         if self.conclusion == "too few seeds":
-            return f"too few seeds for a claim ({mean} points)"
+            return f"too few seeds for a claim ({mean})"
         p = "p < 0.001" if self.p_corrected < 0.001 else f"p = {self.p_corrected:.2g}"
-        return f"{self.conclusion} ({mean} points, 95% interval {low} to {high} before correction; {p} after)"
+        return f"{self.conclusion} ({mean}, 95% interval {low} to {high} before correction; {p} after)"
 
 
 def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, SeedComparison]:

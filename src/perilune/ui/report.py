@@ -11,7 +11,7 @@ import base64
 import hashlib
 import html
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -49,22 +49,28 @@ def build_report(experiment: ExperimentView, out: Path) -> Path:
 
 def render(data: ReportData) -> str:
     """The whole page as HTML text."""
-    assets = files("perilune.ui") / "assets"
-    style = (assets / "report.css").read_text(encoding="utf-8")
-    scripts = [(assets / name).read_text(encoding="utf-8") for name in SCRIPTS]
     document = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "library"}
     index, blocks = _episodes(data.library)
+    title = f"{data.experiment.name}: {data.headline.title}"
+    return render_page(title, SCRIPTS, document, [_block("episodes-index", embeddable_json(index)), *blocks])
+
+
+def render_page(title: str, names: Sequence[str], document: Any, blocks: Sequence[str] = ()) -> str:
+    """A self-contained page.
+
+    Args:
+        names: of its scripts, in the order of execution.
+        document: the data that its scripts read: JSON values and dataclasses.
+        blocks: further elements with data.
+    """
+    assets = files("perilune.ui") / "assets"
+    style = (assets / "report.css").read_text(encoding="utf-8")
+    scripts = [(assets / name).read_text(encoding="utf-8") for name in names]
     return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(f"{data.experiment.name}: {data.headline.title}"),
+        title=html.escape(title),
         policy=_policy(style, scripts),
         style=style,
-        data="\n".join(
-            [
-                _block("report-data", embeddable_json(_plain(document))),
-                _block("episodes-index", embeddable_json(index)),
-                *blocks,
-            ]
-        ),
+        data="\n".join([_block("report-data", embeddable_json(_plain(document))), *blocks]),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 

@@ -8,6 +8,7 @@ COMMANDS = {
     "explain": ("inspect.history:explain", "Explain the state of a run and what happens next."),
     "events": ("inspect.history:events", "Print recorded events."),
     "diff": ("inspect.history:diff", "Compare two runs."),
+    "compare": ("inspect.compare:compare", "Compare experiments, or the arms of a sweep."),
     "report": ("inspect.report:report", "Write a self-contained HTML report."),
     "track": ("inspect.track:track", "Copy metrics to TensorBoard, W&B or MLflow."),
     "chat": ("inspect.chat:chat", "Chat with a checkpoint in the terminal."),

@@ -11,32 +11,49 @@ import typer
 from perilune.cli.output import echo
 from perilune.errors import RequestError
 from perilune.files import read_json
+from perilune.ui.report import build_report
 from perilune.ui.view import ExperimentView, StageView, view_folder
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
 
+PATHS = (".", "/", "~")  # a target that starts so is a path
+
 
 def report(
-    target: Annotated[
-        str,
+    targets: Annotated[
+        list[str],
         typer.Argument(
-            metavar="EXPERIMENT|RUN",
-            help="An experiment or run of `perilune runs`, or a folder of attempts.",
+            metavar="EXPERIMENT|RUN...",
+            help="An experiment or run of `perilune runs`, a sweep, or a folder of attempts.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write a self-contained HTML report.
+    """Write a self-contained HTML report. For several experiments or a sweep, it compares them.
 
     \b
     perilune report quickstart --out report.html
+    perilune report 01JQ8 01JQ9 --out comparison.html
     """
-    from perilune.ui.report import build_report
-
-    written = build_report(_view(target), out)
+    written = _compared(targets, out) or build_report(_view(targets[0]), out)
     echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
+
+
+def _compared(targets: Sequence[str], out: Path) -> Path | None:
+    """The page that compares several experiments, or the arms of one sweep; None for one experiment."""
+    from perilune.control.queries.comparison import compare_experiments
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.sweeps import find_sweep
+    from perilune.ui.comparison import build_comparison
+
+    if len(targets) == 1 and targets[0].startswith(PATHS):
+        return None
+    control = Control()
+    if len(targets) == 1 and find_sweep(control, targets[0]) is None:
+        return None
+    return build_comparison(compare_experiments(control, targets), out)
 
 
 def _view(target: str) -> ExperimentView:
@@ -48,7 +65,7 @@ def _view(target: str) -> ExperimentView:
     from perilune.control.queries.lookup import find_experiment, find_run, stage_statuses
     from perilune.control.runs.experiments import Control
 
-    if target.startswith((".", "/", "~")):
+    if target.startswith(PATHS):
         return view_folder(Path(target).expanduser())
     control = Control()
     try:

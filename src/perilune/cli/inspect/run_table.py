@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -12,55 +12,39 @@ from perilune.cli.output import as_markup, table_console
 from perilune.cli.units import duration
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
 
-NARROW = 120  # columns below which experiments become headings
 COLUMNS = ("experiment", "stage", "state", "try", "progress", "left", "metrics", "time", "run")  # of `top`
 
 
 def print_runs(statuses: Sequence[StageStatus]) -> None:
-    """Print stages in the given order; in a narrow terminal under the names of their experiments."""
+    """Print stages in the given order, below their experiments."""
+    from rich.table import Table
+
     console = table_console()
-    if console.width >= NARROW:
-        console.print(_flat(statuses))
-    else:
-        for experiment, table in _by_experiment(statuses):
-            console.print(as_markup(experiment))
-            console.print(table)
-
-
-def _flat(statuses: Sequence[StageStatus]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("experiment", "stage", "task", "state", "attempts", "time", "result", "run"):
-        table.add_column(name, no_wrap=name != "result")
-    for status in statuses:
-        row = (status.experiment, status.name, status.task, state_text(status), str(status.attempts or ""))
-        table.add_row(*map(as_markup, (*row, _time(status.seconds), result(status))), status.run_id)
-    return table
-
-
-def _by_experiment(statuses: Sequence[StageStatus]) -> Iterator[tuple[str, Table]]:
-    from rich.table import Table
-
     names = max(len(status.name) for status in statuses)
-    for experiment, stages in groupby(statuses, key=lambda status: (status.experiment_id, status.experiment)):
+    for _, stages in groupby(statuses, key=lambda status: status.experiment_id):
+        members = list(stages)
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(min_width=min(names, 16) + 2, max_width=18, overflow="fold")
         table.add_column(min_width=10, overflow="fold")
         table.add_column(min_width=7, justify="right", no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
         table.add_column(min_width=26, no_wrap=True)
-        for status in stages:
+        for status in members:
             attempts = f"attempt {status.attempts}" if status.attempts > 1 else ""
             outcome = ", ".join(part for part in (result(status), attempts) if part)
             cells = (f"  {status.name}", state_text(status), _time(status.seconds), outcome)
             table.add_row(*map(as_markup, cells), status.run_id)
-        yield experiment[1], table
+        console.print(as_markup(heading(members[0])))
+        console.print(table)
+
+
+def heading(status: StageStatus) -> str:
+    """The experiment of a stage: name, date of submission, id and overrides, which tell its runs apart."""
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.submitted))
+    return "  ".join((status.experiment, date, status.experiment_id, *status.overrides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +125,15 @@ def print_live(stages: Sequence[LiveStage]) -> None:
     from rich.table import Table
 
     console = table_console()
-    experiments = groupby(stages, key=lambda stage: (stage.status.experiment_id, stage.status.experiment))
-    for (_, experiment), members in experiments:
+    for _, group in groupby(stages, key=lambda stage: stage.status.experiment_id):
+        members = list(group)
         table = Table(box=None, pad_edge=False, show_header=False)
         for name in COLUMNS[1:-1]:
             table.add_column(no_wrap=name != "metrics", overflow="fold")
         for member in members:
             stage, *cells = map(as_markup, member.cells()[1:-1])
             table.add_row(f"  {stage}", *cells)
-        console.print(as_markup(experiment))
+        console.print(as_markup(heading(members[0].status)))
         console.print(table)
 
 

@@ -76,13 +76,14 @@ def run(
     perilune run mine.yaml --template box --plan
     perilune run mine.yaml --template box --detach
     """
-    where = _destination(template, with_ or ())
+    where = destination(template, with_ or ())
     command = shlex.join(["perilune", "run", recipe, *where.options])
     changes = overrides(set_, seed)
     run_recipe(recipe, changes, command, where=where, plan_only=plan, detach=detach, as_json=as_json)
 
 
-def _destination(name: str | None, changes: Sequence[str]) -> Destination:
+def destination(name: str | None, changes: Sequence[str]) -> Destination:
+    """Where the options `--template` and `--with` send runs."""
     if name is None:
         if changes:
             raise RequestError(
@@ -128,20 +129,27 @@ def run_recipe(
         audit = _with_changes(shlex.join(["perilune", "environments", "audit", name]), changes)
         _print_forecast(recipe, derived, where.template, audit, as_json=as_json)
     elif detach:
-        _detach(recipe, _with_changes(command, changes), where, as_json=as_json)
+        _detach(recipe, changes, _with_changes(command, changes), where, as_json=as_json)
     else:
-        run_stages(recipe, where.template, _with_changes(command, changes), as_json=as_json)
+        run_stages(recipe, where.template, _with_changes(command, changes), changes, as_json=as_json)
 
 
-def run_stages(recipe: Recipe, template: Template | None, again: str, *, as_json: bool) -> None:
-    """Run all stages of a recipe and print the results; `again` is the command line that runs it again."""
+def run_stages(
+    recipe: Recipe, template: Template | None, again: str, changes: Sequence[str] = (), *, as_json: bool
+) -> None:
+    """Run all stages of a recipe and print the results.
+
+    Args:
+        again: the command line that runs it again.
+        changes: the overrides that the recipe was loaded with.
+    """
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.models.native.build import missing_kernels, native
 
     if template is None and recipe.model is not None and native().library is None:
         sys.stderr.write(f"{missing_kernels(native().reason)}\n")
     control = Control()
-    experiment = open_experiment(control, recipe)
+    experiment = open_experiment(control, recipe, changes)
     run_experiment(control, experiment, recipe, template, again, as_json=as_json)
 
 
@@ -222,7 +230,9 @@ def _wait_for_termination(control: Control) -> None:
         time.sleep(0.5)
 
 
-def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) -> None:
+def _detach(
+    recipe: Recipe, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
+) -> None:
     """Submit the first stage that has to run, and print how to follow it.
 
     The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
@@ -233,7 +243,7 @@ def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) 
     from perilune.control.runs.progress import StageStarted
 
     control = Control()
-    experiment = open_experiment(control, recipe)
+    experiment = open_experiment(control, recipe, changes)
     events = advance(control, experiment, stage_plans(recipe, where.template), template=where.template)
     first = next((event for event in events if isinstance(event, StageStarted)), None)
     document: dict[str, Any] = {
@@ -245,7 +255,8 @@ def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) 
         document |= {"stage": first.stage, "run": first.run_id}
     if first is not None and (recipe.tracking or not document["daemon"]):
         log = control.home.experiment(experiment) / "driver.log"
-        document |= {"pid": _background(experiment, log), "log": str(log)}
+        command_line = ["perilune.cli.train.detached", experiment]
+        document |= {"pid": start_in_background(command_line, log), "log": str(log)}
     if as_json:
         print_json(document)
     elif first is None:
@@ -267,9 +278,9 @@ def _detach(recipe: Recipe, command: str, where: Destination, *, as_json: bool) 
             echo(f"  {purpose:<19} {line}")
 
 
-def _background(experiment: str, log: Path) -> int:
-    """Start a process in a session of its own that runs the experiment; returns its process id."""
-    command = [sys.executable, "-m", "perilune.cli.train.detached", experiment]
+def start_in_background(module: Sequence[str], log: Path) -> int:
+    """Run a Python module with its arguments in a session of its own; returns the process id."""
+    command = [sys.executable, "-m", *module]
     with log.open("ab") as out:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

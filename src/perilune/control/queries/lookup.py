@@ -12,9 +12,10 @@ from sqlalchemy.orm import Session
 
 from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
-from perilune.control.runs.experiments import Control
+from perilune.control.runs.experiments import OVERRIDES, Control
 from perilune.errors import RequestError
 from perilune.execution.launchers.docker import container_of
+from perilune.files import read_json
 
 WAITING = "waiting"  # state of a stage without a run
 BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
@@ -34,6 +35,8 @@ class StageStatus:
         summary: the summary that the task wrote; empty before.
         requested: whether later stages of the experiment start by themselves.
         conditions: errors that keep the run from making progress.
+        submitted: when the experiment was submitted last, in seconds since 1970.
+        overrides: those that the experiment was created with.
     """
 
     experiment_id: str
@@ -55,6 +58,8 @@ class StageStatus:
     summary: dict[str, Any]
     requested: bool = False
     conditions: tuple[str, ...] = ()
+    submitted: float = 0.0
+    overrides: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -202,13 +207,21 @@ def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[Stag
     conditions: dict[str, list[str]] = {}
     for one in control.reconciler.conditions.all():
         conditions.setdefault(one.run_id, []).append(str(one))
-    return [_status(control, row, conditions) for row in rows]
+    overrides = {one: overrides_of(control, one) for one in {row[0].id for row in rows}}
+    return [_status(control, row, conditions, overrides[row[0].id]) for row in rows]
+
+
+def overrides_of(control: Control, experiment_id: str) -> tuple[str, ...]:
+    """The overrides that an experiment was created with."""
+    path = control.home.experiment(experiment_id) / OVERRIDES
+    return tuple(map(str, read_json(path))) if path.exists() else ()
 
 
 def _status(
     control: Control,
     row: Row[Experiment, Stage, Run | None, Attempt | None],
     conditions: Mapping[str, Sequence[str]],
+    overrides: tuple[str, ...],
 ) -> StageStatus:
     experiment, stage, run, attempt = row
     begun = run is not None and attempt is not None
@@ -237,6 +250,8 @@ def _status(
         summary=summary,
         requested=experiment.requested,
         conditions=tuple(errors),
+        submitted=experiment.used,
+        overrides=overrides,
     )
 
 

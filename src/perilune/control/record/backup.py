@@ -25,7 +25,15 @@ from perilune.control.record.transitions import Cleanup
 from perilune.control.runs.current_submission import LIVE, end_submission
 from perilune.errors import RequestError
 
-SMALL = ("keys", "experiments", "templates", "providers.yaml", INHERITED, ADOPTED)  # beside the database
+SMALL = (
+    "keys",
+    "experiments",
+    "sweeps",
+    "templates",
+    "providers.yaml",
+    INHERITED,
+    ADOPTED,
+)  # beside the database
 EVIDENCE = "runs"
 ROWS = 10_000  # copied in one statement
 

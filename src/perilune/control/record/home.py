@@ -30,7 +30,8 @@ class Home:
 
     ```
     state.db                       what was requested and what was observed
-    experiments/<id>/              the recipe as submitted
+    experiments/<id>/              the recipe as submitted, and its overrides
+    sweeps/<name>.json             the arms of a sweep, and their experiments
     runs/<run>/bundle/             frozen, read-only
     runs/<run>/attempts/<N>/       working copy of the bundle, with the results of attempt N
     runs/<run>/attestations/       signed statements about the bundle and the results of attempts
@@ -80,6 +81,11 @@ class Home:
     def experiments(self) -> Path:
         """One directory per experiment."""
         return self.root / "experiments"
+
+    @property
+    def sweeps(self) -> Path:
+        """One file per sweep."""
+        return self.root / "sweeps"
 
     @property
     def runs(self) -> Path:

@@ -48,6 +48,7 @@ from perilune.recipe.schema import MODEL, Recipe, job_for
 from perilune.recipe.staging import staged
 
 POLL_SECONDS = 0.1
+OVERRIDES = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +105,24 @@ def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StageP
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
-def open_experiment(control: Control, recipe: Recipe) -> str:
-    """The id of the experiment of this resolved recipe, created if it is new, and marked as the latest."""
+def open_experiment(control: Control, recipe: Recipe, overrides: Sequence[str] = ()) -> str:
+    """The id of the experiment of this resolved recipe, created if it is new, and marked as the latest.
+
+    Args:
+        overrides: those that the recipe was loaded with; a new experiment records them, for listings.
+    """
     learn_secrets(recipe.secrets)
     document = recipe.model_dump(mode="json")
     stages = [(stage.name, stage.task) for stage in recipe.stages]
-    return register_experiment(control, recipe.name, document, stages)
+    return register_experiment(control, recipe.name, document, stages, overrides)
 
 
 def register_experiment(
-    control: Control, name: str, document: Mapping[str, Any], stages: Sequence[tuple[str, str]]
+    control: Control,
+    name: str,
+    document: Mapping[str, Any],
+    stages: Sequence[tuple[str, str]],
+    overrides: Sequence[str] = (),
 ) -> str:
     """Like `open_experiment`, from the resolved recipe as a JSON document and its (stage, task) pairs."""
     digest = sha256_bytes(canonical_json(document))
@@ -125,6 +134,8 @@ def register_experiment(
             found.used = now
             return found.id
         write_json(control.home.experiment(fresh) / "recipe.json", document)
+        if overrides:
+            write_json(control.home.experiment(fresh) / OVERRIDES, list(overrides))
         session.add(Experiment(id=fresh, name=name, recipe_digest=digest, created=now, used=now))
         session.flush()
         for position, (stage, task) in enumerate(stages):

@@ -278,6 +278,13 @@ const Charts = (() => {
     return path;
   }
 
+  // Filled area between `low` and `high`, over the points that have both.
+  function areaOf(one, x, y) {
+    const known = one.x.map((_, index) => index).filter((index) => isNumber(one.low[index]) && isNumber(one.high[index]));
+    const edge = (values, order) => order.map((index) => `${round(x(one.x[index]))},${round(y(values[index]))}`);
+    return known.length ? `M${[...edge(one.high, known), ...edge(one.low, known.reverse())].join("L")}Z` : "";
+  }
+
   function nearestIndex(xs, target) {
     let [low, high] = [0, xs.length - 1];
     while (high - low > 1) {
@@ -288,7 +295,8 @@ const Charts = (() => {
     return Math.abs(xs[low] - target) <= Math.abs(xs[high] - target) ? low : high;
   }
 
-  /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, format?} over one x axis.
+  /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?, format?} over one x axis.
+     low and high are whiskers, or with `area` the edges of a filled area.
      x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
      group: charts of one group share the crosshair; smooth: follow the slider; pick(x): on click. */
   function lines(spec) {
@@ -346,6 +354,7 @@ const Charts = (() => {
           const values = spec.smooth && smoothing > 0 ? ema(one.y, smoothing) : one.y;
           const dodge = categories && one.low ? (position - (series.length - 1) / 2) * 7 : 0;
           const xOf = (value) => x(value) + dodge;
+          if (one.area) root.append(s("path", { d: areaOf(one, xOf, toY), class: "area", fill: stroke }));
           if (spec.smooth && smoothing > 0)
             root.append(s("path", { d: pathOf(one.x, one.y, xOf, toY, width, log), class: "line raw", stroke }));
           root.append(
@@ -358,7 +367,7 @@ const Charts = (() => {
           one.x.forEach((value, index) => {
             if (!isNumber(one.y[index])) return;
             const isAlone = !isNumber(one.y[index - 1]) && !isNumber(one.y[index + 1]);
-            if (one.low && isNumber(one.low[index])) {
+            if (one.low && !one.area && isNumber(one.low[index])) {
               const [at, top, bottom] = [round(xOf(value)), round(toY(one.high[index])), round(toY(one.low[index]))];
               root.append(
                 s("path", {

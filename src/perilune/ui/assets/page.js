@@ -138,7 +138,63 @@ const Page = (() => {
         .map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]),
     );
 
-  return { section, part, table, copyable, definitions };
+  // --------------------------------------------------------------------------------- page chrome
+  function theme() {
+    const button = document.getElementById("theme");
+    const order = ["auto", "light", "dark"];
+    let current = "auto";
+    try {
+      const stored = localStorage.getItem("perilune-theme");
+      if (order.includes(stored)) current = stored;
+    } catch {
+      // a file opened in a strict browser has no storage; the choice then lasts as long as the page
+    }
+    const apply = () => {
+      if (current === "auto") delete document.documentElement.dataset.theme;
+      else document.documentElement.dataset.theme = current;
+      button.textContent = current;
+      button.ariaLabel = `Colour scheme: ${current}`;
+    };
+    button.addEventListener("click", () => {
+      current = order[(order.indexOf(current) + 1) % order.length];
+      try {
+        localStorage.setItem("perilune-theme", current);
+      } catch {
+        // as above
+      }
+      apply();
+    });
+    apply();
+  }
+
+  function navigation() {
+    const nav = document.getElementById("nav");
+    const links = new Map();
+    for (const element of document.querySelectorAll("main > section")) {
+      const link = h("a", { href: `#${element.id}` }, element.querySelector("h2").textContent);
+      links.set(element, link);
+      nav.append(link);
+    }
+    const mark = () => {
+      let current = null;
+      for (const element of links.keys()) if (element.getBoundingClientRect().top < 130) current = element;
+      for (const [element, link] of links) {
+        if (element === current) link.setAttribute("aria-current", "true");
+        else link.removeAttribute("aria-current");
+      }
+    };
+    addEventListener("scroll", () => requestAnimationFrame(mark), { passive: true });
+    mark();
+  }
+
+  // Footer, colour scheme and navigation, once the sections are in the page.
+  function finish(footer) {
+    document.getElementById("footer").append(footer);
+    theme();
+    navigation();
+  }
+
+  return { section, part, table, copyable, definitions, finish };
 })();
 
 const Data = JSON.parse(document.getElementById("report-data").textContent);

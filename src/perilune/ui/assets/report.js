@@ -127,57 +127,7 @@ const Report = ((data) => {
     );
   }
 
-  // --------------------------------------------------------------------------------- page chrome
-  function theme() {
-    const button = document.getElementById("theme");
-    const order = ["auto", "light", "dark"];
-    let current = "auto";
-    try {
-      const stored = localStorage.getItem("perilune-theme");
-      if (order.includes(stored)) current = stored;
-    } catch {
-      // a file opened in a strict browser has no storage; the choice then lasts as long as the page
-    }
-    const apply = () => {
-      if (current === "auto") delete document.documentElement.dataset.theme;
-      else document.documentElement.dataset.theme = current;
-      button.textContent = current;
-      button.ariaLabel = `Colour scheme: ${current}`;
-    };
-    button.addEventListener("click", () => {
-      current = order[(order.indexOf(current) + 1) % order.length];
-      try {
-        localStorage.setItem("perilune-theme", current);
-      } catch {
-        // as above
-      }
-      apply();
-    });
-    apply();
-  }
-
-  function navigation() {
-    const nav = document.getElementById("nav");
-    const links = new Map();
-    for (const element of document.querySelectorAll("main > section")) {
-      const link = h("a", { href: `#${element.id}` }, element.querySelector("h2").textContent);
-      links.set(element, link);
-      nav.append(link);
-    }
-    const mark = () => {
-      let current = null;
-      for (const element of links.keys()) if (element.getBoundingClientRect().top < 130) current = element;
-      for (const [element, link] of links) {
-        if (element === current) link.setAttribute("aria-current", "true");
-        else link.removeAttribute("aria-current");
-      }
-    };
-    addEventListener("scroll", () => requestAnimationFrame(mark), { passive: true });
-    mark();
-  }
-
   function build() {
-    theme();
     document
       .getElementById("main")
       .append(
@@ -197,8 +147,7 @@ const Report = ((data) => {
           .flat()
           .filter(Boolean),
       );
-    document.getElementById("footer").append(data.footer);
-    navigation();
+    Page.finish(data.footer);
   }
 
   return { build };

@@ -1,0 +1,216 @@
+"""`perilune compare`: experiments side by side, in the terminal, as JSON or as a page."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json, open_control
+from perilune.cli.output import as_markup, echo, print_json, table_console, wrapped
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.control.queries.comparison import Arm, Comparison
+    from perilune.control.runs.experiments import Control
+
+MOST_COLUMNS = 4  # settings that get a column of their own
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 24
+
+
+def compare(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="EXPERIMENT|SWEEP...", help="Names, or first characters of ids.")
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="STAGE.FIGURE", help="Final figure. Default: pass@1 of the last evaluation."),
+    ] = None,
+    baseline: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of the arm to compare the others with.")
+    ] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="Also write a self-contained HTML page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare experiments: the settings that differ, final figures, and paired differences.
+
+    Experiments that differ only in their seed are one arm. Differences are paired by seed (Student's t) and
+    corrected for the number of arms (Holm). With fewer than three common seeds no claim is made.
+
+    \b
+    perilune compare words-1
+    perilune compare 01JQ8 01JQ9 --metric rl.last.reward
+    perilune compare words-1 --baseline 2 --out page.html
+    """
+    from perilune.control.queries.comparison import compare_experiments
+
+    control = open_control()
+    found = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
+    if sum(len(arm.members) for arm in found.arms) < 2:
+        raise RequestError(
+            f"there is only one experiment: {', '.join(targets)}",
+            remedy="name a sweep, or several experiments by id; perilune runs --json lists them",
+        )
+    page = write_page(found, out) if out is not None else None
+    if as_json:
+        print_json(comparison_document(found) | ({"page": str(page)} if page else {}))
+    else:
+        print_comparison(found)
+        if follow_up := unbiased_command(control, targets, found):
+            echo(f"  {follow_up}")
+        if page is not None:
+            echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+
+
+def write_page(found: Comparison, out: Path) -> Path:
+    """Write the page of a comparison."""
+    from perilune.ui.comparison import build_comparison
+
+    return build_comparison(found, out)
+
+
+def print_comparison(found: Comparison) -> None:
+    """Print the arms as a table, their curves, and what the figures show."""
+    from perilune.control.queries.comparison import shown_settings
+
+    console = table_console()
+    console.print(as_markup(f"{found.title}: {found.metric}"))
+    if len(found.keys) > MOST_COLUMNS:
+        for key, *values in zip(found.keys, *map(shown_settings, found.arms), strict=True):
+            echo(f"  {key}: {' | '.join(values)}")
+    console.print(_table(found))
+    for line in _curves(found):
+        echo(line)
+    for note in found.notes:
+        echo(wrapped(f"* {note}", indent=2))
+
+
+def _table(found: Comparison) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    from perilune.control.queries.comparison import describe_difference, shown_settings
+
+    keys = found.keys if len(found.keys) <= MOST_COLUMNS else ()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("arm", justify="right")
+    for key in keys:
+        table.add_column(as_markup(key), overflow="fold")
+    for name in ("seeds", found.metric.rpartition(".")[2]):
+        table.add_column(as_markup(name), justify="right", no_wrap=True)
+    table.add_column("difference", overflow="fold")
+    for place, arm in enumerate(found.arms):
+        settings = shown_settings(arm) if keys else ()
+        seeds = f"{len(arm.finished)}" + (
+            "" if len(arm.finished) == len(arm.members) else f" of {len(arm.members)}"
+        )
+        difference = "baseline" if place == found.baseline else ""
+        if arm.difference is not None:
+            difference = describe_difference(arm.difference, is_share=found.is_share)
+        number = f"{place + 1}{'*' if place == found.best else ''}"
+        cells = (number, *settings, seeds, _figure(arm, found.is_share), difference)
+        table.add_row(*map(as_markup, cells))
+    return table
+
+
+def _figure(arm: Arm, is_share: bool) -> str:
+    """The final figure with its interval, if it has one."""
+    if arm.figure is None:
+        return "–"
+    mean, low, high = arm.figure
+    form = ".1%" if is_share else ".4g"
+    return f"{mean:{form}} ({low:{form}} to {high:{form}})" if math.isfinite(low) else f"{mean:{form}}"
+
+
+def _curves(found: Comparison) -> list[str]:
+    """The first curve of the last stage that has one: a line of bars for each arm, on one scale."""
+    from perilune.ui.comparison import charts_of
+
+    charts = charts_of(found)
+    if not charts:
+        return []
+    chart = next(one for one in charts if one.stage == charts[-1].stage)
+    values = [value for curve in chart.curves for value in curve.mean]
+    low, high = min(values), max(values)
+    lines = [f"{chart.title} of {chart.stage}, from {low:.3g} to {high:.3g}:"]
+    return [*lines, *(f"  {curve.arm + 1:>3} {_bars(curve.mean, low, high)}" for curve in chart.curves)]
+
+
+def _bars(values: Sequence[float], low: float, high: float) -> str:
+    """Values as one line of block characters; neighbours are averaged to fit."""
+    width = min(CURVE_WIDTH, len(values))
+    cuts = [round(place * len(values) / width) for place in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    spread = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / spread * (len(BARS) - 1))] for value in means)
+
+
+def unbiased_command(control: Control, targets: Sequence[str], found: Comparison) -> str:
+    """The command that runs the best arm and the baseline of a sweep on new seeds; "" if there is none."""
+    from perilune.control.runs.sweeps import find_sweep
+
+    sweep = find_sweep(control, targets[0]) if len(targets) == 1 else None
+    if sweep is None or found.best is None:
+        return ""
+    chosen = {one.experiment for place in (found.best, found.baseline) for one in found.arms[place].members}
+    settings = [arm.settings for arm in sweep.arms if chosen & set(arm.experiments.values())]
+    best = next(
+        arm.settings
+        for arm in sweep.arms
+        if set(arm.experiments.values()) & {one.experiment for one in found.arms[found.best].members}
+    )
+    varied = [one for one in zip(*settings, strict=True) if len(set(one)) > 1]
+    options = list(best)
+    if len(varied) == 1:  # a grid over one key holds both arms
+        key = varied[0][0].partition("=")[0]
+        both = ",".join(dict.fromkeys(one.partition("=")[2] for one in varied[0]))
+        options = [f"{key}={both}" if one.startswith(f"{key}=") else one for one in best]
+    seeds = sorted(seed for arm in sweep.arms for seed in arm.experiments)
+    fresh = f"{seeds[-1] + 1}..{seeds[-1] + max(3, len(set(seeds)))}"
+    words = [part for one in options for part in ("--set", one)]
+    return shlex.join(["perilune", "sweep", sweep.recipe, *words, "--seeds", fresh])
+
+
+def comparison_document(found: Comparison) -> dict[str, Any]:
+    """The comparison as JSON, without curves."""
+
+    def interval(value: Any) -> Any:
+        if value is None:
+            return None
+        return {key: one if math.isfinite(one) else None for key, one in value._asdict().items()}
+
+    arms = []
+    for arm in found.arms:
+        test = None if arm.difference is None else asdict(arm.difference.seeds)
+        if arm.difference is not None and test is not None:
+            test = {key: None if value in (math.inf, -math.inf) else value for key, value in test.items()}
+            test |= {"conclusion": arm.difference.seeds.conclusion, "tasks": interval(arm.difference.tasks)}
+        arms.append(
+            {
+                "label": arm.label,
+                "settings": dict(arm.settings),
+                "figure": interval(arm.figure),
+                "difference": test,
+                "seeds": [
+                    {"seed": one.seed, "experiment": one.experiment, "figure": interval(one.figure)}
+                    | ({"problem": one.problem} if one.problem else {})
+                    for one in arm.members
+                ],
+            }
+        )
+    return {
+        "title": found.title,
+        "metric": found.metric,
+        "keys": list(found.keys),
+        "baseline": found.baseline + 1,
+        "best": None if found.best is None else found.best + 1,
+        "arms": arms,
+        "notes": list(found.notes),
+    }

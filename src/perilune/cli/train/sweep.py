@@ -1,0 +1,412 @@
+"""`perilune sweep`: run a recipe with several settings and seeds, and compare the results."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.output import echo, print_json
+from perilune.cli.train.run import Destination, JsonOption, destination, start_in_background
+from perilune.cli.train.trackers import LAST_SECONDS, Trackers
+from perilune.cli.units import duration, plural
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.sweeps import ArmState, Sweep
+    from perilune.control.runs.templates import Template
+    from perilune.recipe.axes import Axis, Settings
+    from perilune.recipe.schema import Recipe
+
+POLL_SECONDS = 0.5
+MOST_LISTED = 100  # arms that --plan lists
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a sweep is asked to run.
+
+    Attributes:
+        search: number of arms that Optuna proposes; None if all arms are known from the start.
+        template: where runs go.
+        tracking: trackers that get the metrics of all runs.
+        command: the command line that starts and continues the sweep.
+    """
+
+    recipe: str
+    axes: tuple[Axis, ...]
+    seeds: tuple[int, ...]
+    search: int | None
+    metric: str | None
+    template: Template
+    tracking: tuple[str, ...]
+    command: tuple[str, ...]
+
+    def load(self, settings: Settings, seed: int) -> Recipe:
+        """The recipe of an arm and a seed."""
+        from perilune.recipe.load import load_recipe
+
+        return load_recipe(self.recipe, overrides_of(settings, seed))
+
+
+def overrides_of(settings: Settings, seed: int) -> list[str]:
+    """The settings of an arm with a seed, as overrides of the recipe."""
+    return [*settings, f"seed={seed}"]
+
+
+def sweep(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
+    ],
+    *,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUES",
+            help="Values of a key, rl.lr=1e-5,3e-5, or a range, rl.lr=1e-6..1e-4.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str, typer.Option(metavar="N|LIST", help="Seeds of each arm: 3 (that many), 3..5 or 0,4,7.")
+    ] = "1",
+    random: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Draw N arms instead of the whole grid.")
+    ] = None,
+    search: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Let Optuna propose N arms, one after the other.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="STAGE.FIGURE", help="Final figure. Default: pass@1 of the last evaluation."),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs at once on this machine. Default: what its cores allow; with a GPU, 1."
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Where runs go, with its slots; see perilune templates list."),
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the sweep. Default: that of the recipe, numbered.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="List the arms and what they will cost, and exit.")
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Run the sweep in the background.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a recipe with several settings and seeds, and compare the results.
+
+    Each arm and seed is an experiment. Stages that arms have in common run once. An arm that fails does not
+    stop the others. The same command continues a sweep that was interrupted, and retries what failed.
+
+    A range is drawn on a logarithmic scale if its bounds are decimals above 0, else uniformly. It needs
+    --random or --search.
+
+    \b
+    perilune sweep words.yaml --set rl.lr=1e-5,3e-5,1e-4 --seeds 3
+    perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --set rl.samples=4,8 --random 12 --plan
+    perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --search 20 --metric after_rl.pass@1
+    """
+    from perilune.cli.train.plan import derive
+    from perilune.control.runs.experiments import Control
+    from perilune.control.runs.sweeps import open_sweep
+    from perilune.recipe.axes import parse_axis, parse_seeds
+    from perilune.recipe.load import load_recipe
+
+    axes = tuple(parse_axis(one) for one in set_ or ())
+    arms = _first_arms(axes, random, search)
+    first = load_recipe(recipe, arms[0])
+    where = destination(template, with_ or ())
+    options = {"set": set_, "seeds": seeds, "random": random, "search": search, "metric": metric}
+    request = Request(
+        recipe,
+        axes,
+        parse_seeds(seeds, first.seed),
+        search,
+        metric,
+        template=_template(where, slots, first),
+        tracking=first.tracking,
+        command=_command(recipe, options | {"slots": slots, "name": name}, where),
+    )
+    recipes = {(settings, seed): request.load(settings, seed) for settings in arms for seed in request.seeds}
+    for settings in arms:  # refuses what cannot work before anything runs
+        derive(recipes[settings, request.seeds[0]], where.template)
+    if plan:
+        _print_plan(request, recipes, as_json=as_json)
+        return
+    control = Control()
+    asked = {"recipe": first.model_dump(mode="json"), **options, "seeds": request.seeds}
+    fields = {"recipe": recipe, "command": shlex.join(request.command), "metric": metric}
+    found = open_sweep(control, asked, fields, name=name, stem=first.name)
+    if detach:
+        _detach(control, found, request.command, as_json=as_json)
+    else:
+        _Run(control, request, found).run(recipes, as_json=as_json)
+
+
+def _first_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
+    """The arms that are known before anything has run: all of them, except in a search."""
+    from perilune.control.runs.search import propose
+    from perilune.recipe.axes import draw, grid
+
+    if random is not None and search is not None:
+        raise RequestError("--random and --search exclude each other")
+    if search is not None:
+        return [one for one in [propose(axes, (), {}, maximize=True)] if one is not None]
+    return grid(axes) if random is None else draw(axes, random)
+
+
+def _template(where: Destination, slots: int | None, recipe: Recipe) -> Template:
+    """The given template, or this machine with as many slots as its cores allow."""
+    from perilune.bundle.machine import usable_threads
+    from perilune.control.runs.templates import Template
+
+    if where.template is not None:
+        if slots is not None:
+            raise RequestError(
+                "--slots is for this machine; a template has its own", remedy="set its key slots"
+            )
+        return where.template
+    threads = recipe.resources.threads * recipe.resources.processes
+    room = usable_threads() // threads if threads and recipe.resources.device == "cpu" else 1
+    return Template(description="this machine", slots=slots or max(1, room))
+
+
+def _command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[str, ...]:
+    """The command line of the sweep."""
+    words = ["perilune", "sweep", recipe]
+    for option, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                words += [f"--{option}", str(one)]
+    return (*words, *where.options)
+
+
+def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
+    """Print the arms, the stages that they share, and what is known about time and cost."""
+    from perilune.control.queries.forecast import forecast
+    from perilune.control.queries.sweep_forecast import forecast_sweep
+    from perilune.control.runs.experiments import Control, stage_plans
+
+    control, template = Control(), request.template
+    ahead = forecast_sweep(control, list(recipes.values()), template)
+    runs = sum(ahead.to_run.values())
+    first = next(iter(recipes.values()))
+    price = forecast(control, stage_plans(first, template), template).cost
+    arms = [
+        {"settings": list(settings), "seed": seed, **asdict(one)}
+        for (settings, seed), one in zip(recipes, ahead.arms, strict=True)
+    ]
+    document = {
+        "recipe": request.recipe,
+        "arms": arms,
+        "search": request.search,
+        "slots": template.slots,
+        "to_run": dict(ahead.to_run),
+        "seconds": ahead.seconds,
+        "highest_cost": None if price is None or not price.attempt else price.attempt * runs,
+    }
+    if as_json:
+        print_json(document)
+        return
+    echo(f"{first.name}: {plural(len(arms), 'experiment')}, {plural(runs, 'run')} of stages to do")
+    for (settings, seed), one in list(zip(recipes, ahead.arms, strict=True))[:MOST_LISTED]:
+        parts = [
+            f"{count} {word}" for count, word in ((one.shared, "shared"), (one.done, "finished")) if count
+        ]
+        more = f" ({', '.join(parts)})" if parts else ""
+        echo(f"  {' '.join(overrides_of(settings, seed))}: {plural(one.stages, 'stage')}{more}")
+    if len(arms) > MOST_LISTED:
+        echo(f"  and {len(arms) - MOST_LISTED} more: --plan --json lists all")
+    if request.search is not None:
+        echo(f"  Optuna proposes {request.search - 1} further arms from the results")
+    at_once = f"{template.slots} at once" if template.slots else "all at once"
+    echo(f"  time  {_time(ahead.seconds, template.slots or runs)}; {at_once}")
+    if price is not None:
+        cost = price.problem if not price.attempt else f"{price.attempt * runs:.4g} at most, without retries"
+        echo(f"  cost  {cost}")
+
+
+def _time(seconds: float | None, slots: int) -> str:
+    if seconds is None:
+        return "unknown, because a stage of this recipe has never been finished here"
+    if seconds == 0:
+        return "nothing is left to run"
+    return (
+        f"about {duration(seconds / max(1, slots))}, if each stage takes as long as it took on average before"
+    )
+
+
+def _detach(control: Control, found: Sweep, command: Sequence[str], *, as_json: bool) -> None:
+    """Continue the sweep in a process of its own."""
+    log = control.home.sweeps / f"{found.name}.log"
+    pid = start_in_background(["perilune.cli.main", *command[1:]], log)
+    document = {"sweep": found.name, "pid": pid, "log": str(log)}
+    if as_json:
+        print_json(document)
+        return
+    echo(f"sweep {found.name}: continued by process {pid}")
+    for purpose, line in (
+        ("follow it", shlex.join(command)),
+        ("compare its arms", f"perilune compare {found.name}"),
+        ("read its log", str(log)),
+    ):
+        echo(f"  {purpose:<19} {line}")
+
+
+class _Run:
+    """A sweep under way, and its progress on the terminal."""
+
+    def __init__(self, control: Control, request: Request, found: Sweep) -> None:
+        from perilune.cli.console import stage_progress
+        from perilune.control.runs.sweeps import SweepRunner
+
+        self.control, self.request, self.sweep = control, request, found
+        self.runner = SweepRunner(control, request.template)
+        self.trackers = Trackers(control, request.tracking)
+        self.tracked: set[str] = set()  # ids of runs
+        self.view = stage_progress()
+        self.labels: dict[str, str] = {}  # by experiment
+        self.failed: dict[str, str] = {}  # what failed, by experiment
+
+    def run(self, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
+        """Run all arms to their ends, compare them, and print the comparison.
+
+        Raises:
+            WorkFailedError: an experiment failed; the others have ended too.
+            KeyboardInterrupt: after Ctrl-C, once the runs have stopped.
+        """
+        began = time.monotonic()
+        known = {arm.settings: arm.experiments for arm in self.sweep.arms}
+        arms = [*dict.fromkeys([*known, *(settings for settings, _ in recipes)])]
+        with self.view:
+            try:
+                for settings in arms:
+                    self._submit(settings, recipes)
+                self._follow()
+                for warning in self.trackers.warnings(LAST_SECONDS):
+                    self.view.say(warning)
+            except KeyboardInterrupt:
+                self.view.say("stopping the sweep; the same command continues it")
+                self.runner.cancel()
+                raise
+        self._print(time.monotonic() - began, as_json=as_json)
+        if self.failed:
+            raise WorkFailedError(
+                f"{len(self.failed)} of {plural(len(self.labels), 'experiment')} failed",
+                where=f"sweep {self.sweep.name}",
+                remedy="perilune explain EXPERIMENT says why; the same command retries them",
+            )
+
+    def _submit(self, settings: Settings, recipes: dict[tuple[Settings, int], Recipe]) -> None:
+        """Submit an arm with all its seeds, and record it first."""
+        from perilune.control.runs.experiments import open_experiment
+        from perilune.control.runs.sweeps import Arm
+
+        loaded = {
+            seed: recipes.get((settings, seed)) or self.request.load(settings, seed)
+            for seed in self.request.seeds
+        }
+        experiments = {
+            seed: open_experiment(self.control, recipe, overrides_of(settings, seed))
+            for seed, recipe in loaded.items()
+        }
+        arms = {arm.settings: arm for arm in self.sweep.arms}
+        arms[settings] = Arm(settings=settings, experiments=experiments)
+        self.sweep = self.sweep.with_arms(self.control, list(arms.values()))
+        for seed, recipe in loaded.items():
+            self.labels[experiments[seed]] = " ".join(overrides_of(settings, seed))
+            self.view.started(self.labels[experiments[seed]], "")
+            self.runner.submit(experiments[seed], recipe)
+
+    def _follow(self) -> None:
+        """Show progress until all experiments have ended, and let a search propose further arms."""
+        while True:
+            for experiment, state in self.runner.look().items():
+                self._show(experiment, state)
+            while self._has_room() and (settings := self._proposal()) is not None:
+                self._submit(settings, {})
+            if not self.runner.live:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _show(self, experiment: str, state: ArmState) -> None:
+        from perilune.cli.inspect.run_table import result
+        from perilune.control.runs.experiments import read_progress
+
+        label, stage = self.labels[experiment], state.stage
+        for one in state.stages:
+            if one.attempt_dir is not None and one.run_id not in self.tracked:
+                self.tracked.add(one.run_id)
+                self.trackers.begin(one.name, one.run_id, ended=one.seconds is not None)
+        if state.is_over:
+            done = len(self.labels) - len(self.runner.live)
+            note = state.problem or result(stage)
+            if state.problem:
+                self.failed[experiment] = state.problem
+            mark = "failed" if state.problem else "done"
+            self.view.ended(label, mark, f"{note}; {done} of {len(self.labels)} ended".lstrip("; "))
+        elif stage.state == "active" and stage.attempt_dir and (found := read_progress(stage.attempt_dir)):
+            unit = f"{found['unit']} of {stage.name}"
+            self.view.progressed(label, int(found["done"]), int(found["total"]), unit, found["figures"])
+
+    def _has_room(self) -> bool:
+        """Whether a search may start another arm now: as many arms run at once as there are slots."""
+        if self.request.search is None or len(self.sweep.arms) >= self.request.search:
+            return False
+        live = [arm for arm in self.sweep.arms if set(arm.experiments.values()) & set(self.runner.live)]
+        return len(live) < (self.request.template.slots or 1)
+
+    def _proposal(self) -> Settings | None:
+        """The next arm of a search, from the mean figures of the finished arms; None if all were tried."""
+        from perilune.control.queries.comparison import final_figures, lower_is_better
+        from perilune.control.runs.search import propose
+
+        figures = {}
+        metric, by_experiment = final_figures(self.control, self.labels, self.request.metric)
+        for arm in self.sweep.arms:
+            known = [by_experiment[one] for one in arm.experiments.values() if one in by_experiment]
+            if known and not set(arm.experiments.values()) & set(self.runner.live):
+                figures[arm.settings] = fmean(known)
+        arms = [arm.settings for arm in self.sweep.arms]
+        return propose(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
+
+    def _print(self, seconds: float, *, as_json: bool) -> None:
+        """Write the page of the comparison, and print it."""
+        from perilune.cli.inspect.compare import (
+            comparison_document,
+            print_comparison,
+            unbiased_command,
+            write_page,
+        )
+        from perilune.control.queries.comparison import compare_experiments
+
+        name = self.sweep.name
+        found = compare_experiments(self.control, [name])
+        page = write_page(found, self.control.home.sweeps / f"{name}.html")
+        if as_json:
+            document = {"sweep": name, "failed": self.failed, "page": str(page), "seconds": round(seconds, 3)}
+            print_json(document | comparison_document(found))
+            return
+        print_comparison(found)
+        if follow_up := unbiased_command(self.control, [name], found):
+            echo(f"  {follow_up}")
+        echo(f"sweep {name}: {plural(len(self.labels), 'experiment')}, {duration(seconds)}; page {page}")
+        echo(f"  compare again  perilune compare {name}")

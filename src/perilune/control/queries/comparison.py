@@ -1,0 +1,369 @@
+"""Compare experiments: the settings that differ, final figures, and paired differences with their intervals.
+
+Experiments that differ only in their seed are one arm. Differences over seeds support claims about settings;
+differences over the tasks of single runs only support claims about these checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from perilune.control.queries.lookup import StageStatus, find_experiment, stage_statuses
+from perilune.control.runs.experiments import Control
+from perilune.control.runs.sweeps import find_sweep
+from perilune.errors import RequestError
+from perilune.files import canonical_json, read_json
+from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, interval
+from perilune.metrics.bootstrap import Interval, bootstrap_problems
+
+ABSENT = "–"  # the value of a setting that an arm does not have
+DEFAULT = "pass@1"
+LONGEST_LABEL = 60  # characters; a longer label is replaced by the name and a number
+FALLBACKS = ("validation_accuracy", "reward", "accuracy", "validation_loss", "loss")  # without an evaluation
+SHARES = ("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated")
+LOWER_IS_BETTER = ("loss", "length", "truncated", "seconds", "perplexity", "kl")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One experiment of an arm.
+
+    Attributes:
+        figure: its final figure; None if it has none, for the reason in `problem`.
+        tasks: the pass rate of each task, if the figure is the mean of these.
+    """
+
+    experiment: str
+    seed: int
+    stages: tuple[StageStatus, ...]
+    figure: Interval | None
+    tasks: Mapping[str, float]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Final figure of an arm minus that of the baseline, over the seeds that both have.
+
+    Attributes:
+        seeds: the paired test over seeds, corrected for the number of arms.
+        tasks: mean over the tasks of these seeds, with an interval over tasks; None if it is not pass@1.
+        task_count: number of tasks that both were evaluated on.
+    """
+
+    seeds: SeedComparison
+    tasks: Interval | None
+    task_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Experiments with the same settings.
+
+    Attributes:
+        settings: the values of the settings that differ between arms.
+        figure: mean of the final figure. With several seeds the interval is over seeds, with one over tasks.
+        difference: from the baseline; None for the baseline itself, and without common seeds.
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    members: tuple[Member, ...]
+    figure: Interval | None
+    difference: Difference | None = None
+
+    @property
+    def finished(self) -> dict[int, Member]:
+        """The members with a final figure, by seed."""
+        return {one.seed: one for one in self.members if one.figure is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Arms compared by one final figure.
+
+    Attributes:
+        metric: "stage.figure".
+        keys: the settings that differ.
+        baseline: position of the arm that the others are compared with.
+    """
+
+    title: str
+    metric: str
+    keys: tuple[str, ...]
+    arms: tuple[Arm, ...]
+    baseline: int
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the figure is a share, shown in percent."""
+        return self.metric.rpartition(".")[2].startswith(SHARES)
+
+    @property
+    def maximize(self) -> bool:
+        """Whether a higher figure is better."""
+        return not lower_is_better(self.metric)
+
+    @property
+    def best(self) -> int | None:
+        """Position of the arm with the best final figure; None if none or only one has a figure."""
+        known = {place: arm.figure.mean for place, arm in enumerate(self.arms) if arm.figure is not None}
+        choose = max if self.maximize else min
+        return choose(known, key=lambda place: known[place]) if len(known) > 1 else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what the figures show, and what they do not show."""
+        return tuple(_notes(self))
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a lower figure is better, by its name: losses, lengths, times and divergences."""
+    return any(word in metric.rpartition(".")[2] for word in LOWER_IS_BETTER)
+
+
+def compare_experiments(
+    control: Control, references: Sequence[str], *, metric: str | None = None, baseline: int = 0
+) -> Comparison:
+    """Compare experiments, and all experiments of sweeps, given by name or id.
+
+    Args:
+        metric: the final figure, "stage.figure". Default: that of the sweep, else pass@1 of the last
+            evaluation, else the main figure of the last training.
+        baseline: position of the arm that the others are compared with.
+
+    Raises:
+        RequestError: a reference, the stage of the figure or the baseline is unknown.
+    """
+    sweeps = [found for one in references if (found := find_sweep(control, one)) is not None]
+    ids = list(dict.fromkeys(one for name in references for one in _experiments(control, name)))
+    documents = {one: read_json(control.home.experiment(one) / "recipe.json") for one in ids}
+    stages: dict[str, list[StageStatus]] = {one: [] for one in ids}
+    for status in stage_statuses(control, ids):
+        stages[status.experiment_id].append(status)
+    metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
+    known = dict.fromkeys(one.name for found in stages.values() for one in found)
+    if (stage := metric.partition(".")[0]) not in known:
+        remedy = f"STAGE.FIGURE with one of the stages {', '.join(known)}"
+        raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
+    arms = _differing(_arms(documents, stages, metric))
+    if not 0 <= baseline < len(arms):
+        raise RequestError(f"there are {len(arms)} arms", where=f"--baseline {baseline + 1}")
+    names = [one.name for one in sweeps] or dict.fromkeys(str(one["name"]) for one in documents.values())
+    arms = _with_differences(arms, baseline)
+    return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)
+
+
+def final_figures(
+    control: Control, experiments: Iterable[str], metric: str | None = None
+) -> tuple[str, dict[str, float]]:
+    """The final figure and its name, by experiment; experiments without it are left out."""
+    stages: dict[str, list[StageStatus]] = {one: [] for one in experiments}
+    for status in stage_statuses(control, list(stages)):
+        stages[status.experiment_id].append(status)
+    metric = metric or _default_metric(stages)
+    found = {one: _figure(statuses, metric) for one, statuses in stages.items()}
+    return metric, {one: figure.mean for one, figure in found.items() if figure is not None}
+
+
+def _experiments(control: Control, name: str) -> list[str]:
+    sweep = find_sweep(control, name)
+    if sweep is None:
+        return [find_experiment(control, name).id]
+    ids = [one for arm in sweep.arms for one in arm.experiments.values()]
+    return [
+        one for one in ids if (control.home.experiment(one) / "recipe.json").exists()
+    ]  # others were removed
+
+
+def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
+    """pass@1 of the last evaluation that some experiment has, else the main figure of the last training."""
+    for wanted in ("evaluation", "training"):
+        for found in stages.values():
+            for status in reversed(found):
+                if status.summary.get("kind") != wanted:
+                    continue
+                if wanted == "evaluation":
+                    return f"{status.name}.{DEFAULT}"
+                last = status.summary.get("last") or {}
+                if name := next((one for one in FALLBACKS if one in last), None):
+                    return f"{status.name}.last.{name}"
+    final = next(iter(stages.values()))[-1]
+    return f"{final.name}.{DEFAULT}"  # nothing has finished yet
+
+
+def _figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
+    name, *path = metric.split(".")
+    value: Any = next((one.summary for one in stages if one.name == name), {})
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and "mean" in value:
+        return Interval(value["mean"], value.get("low", math.nan), value.get("high", math.nan))
+    return Interval(float(value), math.nan, math.nan) if isinstance(value, int | float) else None
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved recipe by the keys that `--set` takes; without its name and seed."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        if key not in {"name", "seed", "stages"}:
+            flat |= _leaves(value, key)
+    for stage in document["stages"]:
+        parts = {"task": stage["task"], "environment": stage.get("environment") or {}, **stage["spec"]}
+        flat |= _leaves(parts, str(stage["name"]))
+    return flat
+
+
+def _leaves(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {key: value}
+    return {
+        name: one for inner, part in value.items() for name, one in _leaves(part, f"{key}.{inner}").items()
+    }
+
+
+def _arms(
+    documents: Mapping[str, Mapping[str, Any]], stages: Mapping[str, Sequence[StageStatus]], metric: str
+) -> list[Arm]:
+    """Group experiments that differ only in their seed."""
+    groups: dict[bytes, list[str]] = {}
+    for experiment, document in documents.items():
+        groups.setdefault(canonical_json({**document, "seed": 0}), []).append(experiment)
+    arms = []
+    for group in groups.values():
+        members = tuple(
+            _member(one, int(documents[one]["seed"]), stages[one], metric)
+            for one in sorted(group, key=lambda one: int(documents[one]["seed"]))
+        )
+        figures = [one.figure for one in members if one.figure is not None]
+        figure = figures[0] if figures else None
+        if len(figures) > 1:
+            figure = Interval(**interval([one.mean for one in figures]))
+        arms.append(Arm(str(documents[group[0]]["name"]), _settings(documents[group[0]]), members, figure))
+    return arms
+
+
+def _member(experiment: str, seed: int, stages: Sequence[StageStatus], metric: str) -> Member:
+    figure, problem = _figure(stages, metric), ""
+    if figure is None:
+        problem = f"there is no figure {metric}"
+        if stage := next((one for one in stages if one.state != "succeeded"), None):
+            cause = (stage.message or stage.cause).partition("\n")[0]
+            problem = f"{stage.name} is {stage.shown}" + (f": {cause}" if cause else "")
+    name, _, measure = metric.partition(".")
+    summary = next((one.summary for one in stages if one.name == name), {}) if measure == DEFAULT else {}
+    rows = summary.get("correct_per_task") or ()
+    tasks = {str(task): right / samples for task, samples, right in rows}
+    return Member(experiment, seed, tuple(stages), figure, tasks, problem)
+
+
+def _differing(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with only the settings that differ, and labels made of them."""
+    every = dict.fromkeys(key for arm in arms for key in arm.settings)
+    keys = [key for key in every if len({canonical_json(arm.settings.get(key, ABSENT)) for arm in arms}) > 1]
+    labelled = []
+    for number, arm in enumerate(arms, start=1):
+        settings = {key: arm.settings.get(key, ABSENT) for key in keys}
+        label = ", ".join(f"{key}={_shown(value)}" for key, value in settings.items())
+        if not label or len(label) > LONGEST_LABEL:
+            label = f"{arm.label} ({number})"
+        labelled.append(replace(arm, label=label, settings=settings))
+    return labelled
+
+
+def _shown(value: Any) -> str:
+    """A setting on one line."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def shown_settings(arm: Arm) -> list[str]:
+    """The settings that differ as short texts."""
+    return [_shown(value) for value in arm.settings.values()]
+
+
+def describe_difference(found: Difference, *, is_share: bool) -> str:
+    """The difference as text: over seeds if there are enough of them, else over tasks without a claim."""
+    if len(found.seeds.differences) >= MIN_SEEDS or found.tasks is None:
+        return found.seeds.describe(is_share=is_share)
+    mean, low, high = (f"{100 * value:+.1f}" for value in found.tasks)
+    seeds = len(found.seeds.differences)
+    few = f"{seeds} seed{'s' * (seeds > 1)}: no claim"
+    return f"{mean} points ({low} to {high} over {found.task_count} tasks; {few})"
+
+
+def _with_differences(arms: Sequence[Arm], baseline: int) -> list[Arm]:
+    """The arms with their differences from the baseline; all of them are corrected together."""
+    base = _figures(arms[baseline])
+    by_seed: dict[str, list[float]] = {}
+    for place, arm in enumerate(arms):
+        figures = _figures(arm)
+        if place != baseline and (seeds := sorted(base.keys() & figures.keys())):
+            by_seed[str(place)] = [figures[seed] - base[seed] for seed in seeds]
+    tests = compare_over_seeds(by_seed)
+    return [
+        replace(arm, difference=Difference(tests[str(place)], *_over_tasks(arms[baseline], arm)))
+        if str(place) in tests
+        else arm
+        for place, arm in enumerate(arms)
+    ]
+
+
+def _figures(arm: Arm) -> dict[int, float]:
+    return {one.seed: one.figure.mean for one in arm.members if one.figure is not None}
+
+
+def _over_tasks(before: Arm, after: Arm) -> tuple[Interval | None, int]:
+    """Difference of the pass rates by task, averaged over the seeds that both arms have, and the tasks."""
+    earlier, later = before.finished, after.finished
+    differences: dict[str, list[float]] = {}
+    for seed in sorted(earlier.keys() & later.keys()):
+        old, new = earlier[seed].tasks, later[seed].tasks
+        for task in sorted(old.keys() & new.keys()):
+            differences.setdefault(task, []).append(new[task] - old[task])
+    if not differences:
+        return None, 0
+    means = {task: fmean(values) for task, values in differences.items()}
+    return bootstrap_problems(list(means.values())), len(means)
+
+
+def _notes(found: Comparison) -> Iterator[str]:
+    for arm in found.arms:
+        for member in arm.members:
+            if member.problem:
+                yield f"{arm.label}, seed {member.seed} has no final figure: {member.problem}."
+    pairs = [len(arm.difference.seeds.differences) for arm in found.arms if arm.difference is not None]
+    if len(found.arms) > 1 and not pairs:
+        yield (
+            "No arm has a figure for a seed of the baseline, so nothing is paired. Run all arms on the same"
+            " seeds."
+        )
+    elif pairs and min(pairs) < MIN_SEEDS:
+        yield (
+            f"With fewer than {MIN_SEEDS} common seeds, no claim about the settings is possible: another seed"
+            " may reverse the order. Intervals over tasks say which of these checkpoints is better on such"
+            " tasks."
+        )
+    if found.best is None:
+        return
+    better = "highest" if found.maximize else "lowest"
+    yield (
+        f"{found.arms[found.best].label} has the {better} figure of {len(found.arms)} arms. The best of"
+        " several noisy figures is biased: expect a worse figure on new tasks. For an unbiased figure, run"
+        " this arm and the baseline on seeds that had no part in the choice."
+    )
+    if _repeats_tasks(found.arms[found.best]):
+        yield (
+            "Here different seeds were evaluated on mostly the same held-out tasks, so new seeds alone do not"
+            " remove this bias. Evaluate the chosen checkpoint on tasks that no arm was evaluated on."
+        )
+
+
+def _repeats_tasks(arm: Arm) -> bool:
+    """Whether different seeds were evaluated on mostly the same tasks, as with a small file of tasks."""
+    first, *others = [set(one.tasks) for one in arm.members if one.tasks] or [set()]
+    return any(len(first & other) > len(first) / 2 for other in others)

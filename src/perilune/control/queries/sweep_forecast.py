@@ -1,0 +1,93 @@
+"""What a sweep will run: which stages its arms share, which are finished, and how long the rest may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+
+from perilune.control.queries.lookup import stage_statuses
+from perilune.control.record.store import Attempt, Experiment, Run
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control, StagePlan, stage_plans
+from perilune.control.runs.templates import Template
+from perilune.files import canonical_json, sha256_bytes
+from perilune.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class ArmForecast:
+    """One experiment of a sweep: how many stages it has, and how many of them are runs of their own.
+
+    Attributes:
+        experiment: its id if it was submitted before.
+        shared: stages that an earlier arm of the sweep runs too.
+        done: other stages that have finished.
+    """
+
+    experiment: str | None
+    stages: int
+    shared: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class SweepForecast:
+    """The forecast of a sweep.
+
+    Attributes:
+        to_run: number of runs that are still to be made, by stage.
+        seconds: expected time of these runs one after the other, from finished runs of the same stages of
+            this recipe; None if some stage has never been finished here.
+    """
+
+    arms: tuple[ArmForecast, ...]
+    to_run: Mapping[str, int]
+    seconds: float | None
+
+
+def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Template) -> SweepForecast:
+    """Forecast the experiments of these recipes."""
+    arms, to_run, seen = [], dict[str, int](), set[str]()
+    for recipe in recipes:
+        experiment = _experiment_of(control, recipe)
+        statuses = stage_statuses(control, [experiment]) if experiment else []
+        finished = {one.name for one in statuses if one.state == RunState.SUCCEEDED}
+        keys = stage_keys(stage_plans(recipe, template))
+        fresh = {name for name, key in keys.items() if key not in seen}
+        for name in fresh - finished:
+            to_run[name] = to_run.get(name, 0) + 1
+        arms.append(ArmForecast(experiment, len(keys), len(keys) - len(fresh), len(fresh & finished)))
+        seen |= set(keys.values())
+    return SweepForecast(tuple(arms), to_run, _seconds(control, recipes[0].name, to_run))
+
+
+def stage_keys(plans: Sequence[StagePlan]) -> dict[str, str]:
+    """A key for each stage. Stages of two recipes have the same key if they will have the same bundle."""
+    keys: dict[str, str] = {}
+    for plan in plans:
+        sources = {field: keys.get(source, source) for field, source in plan.consumes.items()}
+        keys[plan.name] = sha256_bytes(canonical_json([plan.job.model_dump(mode="json"), sources]))
+    return keys
+
+
+def _experiment_of(control: Control, recipe: Recipe) -> str | None:
+    digest = sha256_bytes(canonical_json(recipe.model_dump(mode="json")))
+    with control.store.snapshot() as session:
+        return session.scalars(select(Experiment.id).where(Experiment.recipe_digest == digest)).one_or_none()
+
+
+def _seconds(control: Control, recipe: str, to_run: Mapping[str, int]) -> float | None:
+    query = (
+        select(Run.stage, func.avg(Attempt.ended - Attempt.created))
+        .join(Attempt, (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch))
+        .join(Experiment, Experiment.id == Run.experiment_id)
+        .where(Experiment.name == recipe, Run.state == RunState.SUCCEEDED.value)
+        .group_by(Run.stage)
+    )
+    with control.store.snapshot() as session:
+        measured = {stage: float(seconds) for stage, seconds in session.execute(query)}
+    if not to_run.keys() <= measured.keys():
+        return None
+    return sum(count * measured[stage] for stage, count in to_run.items())

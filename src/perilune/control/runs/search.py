@@ -1,0 +1,75 @@
+"""Propose the next arm of a sweep from the figures of its finished arms, with Optuna.
+
+Nothing is stored: a proposal depends on the arms so far alone, so a killed search continues where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.recipe.axes import Axis, Settings
+
+TRIES = 20  # proposals before the search gives up finding a new arm
+RANDOM_ARMS = 5  # drawn at random before the model of the figures is used
+
+
+def propose(
+    axes: Sequence[Axis], arms: Sequence[Settings], figures: Mapping[Settings, float], *, maximize: bool
+) -> Settings | None:
+    """The settings of the next arm (TPE; Bergstra et al. 2011); None if only known arms are proposed.
+
+    Args:
+        arms: all arms so far. Their number selects the random numbers.
+        figures: the final figure of each finished arm.
+
+    Raises:
+        RequestError: Optuna is not installed.
+    """
+    optuna = _optuna()
+    space = {axis.key: _distribution(optuna, axis) for axis in axes}
+    for retry in range(TRIES):
+        sampler = optuna.samplers.TPESampler(seed=len(arms) * TRIES + retry, n_startup_trials=RANDOM_ARMS)
+        study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
+        for settings, figure in figures.items():
+            params = {axis.key: _value(axis, one) for axis, one in zip(axes, settings, strict=True)}
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=figure))
+        params = study.ask(space).params
+        proposed = tuple(f"{axis.key}={_text(axis, params[axis.key])}" for axis in axes)
+        if proposed not in arms:
+            return proposed
+    return None
+
+
+def _distribution(optuna: Any, axis: Axis) -> Any:
+    if axis.bounds is None:
+        return optuna.distributions.CategoricalDistribution(axis.values)
+    low, high = axis.bounds
+    if isinstance(low, int):
+        return optuna.distributions.IntDistribution(low, high)
+    return optuna.distributions.FloatDistribution(low, high, log=axis.is_log)
+
+
+def _value(axis: Axis, setting: str) -> str | int | float:
+    """The value in "key=value" as Optuna stores it."""
+    text = setting.partition("=")[2]
+    if axis.bounds is None:
+        return text
+    return int(text) if isinstance(axis.bounds[0], int) else float(text)
+
+
+def _text(axis: Axis, value: str | int | float) -> str:
+    return value if isinstance(value, str) else axis.number(value)
+
+
+def _optuna() -> Any:
+    try:
+        optuna = import_module("optuna")
+    except ImportError:
+        raise RequestError(
+            "--search needs Optuna", remedy="pip install 'perilune[search]', or --random N"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

@@ -1,0 +1,216 @@
+"""Sweeps: one recipe with several settings and seeds, one experiment for each.
+
+All experiments are submitted at once and wait in the queue of their placement. Stages with the same bundle
+are one run. The arms of a sweep are a file; everything else is state of the experiments, so a sweep that was
+killed continues with the same command, and a daemon continues what was submitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from perilune.bundle.job import Frozen
+from perilune.control.queries.lookup import StageStatus, stage_statuses
+from perilune.control.record.home import locked
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control, advance, stage_plans
+from perilune.control.runs.next_stage import StageStarter
+from perilune.control.runs.progress import StageStarted
+from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
+from perilune.control.runs.templates import Template
+from perilune.errors import PeriluneError, RequestError
+from perilune.files import canonical_json, read_json, sha256_bytes, write_json
+from perilune.recipe.axes import Settings
+from perilune.recipe.schema import NAME_PATTERN, Recipe
+
+
+class Arm(Frozen):
+    """One choice of settings; `experiments` are ids by seed."""
+
+    settings: Settings
+    experiments: dict[int, str]
+
+
+class Sweep(Frozen):
+    """A sweep as recorded.
+
+    Attributes:
+        name: of the sweep; `recipe` is the source that it was started with.
+        definition: digest of what was requested; the same request is the same sweep.
+        metric: the final figure that arms are compared by, "stage.figure"; None is the default.
+    """
+
+    name: str
+    recipe: str
+    command: str
+    definition: str
+    metric: str | None = None
+    created: float
+    arms: tuple[Arm, ...] = ()
+
+    def with_arms(self, control: Control, arms: Sequence[Arm]) -> Sweep:
+        """The sweep with these arms, recorded."""
+        changed = self.model_copy(update={"arms": tuple(arms)})
+        write_json(control.home.sweeps / f"{self.name}.json", changed.model_dump(mode="json"))
+        return changed
+
+
+def open_sweep(
+    control: Control, request: Any, fields: dict[str, Any], *, name: str | None, stem: str
+) -> Sweep:
+    """The recorded sweep of this request, or a new one.
+
+    Args:
+        request: what was requested, as JSON.
+        fields: further fields of a new sweep.
+        name: of the sweep. By default it is `stem` with the first free number.
+
+    Raises:
+        RequestError: another request has this name, or it is no name.
+    """
+    definition = sha256_bytes(canonical_json(request))
+    control.home.sweeps.mkdir(exist_ok=True)
+    with locked(control.home.sweeps, wait=True):
+        known = {one.name: one for one in recorded_sweeps(control)}
+        same = [one for one in known.values() if one.definition == definition and name in {None, one.name}]
+        if same:
+            return same[0]
+        if name in known:
+            raise RequestError(
+                f"the sweep {name} has other arms or seeds",
+                where="--name",
+                remedy=f"choose another name, or run the command that started it: {known[name].command}",
+            )
+        numbered = (f"{stem}-{number}" for number in range(1, len(known) + 2))
+        chosen = name or next(one for one in numbered if one not in known)
+        _check_name(chosen)
+        fresh = Sweep(name=chosen, definition=definition, created=time.time(), **fields)
+        return fresh.with_arms(control, ())
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(NAME_PATTERN, name):
+        remedy = "start with a letter; then letters, digits, - and _"
+        raise RequestError(f"'{name}' cannot be the name of a sweep", where="--name", remedy=remedy)
+
+
+def recorded_sweeps(control: Control) -> list[Sweep]:
+    """All sweeps of the home, oldest first.
+
+    Raises:
+        RequestError: a file is damaged.
+    """
+    found = []
+    for path in control.home.sweeps.glob("*.json"):
+        try:
+            found.append(Sweep.model_validate(read_json(path)))
+        except ValidationError as error:
+            raise RequestError(f"not a sweep: {error.errors()[0]['msg']}", where=str(path)) from None
+    return sorted(found, key=lambda one: one.created)
+
+
+def find_sweep(control: Control, name: str) -> Sweep | None:
+    """The sweep called `name`, or None."""
+    return next((one for one in recorded_sweeps(control) if one.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmState:
+    """The state of one experiment of a sweep: its stages, and why none of them can start, if so."""
+
+    stages: tuple[StageStatus, ...]
+    refused: PeriluneError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.refused is not None or not self.stages[0].requested
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all its stages have succeeded."""
+        return self.refused is None and all(one.state == RunState.SUCCEEDED for one in self.stages)
+
+    @property
+    def stage(self) -> StageStatus:
+        """The current stage: the first that has not succeeded, else the last."""
+        return next((one for one in self.stages if one.state != RunState.SUCCEEDED), self.stages[-1])
+
+    @property
+    def problem(self) -> str:
+        """Why it failed, on one line; "" if it did not."""
+        if self.refused is not None:
+            return str(self.refused).partition("\n")[0]
+        stage = self.stage
+        return (
+            ""
+            if self.succeeded
+            else f"{stage.name} {stage.state}: {(stage.message or stage.cause).partition(chr(10))[0]}"
+        )
+
+
+class SweepRunner:
+    """Runs the experiments of a sweep side by side. An experiment that fails does not stop the others.
+
+    Args:
+        template: where runs go. Earlier experiments have a higher priority, so that they finish first.
+    """
+
+    def __init__(self, control: Control, template: Template) -> None:
+        self.control, self.template = control, template
+        self.live: list[str] = []  # ids of the experiments that have not ended
+        self._starter = StageStarter(control)
+        self._refused: dict[str, PeriluneError] = {}
+        self._submitted = 0
+
+    def submit(self, experiment_id: str, recipe: Recipe) -> None:
+        """Submit an experiment: finished stages are reused, the next one is queued."""
+        template = self.template.model_copy(update={"priority": self.template.priority - self._submitted})
+        self._submitted += 1
+        self.live.append(experiment_id)
+        try:
+            for event in advance(
+                self.control, experiment_id, stage_plans(recipe, template), template=template
+            ):
+                if isinstance(event, StageStarted):
+                    return
+        except PeriluneError as error:
+            self._refuse(experiment_id, error)
+
+    def look(self) -> dict[str, ArmState]:
+        """Reconcile all runs, start next stages, and return the states of what was live before."""
+        self.control.reconciler.all()  # a run of another experiment may be ahead in the queue
+        for experiment in self.live:
+            for _, outcome in self._starter.start_next_stages(experiment):
+                if isinstance(outcome, PeriluneError):
+                    self._refuse(experiment, outcome)
+        stages: dict[str, list[StageStatus]] = {one: [] for one in self.live}
+        for status in stage_statuses(self.control, self.live):
+            stages[status.experiment_id].append(status)
+        states = {one: ArmState(tuple(found), self._refused.get(one)) for one, found in stages.items()}
+        self.live = [one for one in self.live if not states[one].is_over]
+        return states
+
+    def cancel(self) -> None:
+        """Stop what is live. Runs that experiments outside the sweep need continue."""
+        stopping: list[str] = []
+        for experiment in self.live:
+            with contextlib.suppress(RequestError):  # it has just ended
+                stopping += request_experiment_cancel(self.control, experiment)
+        for act in (request_cancel, cancel):  # ask all of them before waiting for the first
+            for run_id in stopping:
+                with contextlib.suppress(PeriluneError):
+                    act(self.control, run_id)
+
+    def _refuse(self, experiment_id: str, error: PeriluneError) -> None:
+        """Give up an experiment whose next stage cannot start; the same command tries it again."""
+        self._refused[experiment_id] = error
+        with contextlib.suppress(RequestError):
+            request_experiment_cancel(self.control, experiment_id)

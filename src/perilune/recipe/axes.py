@@ -1,0 +1,153 @@
+"""The axes of a sweep, and the settings that its arms give them.
+
+An axis is a key of the recipe with several values (`rl.lr=1e-5,3e-5`) or with a range (`rl.lr=1e-6..1e-4`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.recipe.source import parse_yaml
+
+Settings = tuple[str, ...]  # overrides of a recipe, "key=value"
+Bounds = tuple[int, int] | tuple[float, float]
+
+_RANGE = re.compile(r"\s*(?P<low>[-+\d.eE]+?)\.\.(?P<high>[-+\d.eE]+)\s*")
+DIGITS = 3  # significant digits of drawn numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A key and its values as text, or the bounds of its range."""
+
+    key: str
+    values: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+
+    @property
+    def is_log(self) -> bool:
+        """Whether numbers are drawn uniformly on a logarithmic scale: decimal bounds above 0."""
+        return self.bounds is not None and isinstance(self.bounds[0], float) and self.bounds[0] > 0
+
+    def draw(self, rng: random.Random) -> str:
+        """One value: a listed value, or a number of the range."""
+        if self.bounds is None:
+            return rng.choice(self.values)
+        low, high = self.bounds
+        if isinstance(low, int) and isinstance(high, int):
+            return str(rng.randint(low, high))
+        drawn = (
+            math.exp(rng.uniform(math.log(low), math.log(high))) if self.is_log else rng.uniform(low, high)
+        )
+        return self.number(drawn)
+
+    def number(self, value: float) -> str:
+        """A number of the range as text, with a few significant digits."""
+        assert self.bounds is not None
+        if isinstance(self.bounds[0], int):
+            return str(round(value))
+        return str(min(max(float(f"{value:.{DIGITS}g}"), self.bounds[0]), self.bounds[1]))
+
+
+def parse_axis(option: str) -> Axis:
+    """The axis in "key=value,value" or "key=low..high". Values are YAML; a single value is an axis too.
+
+    Raises:
+        RequestError: it has another form, no value, or a range that is empty.
+    """
+    key, equals, text = option.partition("=")
+    place = f"--set {option}"
+    if not equals or not key.strip():
+        raise RequestError("is not KEY=VALUES", where=place, remedy="--set rl.lr=1e-5,3e-5,1e-4")
+    if key.strip() == "seed":
+        raise RequestError(
+            "seeds are not an axis: arms are compared over them", where=place, remedy="--seeds 3"
+        )
+    if found := _RANGE.fullmatch(text):
+        return Axis(key.strip(), bounds=_bounds(found, place))
+    try:
+        values = parse_yaml(f"[{text}]", place).value
+    except RequestError as error:
+        raise RequestError(error.what, where=place) from None
+    if not values:
+        raise RequestError("has no value", where=place)
+    return Axis(key.strip(), tuple(dict.fromkeys(map(_text, values))))
+
+
+def _bounds(found: re.Match[str], place: str) -> Bounds:
+    low, high = (parse_yaml(found[name], place).value for name in ("low", "high"))
+    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in (low, high)):
+        raise RequestError("a range is two numbers, as in 1e-6..1e-4", where=place)
+    if low >= high:
+        raise RequestError(f"the range is empty: {low} is not below {high}", where=place)
+    return (low, high) if isinstance(low, int) and isinstance(high, int) else (float(low), float(high))
+
+
+def _text(value: Any) -> str:
+    """A value as the text that reads back as this value, without quotes where none are needed."""
+    if isinstance(value, str):
+        try:
+            if parse_yaml(value, "").value == value:
+                return value
+        except RequestError:
+            pass
+    return json.dumps(value)
+
+
+def grid(axes: Sequence[Axis]) -> list[Settings]:
+    """Every combination of the values; the last axis changes first.
+
+    Raises:
+        RequestError: an axis is a range.
+    """
+    for axis in axes:
+        if axis.bounds is not None:
+            low, high = axis.bounds
+            raise RequestError(
+                f"{axis.key} has a range, and a grid needs values",
+                where=f"--set {axis.key}={low}..{high}",
+                remedy="list the values, or add --random N or --search N",
+            )
+    return [_settings(axes, values) for values in product(*(axis.values for axis in axes))]
+
+
+def draw(axes: Sequence[Axis], count: int, seed: int = 0) -> list[Settings]:
+    """`count` random arms, without repetitions. A larger count gives the same arms and further ones."""
+    drawn = []
+    for index in range(count):
+        rng = random.Random(f"sweep/{seed}/{index}")
+        drawn.append(_settings(axes, [axis.draw(rng) for axis in axes]))
+    return list(dict.fromkeys(drawn))
+
+
+def _settings(axes: Sequence[Axis], values: Sequence[str]) -> Settings:
+    return tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
+
+
+def parse_seeds(text: str, first: int) -> tuple[int, ...]:
+    """The seeds in "3" (that many, from `first`), "3..5" or "0,4,7".
+
+    Raises:
+        RequestError: it has another form.
+    """
+    if text.isdecimal():
+        seeds = tuple(range(first, first + int(text)))
+    elif found := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        seeds = tuple(range(int(found[1]), int(found[2]) + 1))
+    else:
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        seeds = tuple(dict.fromkeys(int(part) for part in parts)) if all(map(str.isdecimal, parts)) else ()
+    if not seeds:
+        remedy = "--seeds 3 for three seeds, --seeds 3..5, or --seeds 0,4,7"
+        raise RequestError(
+            "is neither a number of seeds nor a list of them", where=f"--seeds {text}", remedy=remedy
+        )
+    return seeds

@@ -1,0 +1,174 @@
+"""The page and the curves of a comparison of experiments."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import perilune
+from perilune.bundle.storage import storage_errors
+from perilune.control.queries.comparison import (
+    Arm,
+    Comparison,
+    Member,
+    describe_difference,
+    shown_settings,
+)
+from perilune.files import write_atomic
+from perilune.metrics.across_seeds import MIN_SEEDS, interval
+from perilune.ui.attempt import Attempt, Columns
+from perilune.ui.curves import thin
+from perilune.ui.overview import day
+from perilune.ui.report import render_page
+
+SCRIPTS = ("page.js", "charts.js", "comparison.js")  # in the order of execution
+MOST_POINTS = 400
+CURVES = {
+    "reward": "Reward",
+    "pass_rate": "Pass rate",
+    "loss": "Loss",
+    "validation_loss": "Held-out loss",
+    "accuracy": "Accuracy on pairs",
+    "validation_accuracy": "Held-out accuracy on pairs",
+    "entropy": "Entropy",
+    "length": "Length of answers",
+    "kl_reference": "KL to the reference",
+    "dead_groups": "Dead groups",
+    "grad_norm": "Gradient norm",
+}
+HELDOUT = "heldout"  # keys of metrics that start with it come first
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Mean of a metric over the seeds of an arm, with the edges of its interval."""
+
+    arm: int
+    step: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One metric of one stage, with a curve for each arm."""
+
+    stage: str
+    metric: str
+    title: str
+    curves: list[Curve]
+
+
+def build_comparison(found: Comparison, out: Path) -> Path:
+    """Write the page of a comparison to `out` and return it.
+
+    Raises:
+        RequestError: when `out` cannot be written.
+    """
+    page = render_page(f"Comparison: {found.title}", SCRIPTS, _document(found))
+    with storage_errors("write the page", out):
+        write_atomic(out, page)
+    return out
+
+
+def _document(found: Comparison) -> dict[str, Any]:
+    enough = all(len(arm.finished) >= MIN_SEEDS for arm in found.arms)
+    return {
+        "title": found.title,
+        "metric": found.metric,
+        "isShare": found.is_share,
+        "keys": found.keys,
+        "baseline": found.baseline,
+        "best": found.best,
+        "notes": found.notes,
+        "arms": [_arm(arm, found.is_share) for arm in found.arms],
+        "charts": charts_of(found),
+        "area": "95% intervals over seeds (Student's t)"
+        if enough
+        else "the range from the lowest to the highest seed",
+        "footer": f"Written by Perilune {perilune.__version__} on {day(time.time())}."
+        " This file is self-contained and loads nothing from other places.",
+    }
+
+
+def _arm(arm: Arm, is_share: bool) -> dict[str, Any]:
+    found = arm.difference
+    shown = None
+    if found is not None:
+        over_seeds = len(found.seeds.differences) >= MIN_SEEDS or found.tasks is None
+        test = found.seeds
+        shown = {
+            "interval": (test.mean, test.low, test.high) if over_seeds else found.tasks,
+            "text": describe_difference(found, is_share=is_share),
+        }
+    return {
+        "label": arm.label,
+        "settings": shown_settings(arm),
+        "figure": arm.figure,
+        "seeds": [
+            {"seed": one.seed, "experiment": one.experiment, "figure": one.figure, "problem": one.problem}
+            for one in arm.members
+        ],
+        "difference": shown,
+    }
+
+
+def charts_of(found: Comparison) -> list[Chart]:
+    """The curves of all training stages that differ between arms."""
+    charts = []
+    for stage in dict.fromkeys(
+        one.name for arm in found.arms for member in arm.members for one in member.stages
+    ):
+        if len({_runs(arm, stage) for arm in found.arms}) == 1:  # one run, or none
+            continue
+        columns = [[_columns(member, stage) for member in arm.members] for arm in found.arms]
+        for metric in _metrics(columns):
+            curves = [_curve(place, runs, metric) for place, runs in enumerate(columns)]
+            known = [one for one in curves if one is not None]
+            if any(len(one.step) > 1 for one in known):
+                title = CURVES.get(metric, metric.replace("_", " "))
+                charts.append(Chart(stage, metric, title, known))
+    return charts
+
+
+def _runs(arm: Arm, stage: str) -> tuple[str, ...]:
+    return tuple(one.run_id for member in arm.members for one in member.stages if one.name == stage)
+
+
+def _columns(member: Member, stage: str) -> Columns:
+    folder = next((one.attempt_dir for one in member.stages if one.name == stage), None)
+    return thin(Attempt(folder).metrics, MOST_POINTS)
+
+
+def _metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
+    """The metrics that some run has: those on held-out tasks first."""
+    there = dict.fromkeys(name for arm in columns for run in arm for name in run)
+    return [*(one for one in there if one.startswith(HELDOUT)), *(one for one in CURVES if one in there)]
+
+
+def _curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in zip(run.get("step", ()), run.get(metric, ()), strict=False):
+            if isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(int(step), []).append(float(value))
+    if not values:
+        return None
+    steps = sorted(values)
+    bounds = [_bounds(values[step]) for step in steps]
+    means = [fmean(values[step]) for step in steps]
+    return Curve(place, steps, means, [low for low, _ in bounds], [high for _, high in bounds])
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    """The interval over seeds; with few seeds, the range."""
+    if len(values) < MIN_SEEDS:
+        return min(values), max(values)
+    found = interval(values)
+    return found["low"], found["high"]

@@ -1,0 +1,166 @@
+"""Comparisons: what differs, and what may be said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from drill_cases import Command
+
+from perilune.control.queries.comparison import compare_experiments, describe_difference, lower_is_better
+from perilune.control.record.store import Attempt, Run, Stage
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control, register_experiment
+from perilune.errors import RequestError
+from perilune.files import write_json
+from perilune.metrics.across_seeds import compare_over_seeds
+from perilune.ui.comparison import build_comparison, charts_of
+
+RATES = {
+    1e-5: {0: [2, 4, 0, 2], 1: [2, 2, 2, 2], 2: [4, 0, 0, 4]},
+    3e-5: {0: [4, 6, 2, 4], 1: [4, 6, 4, 4], 2: [6, 4, 2, 6]},
+}
+
+
+def experiment(
+    control: Control, lr: float, seed: int, passed: list[int] | None, tasks: str = "{seed}"
+) -> str:
+    """An experiment as if it had run: a training with a curve, and its evaluation with 8 samples a task."""
+    stages = [("rl", "rl"), ("after", "evaluate")]
+    document = {
+        "name": "words", "seed": seed, "model": {"preset": "tiny"},
+        "stages": [
+            {"name": "rl", "task": "rl", "environment": {}, "spec": {"lr": lr, "steps": 4}},
+            {"name": "after", "task": "evaluate", "environment": {}, "spec": {"tasks": 4}},
+        ],
+    }  # fmt: skip
+    found = register_experiment(control, "words", document, stages, [f"rl.lr={lr}", f"seed={seed}"])
+    for name, _ in stages if passed is not None else ():
+        run_id = f"{name}-{lr}-{seed}".upper()
+        with control.store.transaction() as session:
+            run = Run(
+                id=run_id, submit_key=run_id, experiment_id=found, stage=name, task=name,
+                bundle_digest=run_id, current_epoch=1, created=0.0, ended=1.0,
+            )  # fmt: skip
+            session.add(run)
+            session.flush()
+            run.state = RunState.ACTIVE.value
+            run.state = RunState.SUCCEEDED.value
+            where = {"placement": "local", "launcher": "process"}
+            session.add(Attempt(run_id=run_id, number=1, created=0.0, ended=1.0, **where))
+            stage = session.query(Stage).filter_by(experiment_id=found, name=name).one()
+            stage.run_id = run_id
+        write_json(
+            control.home.attempt(run_id, 1) / "artifacts" / "summary.json",
+            _summary(name, passed or [], tasks.format(seed=seed)),
+        )
+        lines = [{"step": step, "reward": lr * step * (seed + 1)} for step in range(1, 5)]
+        if name == "rl":
+            path = control.home.attempt(run_id, 1) / "artifacts" / "metrics.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return found
+
+
+def _summary(stage: str, passed: list[int], pool: str) -> dict:
+    if stage == "rl":
+        return {"kind": "training", "last": {"reward": 0.5}}
+    mean = fmean(passed) / 8
+    rows = [[f"{pool}/{number}", 8, right] for number, right in enumerate(passed)]
+    return {
+        "kind": "evaluation",
+        "pass@1": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+        "correct_per_task": rows,
+    }
+
+
+def all_of(control: Control, seeds: tuple[int, ...], tasks: str = "{seed}") -> list[str]:
+    return [experiment(control, lr, seed, RATES[lr][seed], tasks) for lr in RATES for seed in seeds]
+
+
+def test_seeds_of_one_setting_are_one_arm_and_differences_are_paired(control: Control) -> None:
+    found = compare_experiments(control, all_of(control, (0, 1, 2)))
+    assert found.metric == "after.pass@1" and found.keys == ("rl.lr",) and found.best == 1
+    low, high = found.arms
+    assert (low.label, high.label) == ("rl.lr=1e-05", "rl.lr=3e-05")
+    means = {lr: [fmean(RATES[lr][seed]) / 8 for seed in range(3)] for lr in RATES}
+    assert low.figure is not None and low.figure.mean == pytest.approx(fmean(means[1e-5]))
+    differences = [b - a for a, b in zip(means[1e-5], means[3e-5], strict=True)]
+    assert low.difference is None and high.difference is not None
+    assert high.difference.seeds == compare_over_seeds({"1": differences})["1"]
+    assert high.difference.task_count == 12  # four of each seed
+    assert high.difference.tasks is not None
+    assert high.difference.tasks.mean == pytest.approx(fmean(differences))
+    assert "no claim" not in describe_difference(high.difference, is_share=True)
+    assert any("is biased" in note for note in found.notes) and not any(
+        "fewer than" in note for note in found.notes
+    )
+
+
+def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Command) -> None:
+    ids = all_of(control, (0,))
+    found = compare_experiments(control, ids)
+    difference = found.arms[1].difference
+    assert difference is not None and difference.seeds.conclusion == "too few seeds"
+    assert describe_difference(difference, is_share=True) == (
+        "+25.0 points (+25.0 to +25.0 over 4 tasks; 1 seed: no claim)"
+    )
+    assert any("no claim about the settings is possible" in note for note in found.notes)
+    code, out, _ = perilune("compare", *ids)
+    assert code == 0 and "no claim about the settings is possible" in out.replace("\n", " ")
+
+
+def test_what_cannot_be_compared_is_said(control: Control, perilune: Command) -> None:
+    ids = [experiment(control, 1e-5, 0, RATES[1e-5][0]), experiment(control, 3e-5, 1, None)]
+    found = compare_experiments(control, ids)
+    assert found.best is None and found.arms[1].figure is None
+    assert found.notes[0] == "rl.lr=3e-05, seed 1 has no final figure: rl is not started."
+    assert "so nothing is paired" in found.notes[1]
+    with pytest.raises(RequestError, match="no stage is called 'sft'"):
+        compare_experiments(control, ids, metric="sft.last.loss")
+    code, _, err = perilune("compare", ids[0])
+    assert code == 2 and "there is only one experiment" in err
+    assert perilune("compare", *ids, "--baseline", "3")[0] == 2
+
+
+def test_tasks_that_every_seed_repeats_are_told(control: Control) -> None:
+    found = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
+    assert found.arms[1].difference is not None and found.arms[1].difference.task_count == 4
+    assert any("mostly the same held-out tasks" in note for note in found.notes)
+
+
+def test_other_figures_have_their_own_direction(control: Control) -> None:
+    assert lower_is_better("sft.last.loss") and not lower_is_better("after.pass@1")
+    found = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
+    assert [arm.figure.mean for arm in found.arms if arm.figure] == [0.5, 0.5]
+    assert found.arms[1].difference is not None and found.arms[1].difference.tasks is None
+    assert describe_difference(found.arms[1].difference, is_share=False) == "too few seeds for a claim (+0)"
+
+
+def test_curves_are_means_over_seeds_with_their_intervals(
+    control: Control, tmp_path: Path, perilune: Command
+) -> None:
+    ids = all_of(control, (0, 1, 2))
+    (chart,) = charts_of(compare_experiments(control, ids))
+    assert (chart.stage, chart.metric, len(chart.curves)) == ("rl", "reward", 2)
+    assert chart.curves[0].step == [1, 2, 3, 4]
+    assert chart.curves[0].mean == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5])
+    half = 4.302652729911275 * 1e-5 / 3**0.5  # t(0.975, 2) times the standard error of 1e-5, 2e-5, 3e-5
+    assert chart.curves[0].low[0] == pytest.approx(2e-5 - half)
+    code, out, _ = perilune("report", *ids, "--out", str(tmp_path / "page.html"))
+    assert code == 0 and "page.html" in out
+    page = (tmp_path / "page.html").read_text()
+    assert "default-src 'none'" in page and "rl.lr=3e-05" in page
+    out = perilune("compare", *ids)[1]
+    assert "Reward of rl" in out and "▁" in out and "█" in out
+
+
+def test_a_hostile_name_stays_inside_its_json(control: Control, tmp_path: Path) -> None:
+    ids = all_of(control, (0,))
+    path = control.home.experiment(ids[0]) / "recipe.json"
+    document = json.loads(path.read_text())
+    document["stages"][0]["spec"]["system"] = "</script><img src=x>"
+    write_json(path, document)
+    page = build_comparison(compare_experiments(control, ids), tmp_path / "page.html").read_text()
+    assert "<img" not in page

@@ -1,0 +1,172 @@
+"""Sweeps: arms run once, what they share runs once for all, and a failure or a kill loses nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from drill_cases import Command, wait_for
+from sqlalchemy import select
+
+from perilune.control.record.store import Event, Run
+from perilune.control.runs.experiments import Control, open_experiment
+from perilune.control.runs.sweeps import SweepRunner, find_sweep
+from perilune.control.runs.templates import Template
+from perilune.recipe.load import load_recipe
+
+RECIPE = """
+name: two
+model: {{preset: tiny}}
+environment: {{id: calculator}}
+resources: {{device: cpu, threads: 1}}
+stages:
+  - {{name: first, task: drill, steps: 1, gate: "{gate}"}}
+  - {{name: last, task: drill, data: first, steps: 1, how: work}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "two.yaml"
+    path.write_text(RECIPE.format(gate=""))
+    return str(path)
+
+
+def runs(control: Control) -> list[Run]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Run).order_by(Run.id)))
+
+
+def beginnings(control: Control) -> list[str]:
+    with control.store.snapshot() as session:
+        query = select(Event.run_id).where(Event.kind == "attempt.planned").order_by(Event.seq)
+        return [run for run in session.scalars(query) if run]
+
+
+def test_arms_share_what_is_equal_and_a_failure_stops_no_other(
+    perilune: Command, control: Control, recipe: str
+) -> None:
+    command = (
+        "sweep",
+        recipe,
+        "--set",
+        "last.steps=1,2",
+        "--set",
+        "last.fail_at=-1,1",
+        "--metric",
+        "last.total",
+    )
+    code, out, err = perilune(*command, "--plan", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert code == 0 and plan["to_run"] == {"first": 1, "last": 4} and plan["seconds"] is None
+    assert [one["shared"] for one in plan["arms"]] == [0, 1, 1, 1]
+    assert not runs(control) and not list(control.home.experiments.iterdir())
+
+    code, out, err = perilune(*command, "--slots", "2", "--json")
+    document = json.loads(out)
+    assert code == 1 and "1 of 4 experiments failed" in err and "nothing was learnt" in err
+    assert [run.stage for run in runs(control)].count("first") == 1 and len(runs(control)) == 5
+    assert sorted(document["keys"]) == ["last.fail_at", "last.steps"] and document["best"] == 3
+    # first: (0 + 1) * (seed + 1) = 1; last adds 1, and 2 in its second step
+    totals = [arm["figure"] and arm["figure"]["mean"] for arm in document["arms"]]
+    assert totals == [2.0, 2.0, 4.0, None]
+    assert document["arms"][3]["seeds"][0]["problem"] == "last is failed: nothing was learnt"
+    assert Path(document["page"]).read_text().startswith("<!doctype html>")
+
+    # The same command retries what failed, and only that; a plan knows what is finished, and for how long.
+    assert perilune(*command, "--json")[0] == 1
+    assert [run.stage for run in runs(control)].count("first") == 1 and len(runs(control)) == 6
+    plan = json.loads(perilune(*command, "--plan", "--json")[1])
+    assert plan["to_run"] == {"last": 1} and plan["seconds"] > 0
+    listed = json.loads(perilune("runs", "--json")[1])["runs"]
+    assert ["last.steps=2", "last.fail_at=-1", "seed=0"] in [one["overrides"] for one in listed]
+    assert "last.steps=2  last.fail_at=-1  seed=0" in perilune("runs")[1]
+
+
+def test_a_killed_sweep_continues_with_the_same_command(
+    control: Control, tmp_path: Path, perilune: Command
+) -> None:
+    gate, path = tmp_path / "gate", tmp_path / "two.yaml"
+    path.write_text(RECIPE.format(gate=gate))
+    command = [
+        "sweep",
+        str(path),
+        "--set",
+        "last.steps=1,2",
+        "--seeds",
+        "2",
+        "--metric",
+        "last.total",
+        "--json",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perilune.cli.main", *command], stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: len(beginnings(control)) == 1, "the first attempt")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    gate.touch()
+    code, out, err = perilune(*command)
+    assert code == 0, err
+    document = json.loads(out)
+    assert [one["figure"]["mean"] for one in document["arms"]] == [3.0, 6.0]  # over seeds 0 and 1
+    assert document["arms"][1]["difference"]["differences"] == [2.0, 4.0]
+    assert document["arms"][1]["difference"]["conclusion"] == "too few seeds"
+    assert len(runs(control)) == 6 and all(run.current_epoch == 1 for run in runs(control))
+    assert [one.name for one in map(find_sweep, [control] * 2, ["two-1", "two-2"]) if one] == ["two-1"]
+    assert perilune("compare", "two-1", "--baseline", "2", "--json")[0] == 0
+
+
+def test_arms_take_turns_in_the_slots_and_earlier_arms_go_first(control: Control, recipe: str) -> None:
+    runner = SweepRunner(control, Template(slots=1))
+    experiments = []
+    for seed in range(3):
+        loaded = load_recipe(recipe, [f"seed={seed}"])
+        experiments.append(open_experiment(control, loaded))
+        runner.submit(experiments[-1], loaded)
+    most = 0
+    while runner.live:
+        states = runner.look()
+        most = max(most, sum(run.state == "active" for run in runs(control)))
+    assert most == 1 and all(state.succeeded for state in states.values())
+    order = [next(run for run in runs(control) if run.id == one) for one in beginnings(control)]
+    ends = {
+        one: max(place for place, run in enumerate(order) if run.experiment_id == one) for one in experiments
+    }
+    assert sorted(ends, key=lambda one: ends[one]) == experiments
+
+
+def test_cancelling_stops_every_arm(control: Control, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(RECIPE.format(gate=tmp_path / "never"))
+    runner = SweepRunner(control, Template(slots=1))
+    for steps in (1, 2):
+        loaded = load_recipe(path, [f"last.steps={steps}"])
+        runner.submit(open_experiment(control, loaded), loaded)
+    wait_for(lambda: runner.look() and any(run.state == "active" for run in runs(control)), "an active run")
+    runner.cancel()
+    assert [run.state for run in runs(control)] == ["cancelled"]  # both arms share it
+    assert all(state.is_over and not state.succeeded for state in runner.look().values())
+
+
+def test_names_and_options_that_cannot_be_are_refused(
+    perilune: Command, recipe: str, control: Control
+) -> None:
+    for arguments, message in (
+        (("--set", "last.stepz=1,2"), "last.stepz is not a known key"),
+        (("--set", "last.steps=1..5"), "last.steps has a range"),
+        (
+            ("--set", "last.steps=1", "--random", "1", "--search", "1"),
+            "--random and --search exclude each other",
+        ),
+        (("--seeds", "x"), "neither a number of seeds"),
+        (("--template", "local", "--slots", "2"), "--slots is for this machine"),
+    ):
+        code, _, err = perilune("sweep", recipe, *arguments)
+        assert code == 2 and message in err, err
+    assert not runs(control)
