@@ -67,7 +67,7 @@ def test_a_row_that_breaks_the_schema(change: Callable[[Row], object], said: str
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("1" * 5000, "the trace has 5003 tokens, and the model has 4096 positions"),
+        ("1" * 5000, "the row has 5003 tokens, and the model has 4096 positions"),
         ("naïve", "the tokenizer cannot encode 'ï' in 'naïve'"),
     ],
 )

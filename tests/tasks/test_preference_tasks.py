@@ -35,6 +35,7 @@ from perilune.tasks.checks.gold_watch import GoldWatch, kl_from_start
 from perilune.tasks.stage.policy import load_recipe_model
 from perilune.tasks.supervised.preference import CollapseAlarm
 from perilune.tasks.supervised.preference_data import PreferenceData
+from perilune.tasks.supervised.tokens import RowReader
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 
@@ -147,17 +148,21 @@ def test_the_alarm_is_raised_once_after_a_few_steps(tmp_path: Path) -> None:
 
 def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
     tokenizer = Tokenizer.characters()
-    data = PreferenceData.load([pairs / "artifacts/pairs"], tokenizer, 0, longest=1000, validation=0.3)
+    paths = [pairs / "artifacts/pairs"]
+    data = PreferenceData.load(paths, RowReader(tokenizer, 1000), 0, validation=0.3)
+    texts = {
+        one[0]["content"] for record in read_preferences(*paths) for one in (record.chosen, record.rejected)
+    }
     for chosen, rejected in (*data.train, *data.validation):
         for one in (chosen, rejected):
             assert one.token_ids[-1] == tokenizer.eos_token_id
             assert one.loss_mask.all()
-            assert tokenizer.decode(one.token_ids) == one.text
+            assert tokenizer.decode(one.token_ids) in texts
         assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
     assert not {a.task_id for a, _ in data.train} & {a.task_id for a, _ in data.validation}
     longest = max(len(one.prompt_ids) + len(one.token_ids) for pair in data.train for one in pair)
-    with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: the pair has \d+ tokens"):
-        PreferenceData.load([pairs / "artifacts/pairs"], tokenizer, 0, longest=longest - 1, validation=0.0)
+    with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: the row has \d+ tokens"):
+        PreferenceData.load(paths, RowReader(tokenizer, longest - 1), 0, validation=0.0)
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,13 @@ class Consumes:
 
     Used as `checkpoint: Annotated[str, Consumes("checkpoint")]`. The reserved stage name "model" means the
     model section of the recipe.
+
+    Attributes:
+        files: whether a file or folder of the user may stand in place of a stage, see `is_path`.
     """
 
     kind: OutputKind
+    files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class TaskPlugin(Protocol):
 
     With the optional attribute `parallel = True`, several processes run the task together through
     `perilune.learn.distributed`. With `standalone = True`, the task needs neither the model nor the
-    environment of the recipe.
+    environment of the recipe; with `needs_environment = False`, it needs the model alone.
     """
 
     name: str
@@ -128,6 +132,11 @@ def uses_model(plugin: TaskPlugin) -> bool:
     return not getattr(plugin, "standalone", False)
 
 
+def uses_environment(plugin: TaskPlugin) -> bool:
+    """Whether the task cannot run without the environment of the recipe."""
+    return uses_model(plugin) and getattr(plugin, "needs_environment", True)
+
+
 def complete_spec(
     kind: type[BaseModel], task: str, spec: Mapping[str, Any], model: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -155,9 +164,24 @@ def path_fields(spec: type[BaseModel]) -> list[str]:
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
     """Fields of `spec` that name an earlier stage, with the kind of output that each takes."""
-    found: dict[str, OutputKind] = {}
-    for name, info in spec.model_fields.items():
-        for mark in info.metadata:
-            if isinstance(mark, Consumes):
-                found[name] = mark.kind
-    return found
+    return {name: mark.kind for name, mark in _consumed(spec)}
+
+
+def file_fields(spec: type[BaseModel], values: Mapping[str, Any]) -> dict[str, str]:
+    """The fields in `values` that name a file or folder of the user in place of a stage, with their paths."""
+    given = {name: values.get(name) for name, mark in _consumed(spec) if mark.files}
+    return {name: value for name, value in given.items() if isinstance(value, str) and is_path(value)}
+
+
+def is_path(name: str) -> bool:
+    """Whether a value that may name a stage is a path: it has a dot or a slash, which no stage's name has."""
+    return "." in name or "/" in name
+
+
+def _consumed(spec: type[BaseModel]) -> list[tuple[str, Consumes]]:
+    return [
+        (name, mark)
+        for name, info in spec.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, Consumes)
+    ]

@@ -26,7 +26,7 @@ _CALLS = re.compile(
     re.DOTALL,
 )
 _CALL = re.compile(r"<tool_call>\n([^\n]*)\n</tool_call>")
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FROM = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -77,14 +77,14 @@ def from_openai(messages: Any) -> list[Message]:
     for index, message in enumerate(_list(messages, "messages")):
         where = f"messages[{index}]"
         _require(isinstance(message, dict), f"{where} is not a message")
-        role = _ROLES.get(str(message.get("role")))
+        role = ROLES.get(str(message.get("role")))
         _require(role is not None, f"{where} has the role {message.get('role')!r}")
         own = {"role", "content"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(
             str(role), set()
         )
         more = [key for key, value in message.items() if key not in own and value]
         _require(not more, f"{where} has {', '.join(more)}, which a record cannot hold")
-        content = _text(message.get("content"), where)
+        content = content_text(message.get("content"), where)
         if role == "tool" and message.get("tool_call_id"):
             name = str(message["tool_call_id"])
             _require(name in pending and pending[name] is None, f"{where} answers no open call")
@@ -94,7 +94,7 @@ def from_openai(messages: Any) -> list[Message]:
         pending = {}
         calls = _list(message.get("tool_calls") or [], f"{where}.tool_calls") if role == "assistant" else []
         written = [_called(call, where) for call in calls]
-        pending = dict.fromkeys(str(call.get("id")) for call in calls)
+        pending = dict.fromkeys(str(call.get("id") or f"call {place}") for place, call in enumerate(calls))
         _require(len(pending) == len(calls), f"{where} has two calls with the same id")
         found.append({"role": str(role), "content": _joined(content, written)})
     return found + _results(pending, "the end")
@@ -177,7 +177,12 @@ def _results(pending: Mapping[str, str | None], where: str) -> list[Message]:
     return [{"role": "tool", "content": content} for content in given]
 
 
-def _text(content: Any, where: str) -> str:
+def content_text(content: Any, where: str) -> str:
+    """The content of a message as text: None is empty, and a list of text parts is joined.
+
+    Raises:
+        RequestError: for content that is not text, such as pictures.
+    """
     if content is None:
         return ""
     if isinstance(content, list):

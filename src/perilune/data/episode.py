@@ -176,7 +176,7 @@ class Episode:
         return int(self.loss_mask.sum())
 
 
-def unsampled_tokens(token_ids: Sequence[int]) -> dict[str, Any]:
+def unsampled_tokens(token_ids: Sequence[int] | NDArray[np.int32]) -> dict[str, Any]:
     """The token fields of an episode that no policy sampled: no log-probs, and version -1."""
     count = len(token_ids)
     return {

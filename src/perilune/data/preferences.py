@@ -6,13 +6,21 @@ fields for the origin of the pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Any
 
 from perilune.data.episode import Episode
-from perilune.data.records import check_messages, is_finite_number, parse_row, read_lines, require
+from perilune.data.records import (
+    check_fields,
+    check_messages,
+    is_finite_number,
+    parse_object,
+    read_lines,
+    require,
+)
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes, write_json_lines
 
@@ -103,7 +111,7 @@ def read_preferences(path: Path) -> list[PreferenceRecord]:
         RequestError: when there are no pairs, or a row is broken, naming file, line and field.
     """
     file = path / FILE if path.is_dir() else path
-    records = [_parse(line, where) for line, where in read_lines(file)]
+    records = [preference_of(parse_object(line, where), where) for line, where in read_lines(file)]
     if not records:
         raise RequestError("the file has no preference pairs", where=str(file))
     return records
@@ -113,8 +121,13 @@ def _digest(*texts: Sequence[Message]) -> str:
     return sha256_bytes(canonical_json([list(text) for text in texts]))
 
 
-def _parse(line: bytes, where: str) -> PreferenceRecord:
-    row = parse_row(line, where, PreferenceRecord.__slots__)
+def preference_of(value: Mapping[str, Any], where: str) -> PreferenceRecord:
+    """The pair of a decoded row.
+
+    Raises:
+        RequestError: when the row is not a pair, naming `where` and the field.
+    """
+    row = check_fields(value, where, PreferenceRecord.__slots__)
     for name in ("prompt", "chosen", "rejected"):
         check_messages(row, name, where)
         row[name] = tuple(row[name])

@@ -147,7 +147,16 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     Raises:
         RequestError: when the line is not a record, naming `where` and the field.
     """
-    row = parse_row(line, where, TraceRecord.__slots__, optional=("provenance", "details"))
+    return record_of(parse_object(line, where), where)
+
+
+def record_of(value: Mapping[str, Any], where: str) -> TraceRecord:
+    """The record of a decoded row.
+
+    Raises:
+        RequestError: when the row is not a record, naming `where` and the field.
+    """
+    row = check_fields(value, where, TraceRecord.__slots__, optional=("provenance", "details"))
     check_messages(row, "messages", where)
     if row["messages"][-1]["role"] != "assistant":
         raise RequestError("field 'messages' does not end with the assistant's answer", where=where)
@@ -166,11 +175,11 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     return record
 
 
-def parse_row(line: bytes, where: str, fields: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """A JSON object with exactly the given fields.
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a line.
 
     Raises:
-        RequestError: for invalid JSON, missing fields and unknown fields.
+        RequestError: for invalid JSON, and for another value than an object.
     """
     try:
         row = strict_json(line)
@@ -178,6 +187,17 @@ def parse_row(line: bytes, where: str, fields: Sequence[str], optional: Sequence
         raise RequestError(f"not valid JSON: {error}", where=where) from None
     if not isinstance(row, dict):
         raise RequestError("a row must be a JSON object", where=where)
+    return row
+
+
+def check_fields(
+    row: Mapping[str, Any], where: str, fields: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A copy of `row`, which must have exactly the given fields.
+
+    Raises:
+        RequestError: for missing fields and unknown fields.
+    """
     remedy = f"a row has the fields {', '.join(fields)}"
     for name in fields:
         if name not in row and name not in optional:
@@ -185,7 +205,7 @@ def parse_row(line: bytes, where: str, fields: Sequence[str], optional: Sequence
     for name in row:
         if name not in fields:
             raise RequestError(f"unknown field '{name}'", where=where, remedy=remedy)
-    return row
+    return dict(row)
 
 
 def parse_provenance(raw: Any, where: str = "") -> Provenance:

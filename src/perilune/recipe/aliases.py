@@ -53,6 +53,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "model_name_or_path": ("path", "model"),
     "pretrained_model_name_or_path": ("path",),
     "dataset_name": ("data",),
+    "dataset_path": ("data",),
+    "max_seq_length": ("max_length",),
     "train_dataset": ("data",),
     "train_files": ("data",),
     "system_prompt": ("system",),

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from perilune.bundle.plugin import consumed_fields, load_plugin, plugin_names
+from perilune.bundle.plugin import consumed_fields, file_fields, load_plugin, plugin_names
 from perilune.recipe.resolve import environment_registry, with_article
 from perilune.recipe.schema import Recipe, Stage
 
@@ -130,7 +130,12 @@ def _choices() -> dict[str, type[BaseModel]]:
 
 def _keys(model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: str = "") -> tuple[Key, ...]:
     schema = _inlined(model)
-    consumed = consumed_fields(model)
+    consumed: dict[str, str] = {
+        name: f"name of a stage that makes {with_article(kind)}"
+        for name, kind in consumed_fields(model).items()
+    }
+    for name in file_fields(model, dict.fromkeys(consumed, "./")):
+        consumed[name] += ", or a path"
     names = only or tuple(model.model_fields)
     return tuple(
         key for name in names for key in _described(prefix + name, name, schema, consumed.get(name, ""))
@@ -148,7 +153,7 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
         for deeper in inner["properties"]:
             yield from _described(f"{shown}.{deeper}", deeper, inner, "")
         return
-    kind = f"name of a stage that makes {with_article(consumes)}" if consumes else _type(inner)
+    kind = consumes or _type(inner)
     default = "required" if name in schema.get("required", ()) else _default(inner)
     yield Key(shown, kind, default, inner.get("description", ""))
 

@@ -12,10 +12,12 @@ from perilune.bundle.plugin import (
     OutputKind,
     by_model_fields,
     consumed_fields,
+    file_fields,
     load_plugin,
     path_fields,
     plugin_names,
 )
+from perilune.data.sources import find_source
 from perilune.errors import RequestError
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -208,12 +210,27 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
     fields |= dict.fromkeys(name for name in by_model_fields(spec) if name not in own)
     for field in path_fields(spec):
         fields[field] = _absolute(fields[field], base((*path, field)))
-    consumes = {field: fields[field] for field in consumed_fields(spec) if fields[field] is not None}
+    files = file_fields(spec, fields)
+    for field, name in files.items():
+        fields[field] = _data(name, base((*path, field)), (*path, field), f"{label}.{field}")
+    consumes = {
+        field: fields[field]
+        for field in consumed_fields(spec)
+        if fields[field] is not None and field not in files
+    }
     section: dict[str, Any] = {}
     if stage.environment and environment:  # empty where the recipe's is wrong, which is told of by itself
         whole = ({} if "id" in stage.environment else environment) | stage.environment
         section = _environment(whole, base, (*path, "environment"), f"{label}.environment")
     return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
+
+
+def _data(name: str, base: Path, path: KeyPath, key: str) -> str:
+    """The absolute path of the user's own data."""
+    try:
+        return str(find_source((base / Path(name).expanduser()).absolute()))
+    except RequestError as error:
+        raise ProblemsError([Problem(path, f"{key}: {error.where}: {error.what}", error.remedy)]) from None
 
 
 def _absolute(name: str | None, base: Path) -> str | None:
@@ -241,7 +258,10 @@ def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list
             problems.append(Problem(path, f"{key}: a stage cannot consume itself", choices))
         elif source not in makes:
             what = f"{key} takes the output of a stage, and no stage is named '{source}'"
-            problems.append(Problem(path, what, nearest(source, fitting) if fitting else choices))
+            remedy = nearest(source, fitting) if fitting else choices
+            if file_fields(load_plugin(stage.task).spec, {field: f"./{source}"}):
+                remedy += f"; a file or folder of your own is ./{source}"
+            problems.append(Problem(path, what, remedy))
         elif makes[source] != kind:
             what = f"{key} needs a stage that makes {with_article(kind)}, and '{source}' makes"
             what = f"{what} {with_article(makes[source])}"

@@ -16,6 +16,7 @@ from perilune.bundle.plugin import (
     load_plugin,
     plugin_names,
     resources_of,
+    uses_environment,
     uses_model,
 )
 from perilune.tracking.sinks import SinkName
@@ -97,7 +98,9 @@ class Recipe(Frozen):
         None, description="the model that training starts from; needed by all tasks that use a language model"
     )
     environment: dict[str, Any] = Field(
-        {}, description="source of tasks and scores; needed by all tasks that use a language model"
+        {},
+        description="source of tasks and scores; needed by all tasks that use a language model, except those"
+        " that only train on data (sft, preference, reward_model)",
     )
     rewards: dict[str, Weight | RewardFunction] = Field(
         {}, description="reward terms by name, each a weight or a function; see how-to/reward-functions.md"
@@ -119,10 +122,9 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _has_model_and_environment(self) -> Recipe:
         tasks = {stage.task for stage in self.stages} & set(plugin_names())
-        if any(uses_model(load_plugin(task)) for task in tasks):
-            for name in ("model", "environment"):
-                if name not in self.model_fields_set:
-                    raise ValueError(f"{name} is missing")
+        for name, is_used in (("model", uses_model), ("environment", uses_environment)):
+            if name not in self.model_fields_set and any(is_used(load_plugin(task)) for task in tasks):
+                raise ValueError(f"{name} is missing")
         return self
 
     def stage(self, name: str) -> Stage:

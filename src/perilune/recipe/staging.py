@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from perilune.bundle.job import InputReference, Job
-from perilune.bundle.plugin import load_plugin
+from perilune.bundle.plugin import consumed_fields, file_fields, load_plugin
 from perilune.files import with_field
 
 
@@ -15,7 +15,9 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
 
     In the returned job, the keys contain the paths in the bundle, which are the same on every machine.
     """
-    job, files = _environment(job)
+    job, tasks = _environment(job)
+    job, data = _data(job)
+    files = tasks | data
     stage = getattr(load_plugin(job.task), "stage", None)
     if stage is None:
         return job, files
@@ -24,6 +26,18 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
         InputReference(name=name, path=f"inputs/{name}", digest="", kind="files") for name in sorted(named)
     ]
     return job.model_copy(update={"spec": dict(spec), "inputs": (*job.inputs, *references)}), files | named
+
+
+def _data(job: Job) -> tuple[Job, dict[str, Path]]:
+    """The user's own data files, in place of the outputs of earlier stages."""
+    kind = load_plugin(job.task).spec
+    found = {name: Path(path) for name, path in file_fields(kind, job.spec).items()}
+    references = [
+        InputReference(name=name, path=f"inputs/{name}", digest="", kind=consumed_fields(kind)[name])
+        for name in found
+    ]
+    spec = {**job.spec, **{one.name: one.path for one in references}}
+    return job.model_copy(update={"spec": spec, "inputs": (*job.inputs, *references)}), found
 
 
 def _environment(job: Job) -> tuple[Job, dict[str, Path]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perilune.ui.attempt import Attempt
 from perilune.ui.provenance import Pairs, Provenance, model_of, readable, stage_facts
@@ -48,6 +49,8 @@ def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
         facts.append(
             ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
         )
+    if data := data_words(attempt.summary):
+        facts.append(("Data", data))
     return Stage(
         name=stage.name,
         task=stage.task,
@@ -104,13 +107,27 @@ def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
 
 
 def summaries_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
-    """Results of stages without curves, as sentences."""
+    """Results of stages without curves and the data that stages trained on, as sentences."""
     return [
         f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
         f"{attempt.summary.get('rejected', 0):,} candidates."
         for stage, attempt in pairs
         if stage.task == "collect" and "rows" in attempt.summary
+    ] + [
+        f"Stage {stage.name} trained on {data}."
+        for stage, attempt in pairs
+        if (data := data_words(attempt.summary))
     ]
+
+
+def data_words(summary: Mapping[str, Any]) -> str:
+    """The rows and tokens that a stage trained on; empty for a stage that did not train on rows."""
+    data = summary.get("data")
+    names = ("rows", "tokens", "learned", "dropped", "truncated")
+    if not isinstance(data, Mapping) or not all(isinstance(data.get(name), int) for name in names):
+        return ""
+    rare = "".join(f", {data[name]:,} {name}" for name in ("dropped", "truncated") if data[name])
+    return f"{data['rows']:,} rows{rare}, {data['tokens']:,} tokens, {data['learned']:,} with loss"
 
 
 def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:

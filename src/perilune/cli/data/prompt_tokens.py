@@ -24,8 +24,7 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
     Raises:
         RequestError: when the recipe is wrong or has no environment, or its tokenizer cannot be read.
     """
-    from perilune.models.text.template_facts import with_recipe_template
-    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.recipe.load import load_recipe
     from perilune.recipe.schema import with_rewards
 
@@ -35,9 +34,7 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
     section = with_rewards(recipe.environment, recipe.rewards)
     if recipe.model is None:
         return section, None
-    folder = recipe.model.path
-    tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
-    return section, with_recipe_template(tokenizer, recipe.model.model_dump())
+    return section, recipe_tokenizer(recipe.model.model_dump())
 
 
 def checkpoint_tokenizer(checkpoint: str) -> Tokenizer:

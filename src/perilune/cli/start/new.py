@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -30,8 +31,7 @@ name: {name}
 seed: 0  # every random number derives from it
 model:
   {model}
-environment:{environment}
-stages:
+{environment}stages:
 """
 BEFORE = """\
   # The model before training, on held-out tasks.
@@ -72,6 +72,31 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
     ),
 }
 
+EPOCHS = {"sft": 3, "preference": 1}
+ROWS = 16  # of a step
+OWN_STAGES = {  # from the user's own data
+    "sft": (
+        "supervised fine-tuning on {data}",
+        """\
+  # {rows:,} rows; {steps} steps of {batch} are {epochs} epochs. Loss is on the answers alone.
+  # A row that is too long is an error. too_long: drop or truncate; max_length: N lowers the limit.
+  # batch_size is in rows, packed without padding. The default of lr depends on the model; --plan shows it.
+  - {{name: sft, task: sft, checkpoint: model, data: {data}, steps: {steps}, batch_size: {batch}}}
+""",
+        "sft",
+    ),
+    "preference": (
+        "preference learning on {data}",
+        """\
+  # {rows:,} pairs; {steps} steps of {batch} are {epochs} epoch. nll: 1.0 keeps the chosen answers likely.
+  # A pair that is too long is an error; too_long: drop leaves it out. loss: dpo, dpo_norm or ipo.
+  - {{name: dpo, task: preference, checkpoint: model, data: {data}, loss: dpo, beta: 0.1, steps: {steps},
+     batch_size: {batch}}}
+""",
+        "dpo",
+    ),
+}
+
 
 def new(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Name of the experiment and the file.")] = "",
@@ -84,6 +109,12 @@ def new(
         str, typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum.")
     ] = "",
     task: Annotated[Task | None, typer.Option(help="How to train.", show_default=False)] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="PATH", help="Your own data for sft or preference: a file or a folder."
+        ),
+    ] = "",
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
 ) -> None:
     """Write NAME.yaml, a commented recipe to start from. In a terminal, asks for missing options.
@@ -94,19 +125,25 @@ def new(
     perilune new
     perilune new mine --model Qwen/Qwen3-0.6B --environment reasoning_gym/spell_backward --task rl
     perilune new sums --model tiny --environment calculator --task sft
+    perilune new chats --model Qwen/Qwen3-0.6B --from chats.jsonl
     """
     name = _asked(name, "NAME", "name of the experiment", "mine").removesuffix(".yaml")
     path = Path(f"{name}.yaml")
     if path.exists():
         raise RequestError("the file exists", where=str(path), remedy="another NAME, or remove the file")
     model = _asked(model, "--model", "model: a folder, a cached model id, tiny or small", "tiny")
-    environment = _asked(
-        environment, "--environment", "environment (perilune environments list)", "calculator"
-    )
-    chosen = _asked(task or "", "--task", f"task: {', '.join(get_args(Task))}", "rl")
-    if chosen not in STAGES:
-        raise RequestError(f"no task '{chosen}'", where="--task", remedy=f"one of: {', '.join(STAGES)}")
-    text = _recipe(name, model, section_of(environment, settings), chosen)
+    if data:
+        parts = _own_parts(data, task)
+    else:
+        environment = _asked(
+            environment, "--environment", "environment (perilune environments list)", "calculator"
+        )
+        chosen = _asked(task or "", "--task", f"task: {', '.join(get_args(Task))}", "rl")
+        if chosen not in STAGES:
+            raise RequestError(f"no task '{chosen}'", where="--task", remedy=f"one of: {', '.join(STAGES)}")
+        parts = STAGES[chosen]
+    section = section_of(environment, settings) if environment else {}
+    text = _recipe(name, model, section, parts)
     _check(text, path)
     path.write_text(text, encoding="utf-8")
     echo(f"wrote {path}\n  next: perilune run {path} --plan")
@@ -121,16 +158,36 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
     return str(typer.prompt(question, default=default, err=True)).strip()
 
 
-def _recipe(name: str, model: str, environment: dict[str, Any], task: str) -> str:
+def _own_parts(path: str, task: Task | None) -> tuple[str, str, str]:
+    """The title, the stages and the training stage for the user's own data, as its first row has it."""
+    from perilune.data.sources import first_row, read_rows
+
+    guessed = "preference" if "chosen" in first_row(Path(path)).value else "sft"
+    if task not in (None, guessed):
+        raise RequestError(
+            f"the rows of {path} are for task {guessed}", where="--task", remedy="leave it out"
+        )
+    rows = sum(1 for _ in read_rows(Path(path)))
+    batch = min(ROWS, rows)
+    steps = ceil(EPOCHS[guessed] * rows / batch)
+    data = json.dumps(path if "." in path or "/" in path else f"./{path}")
+    values = {"data": data, "rows": rows, "batch": batch, "steps": steps, "epochs": EPOCHS[guessed]}
+    title, stages, trained = OWN_STAGES[guessed]
+    return title.format(**values), stages.format(**values), trained
+
+
+def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str, str, str]) -> str:
     """The text of the recipe. A JSON value is also a YAML value."""
-    title, stages, trained = STAGES[task]
+    title, stages, trained = parts
     source = f"preset: {model}  # a new model" if model in PRESETS else f"path: {json.dumps(model)}"
     rewards = environment.pop("rewards", None)
     section = "".join(f"\n  {key}: {json.dumps(value)}" for key, value in environment.items())
+    section = f"environment:{section}\n" if section else ""
     if rewards:
-        section += f"\nrewards: {json.dumps(rewards)}"
-    body = BEFORE + stages + AFTER
-    body = body.replace("TEACHER", TEACHERS.get(environment["id"], "gold")).replace("TRAINED", trained)
+        section += f"rewards: {json.dumps(rewards)}\n"
+    body = BEFORE + stages + AFTER if environment else stages
+    teacher = TEACHERS.get(environment.get("id", ""), "gold")
+    body = body.replace("TEACHER", teacher).replace("TRAINED", trained)
     return HEAD.format(name=name, title=title, model=source, environment=section) + body
 
 

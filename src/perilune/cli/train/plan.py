@@ -56,7 +56,8 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         environment = "/".join(
             str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
         )
-        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}, environment {environment}"]
+        asked = f", environment {environment}" if environment else ""
+        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}{asked}"]
     labels = [name for stage in stages for name in stage["derived"]]
     width = max((len(label) for label in labels), default=0)
     for stage in stages:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import is_in_template
 
 SystemUse = Literal["own turn", "in the user's turn", "refused", "ignored"]
 _SYSTEM, _USER = "c41fa6e2-system", "c41fa6e2-user"  # texts that no template contains
+
+
+def recipe_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a recipe's `model` section, with its chat template; reads no weights.
+
+    Raises:
+        RequestError: when the tokenizer cannot be read, or as `with_recipe_template`.
+    """
+    folder = model.get("path")
+    return with_recipe_template(Tokenizer.load(folder) if folder else Tokenizer.characters(), model)
 
 
 def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:
@@ -32,9 +42,8 @@ def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Toke
         raise RequestError("the model has no chat template", where=where, remedy="set model.chat_template")
     if not values or tokenizer.chat_template is None:
         return tokenizer
-    source = tokenizer.chat_template.source
     for name in values:
-        if not name.isidentifier() or not re.search(rf"(?<!\w){name}(?!\w)", source):
+        if not name.isidentifier() or not is_in_template(tokenizer, name):
             raise RequestError(
                 f"the model's chat template has no variable {name!r}",
                 where=where,
@@ -45,7 +54,7 @@ def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Toke
         for name, value in values.items()
     ]
     # The line end after a block is no output, and the template still begins at the start of a line.
-    return tokenizer.with_chat_template("".join(blocks) + "\n" + source, where=where)
+    return tokenizer.with_chat_template("".join(blocks) + "\n" + tokenizer.chat_template.source, where=where)
 
 
 def _literal(value: bool | float | str | None) -> str:

@@ -245,6 +245,18 @@ class Tokenizer:
         """Token ids of a text to continue without a template, after BOS if the tokenizer adds it."""
         return self._prompt_prefix + self.encode(text)
 
+    def encode_document(self, text: str, *, starts: bool = True, ends: bool = False) -> list[int]:
+        """Token ids of a text that no template writes. Control tokens that it spells out become tokens.
+
+        Args:
+            starts: whether BOS comes first if the tokenizer adds it; never twice.
+            ends: whether `eos_token_id` comes last; never twice.
+        """
+        (ids,) = self.encode_rendered([text])
+        prefix = self._prompt_prefix if starts and ids[:1] != self._prompt_prefix else []
+        end = [self.eos_token_id] if ends and ids[-1:] != [self.eos_token_id] else []
+        return [*prefix, *ids, *end]
+
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of an answer of the assistant, with `eos_token_id` at the end."""
         return [*self.encode(text), self.eos_token_id]

@@ -28,6 +28,7 @@ from perilune.tasks.stage.publishing import Publisher
 from perilune.tasks.stage.system_message import prepend_system
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
+from perilune.tasks.supervised.tokens import RowReader
 
 FIRST_AND_LAST = ("loss", "reward", "pass_rate", "length", "reverse_kl", "overlap_ratio", "entropy_gap")
 SCHEDULE = 0x0D15  # separates the random numbers of the on-policy schedule from others of the same seed
@@ -80,8 +81,8 @@ class _Source:
         seed, policy = workspace.job.seed, player.policy
         self._data = None
         if workspace.has_input("data"):
-            longest = policy.decoder.config.max_position_embeddings
-            self._data = Demonstrations.load(workspace.input("data"), policy.tokenizer, seed, longest)
+            reader = RowReader(policy.tokenizer, policy.decoder.config.max_position_embeddings)
+            self._data = Demonstrations([workspace.input("data")], reader, seed, with_messages=True)
         self._on_policy = np.random.default_rng([seed, SCHEDULE]).random(spec.steps) < spec.on_policy
         workspace.episodes.mkdir(exist_ok=True)
 

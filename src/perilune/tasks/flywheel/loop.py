@@ -29,6 +29,7 @@ from perilune.tasks.stage.policy import heldout_tasks
 from perilune.tasks.stage.publishing import Publisher
 from perilune.tasks.stage.training import StepReport, TrainingLoop
 from perilune.tasks.supervised.demonstrations import Demonstrations
+from perilune.tasks.supervised.tokens import RowReader
 from perilune.watchdog import Waiting
 
 HELD_OUT_SAMPLES = 4
@@ -127,17 +128,8 @@ class Rounds:
     def train(self, number: int) -> None:
         """Train on the traces of all rounds so far."""
         spec, decoder = self._spec, self._learner.decoder
-        episodes = [
-            one
-            for path in self._all_traces(number)
-            for one in Demonstrations.load(
-                path,
-                self._player.policy.tokenizer,
-                self._workspace.job.seed,
-                decoder.config.max_position_embeddings,
-            ).episodes
-        ]
-        traces = Demonstrations(episodes, self._workspace.job.seed)
+        reader = RowReader(self._player.policy.tokenizer, decoder.config.max_position_embeddings)
+        traces = Demonstrations(self._all_traces(number), reader, self._workspace.job.seed)
         sft = algorithm("sft")
         with Waiting("learning") as waiting:
             for update in range((number - 1) * spec.updates, number * spec.updates):

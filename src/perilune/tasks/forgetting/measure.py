@@ -91,7 +91,7 @@ def measure_forgetting(
     sections = settings.sections(own)
     trained = _Measurement(workspace, settings, after, device)
     later = trained.checkpoint(sections)
-    answers = trained.answers(own, make_environment(own)) if settings.tasks else []
+    answers = trained.answers(own, make_environment(own)) if settings.tasks and own else []
     tokenizer = trained.tokenizer
     del trained  # so that one engine at a time is in memory
     start = _Measurement(workspace, settings, before, device, tokenizer)

@@ -27,13 +27,13 @@ class ForgettingSettings(Frozen):
     max_tokens: int = Field(64, ge=1, description="most tokens of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The sections of the environments that differ from `own`, that of the recipe.
+        """The sections of the environments that differ from `own`, that of the recipe, if it has one.
 
         Raises:
             RequestError: when an environment is unknown.
         """
         found = [section_of(name) for name in self.environments] if self.tasks else []
-        trained = make_environment(own).id
+        trained = make_environment(own).id if own else ""
         return [section for section in found if make_environment(section).id != trained]
 
     def describe(self, own: Mapping[str, Any]) -> str:
@@ -43,7 +43,8 @@ class ForgettingSettings(Frozen):
             others = (
                 ", ".join(make_environment(one).id for one in self.sections(own)) or "no other environment"
             )
-            parts.append(f"{self.tasks} tasks x {self.samples} of {others}; KL to the start")
+            kl = "; KL to the start" if own else ""
+            parts.append(f"{self.tasks} tasks x {self.samples} of {others}{kl}")
         return ", ".join(parts) or "nothing"
 
 

@@ -31,6 +31,7 @@ class Stage(ABC, Generic[Spec]):
     Attributes:
         parallel: several processes may run the stage together.
         standalone: the stage needs neither the recipe's model nor its environment.
+        needs_environment: the stage cannot run without the recipe's environment.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Stage(ABC, Generic[Spec]):
     output: str = "artifacts/checkpoints/final"
     parallel: bool = False
     standalone: bool = False
+    needs_environment: bool = True
 
     def plan(self, job: Job) -> Mapping[str, object]:
         """Validate the spec and describe the work: name to printable value.

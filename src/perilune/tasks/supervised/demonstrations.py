@@ -1,58 +1,77 @@
-"""Traces as episodes to train on; the order depends only on the seed and the step."""
+"""Rows to imitate as episodes to train on; the order depends only on the seed and the step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
-from perilune.data.records import TraceRecord, read_records, records_file
+from perilune.data.examples import Conversation
 from perilune.errors import RequestError
-from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import encode_turns
+from perilune.tasks.supervised.tokens import RowReader
 
 
-@dataclass(frozen=True)
 class Demonstrations:
-    """Tokenised traces. Each epoch is a new permutation, and the batch of a step needs no stored state."""
+    """Tokenised rows, at 5 bytes per token. Each epoch is a new permutation, and the batch of a step needs no
+    stored state.
 
-    episodes: Sequence[Episode]
-    seed: int
+    Args:
+        reader: reads the rows, and counts them.
+        with_messages: whether episodes have the messages of their rows.
 
-    @classmethod
-    def load(cls, path: Path, tokenizer: Tokenizer, seed: int, longest: int) -> Demonstrations:
-        """Read trace records.
+    Raises:
+        RequestError: as `RowReader.demonstrations`, and when there are no rows.
+    """
 
-        Raises:
-            RequestError: naming file and line, for a malformed row, a row longer than `longest` tokens or one
-                with a character that the vocabulary lacks; when there are no rows.
-        """
-        records = read_records(path)
-        if not records:
+    def __init__(
+        self, paths: Iterable[Path], reader: RowReader, seed: int, *, with_messages: bool = False
+    ) -> None:
+        self.seed = seed
+        ids, mask, ends, prompts = array("i"), bytearray(), array("q", [0]), array("i")
+        self._places: list[str] = []
+        self._messages: list[tuple[Mapping[str, Any], ...]] = []
+        path = Path()
+        for path in paths:
+            for row, example, tokens in reader.demonstrations(path):
+                ids.extend(tokens.prompt_ids)
+                ids.extend(tokens.token_ids)
+                mask += bytes(len(tokens.prompt_ids)) + bytes(tokens.loss_mask)
+                ends.append(len(ids))
+                prompts.append(len(tokens.prompt_ids))
+                self._places.append(row.place)
+                if with_messages and isinstance(example, Conversation):
+                    self._messages.append((*example.opening, *example.turns))
+        if not self._places:
             raise RequestError("there are no traces to train on", where=str(path))
-        episodes = []
-        for line, record in enumerate(records, start=1):
-            where = f"{records_file(path)}:{line}"
-            one = _episode(record, tokenizer, seed, where)
-            length = len(one.prompt_ids) + len(one.token_ids)
-            if length > longest:
-                raise RequestError(
-                    f"the trace has {length} tokens, and the model has {longest} positions",
-                    where=where,
-                    remedy="remove the trace, or use a model with more positions",
-                )
-            episodes.append(one)
-        return cls(episodes, seed)
+        self._ids, self._mask = np.frombuffer(ids, np.int32), np.frombuffer(mask, np.bool_)
+        self._ends, self._prompts = ends, prompts
 
     def __len__(self) -> int:
-        return len(self.episodes)
+        return len(self._places)
 
     def batch(self, step: int, size: int) -> list[Episode]:
-        """The traces of optimizer step `step` (from 0)."""
-        return [self.episodes[index] for index in batch_indices(self.seed, step, size, len(self.episodes))]
+        """The episodes of optimizer step `step` (from 0)."""
+        return [self.episode(index) for index in batch_indices(self.seed, step, size, len(self))]
+
+    def episode(self, index: int) -> Episode:
+        """One row as an episode that no policy sampled; its id is its place in the file."""
+        start, end = self._ends[index], self._ends[index + 1]
+        first = start + self._prompts[index]
+        place = self._places[index]
+        return Episode(
+            episode_id=place,
+            group_id=place,
+            task_id=place,
+            environment="",
+            seed=self.seed,
+            messages=self._messages[index] if self._messages else (),
+            prompt_ids=self._ids[start:first],
+            **unsampled_tokens(self._ids[first:end]) | {"loss_mask": self._mask[first:end]},
+        )
 
 
 def batch_indices(seed: int, step: int, size: int, total: int) -> list[int]:
@@ -62,21 +81,3 @@ def batch_indices(seed: int, step: int, size: int, total: int) -> list[int]:
         epoch: np.random.default_rng([seed, int(epoch)]).permutation(total) for epoch in np.unique(epochs)
     }
     return [int(orders[epoch][index]) for epoch, index in zip(epochs, within, strict=True)]
-
-
-def _episode(record: TraceRecord, tokenizer: Tokenizer, seed: int, where: str) -> Episode:
-    try:
-        prompt_ids, token_ids, loss_mask = encode_turns(tokenizer, record.messages)
-    except RequestError as error:
-        raise RequestError(error.what, where=where, remedy=error.remedy) from None
-    return Episode(
-        episode_id=record.digest,
-        group_id=record.digest,
-        task_id=record.task_id,
-        environment=record.environment,
-        seed=seed,
-        messages=tuple(record.messages),
-        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-        reward=record.score,
-        **unsampled_tokens(token_ids) | {"loss_mask": np.asarray(loss_mask, dtype=np.bool_)},
-    )

@@ -34,13 +34,9 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec),
         workspace.job.resources,
     )
-    pairs = PreferenceData.load(
-        [workspace.input("data")],
-        policy.tokenizer,
-        workspace.job.seed,
-        policy.decoder.config.max_position_embeddings,
-        spec.validation,
-    )
+    reader = spec.reader(policy.tokenizer, policy.decoder.config)
+    pairs = PreferenceData.load([workspace.input("data")], reader, workspace.job.seed, spec.validation)
+    workspace.log(f"data: {reader.describe()}")
     data = PreferenceData(
         with_reference_logprobs(pairs.train, policy.decoder, spec.token_budget),
         with_reference_logprobs(pairs.validation, policy.decoder, spec.token_budget),
@@ -80,6 +76,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     return loop.finish(policy) | {
         "algorithm": spec.loss,
         "pairs": len(data.train),
+        "data": reader.figures(),
         "validation_pairs": len(data.validation),
         **first_and_last(lines, ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")),
         "validation": {name: value for name, value in lines[-1].items() if name.startswith("validation_")},

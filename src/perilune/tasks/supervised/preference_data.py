@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
-from perilune.data.preferences import FILE, PreferenceRecord, read_preferences
+from perilune.data.records import is_validation
 from perilune.errors import RequestError
 from perilune.learn.batch import Pair
-from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.supervised.demonstrations import batch_indices
+from perilune.tasks.supervised.tokens import RowReader, Tokens
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,11 @@ class PreferenceData:
     seed: int
 
     @classmethod
-    def load(
-        cls, paths: Sequence[Path], tokenizer: Tokenizer, seed: int, longest: int, validation: float
-    ) -> PreferenceData:
+    def load(cls, paths: Sequence[Path], reader: RowReader, seed: int, validation: float) -> PreferenceData:
         """Read the pairs of all `paths`. Answers are never truncated, and all end with the same token.
 
         Args:
-            longest: most tokens of prompt and answer.
+            reader: reads the pairs, and counts them.
             validation: share of held-out tasks.
 
         Raises:
@@ -42,10 +39,12 @@ class PreferenceData:
         train: list[Pair] = []
         held: list[Pair] = []
         for path in paths:
-            for line, record in enumerate(read_preferences(path), start=1):
-                where = f"{path / FILE if path.is_dir() else path}:{line}"
-                pair = _pair(record, tokenizer, seed, where, longest)
-                (held if _is_held_out(record.task_id, validation) else train).append(pair)
+            for row, pair, better, worse in reader.comparisons(path):
+                ids = (pair.task_id, row.place)
+                scores = pair.scores or (None, None)
+                chosen = _episode((*ids, "chosen"), seed, better, scores[0])
+                rejected = _episode((*ids, "rejected"), seed, worse, scores[1])
+                (held if is_validation(pair.task_id, validation) else train).append((chosen, rejected))
         if not train:
             raise RequestError("no pair is left to train on", where=str(paths[0]), remedy="make more pairs")
         return cls(train, held, seed)
@@ -55,42 +54,16 @@ class PreferenceData:
         return [self.train[index] for index in batch_indices(self.seed, step, size, len(self.train))]
 
 
-def _is_held_out(task_id: str, share: float) -> bool:
-    digest = hashlib.sha256(f"validation:{task_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
-
-
-def _pair(record: PreferenceRecord, tokenizer: Tokenizer, seed: int, where: str, longest: int) -> Pair:
-    try:
-        prompt = np.asarray(tokenizer.encode_prompt(record.prompt), np.int32)
-        better, worse = (
-            tokenizer.encode_completion(side[0]["content"]) for side in (record.chosen, record.rejected)
-        )
-    except RequestError as error:
-        raise RequestError(error.what, where=where, remedy=error.remedy) from None
-    most = len(prompt) + max(len(better), len(worse))
-    if most > longest:
-        raise RequestError(
-            f"the pair has {most} tokens, and the model has {longest} positions",
-            where=where,
-            remedy="remove the pair: truncating one answer would teach truncation",
-        )
-    episode = Episode(
-        episode_id=f"{record.digest}/chosen",
-        group_id=record.digest,
-        task_id=record.task_id,
-        environment=record.environment,
+def _episode(ids: tuple[str, str, str], seed: int, tokens: Tokens, score: float | None) -> Episode:
+    task_id, place, side = ids
+    return Episode(
+        episode_id=f"{place}/{side}",
+        group_id=place,
+        task_id=task_id,
+        environment="",
         seed=seed,
-        messages=(*record.prompt, *record.chosen),
-        prompt_ids=prompt,
-        reward=record.chosen_score,
-        **unsampled_tokens(better),
+        messages=(),
+        prompt_ids=np.asarray(tokens.prompt_ids, np.int32),
+        reward=score,
+        **unsampled_tokens(tokens.token_ids) | {"loss_mask": np.asarray(tokens.loss_mask, np.bool_)},
     )
-    other = replace(
-        episode,
-        episode_id=f"{record.digest}/rejected",
-        messages=(*record.prompt, *record.rejected),
-        reward=record.rejected_score,
-        **unsampled_tokens(worse),
-    )
-    return episode, other

@@ -32,9 +32,9 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         stage_memory(model.config, token_budget=spec.token_budget), workspace.job.resources
     )
     paths = [workspace.input(name) for name in ("data", "replay") if workspace.has_input(name)]
-    data = PreferenceData.load(
-        paths, policy.tokenizer, workspace.job.seed, model.config.max_position_embeddings, spec.validation
-    )
+    reader = spec.reader(policy.tokenizer, model.config)
+    data = PreferenceData.load(paths, reader, workspace.job.seed, spec.validation)
+    workspace.log(f"data: {reader.describe()}")
     learner = Learner(model, spec, ranks=join_ranks(workspace, device))
     trained = learner.trained
     assert isinstance(trained, RewardModel)
@@ -66,6 +66,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
     return loop.finish(Policy(model, policy.tokenizer), save_reward_model) | {
         "algorithm": "bradley_terry",
         "pairs": len(data.train),
+        "data": reader.figures(),
         "validation_pairs": len(data.validation),
         **first_and_last(workspace.metrics(), ("loss", "accuracy", "margin")),
         "accuracy_before": before["accuracy"],

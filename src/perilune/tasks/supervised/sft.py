@@ -27,9 +27,9 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
         stage_memory(config, token_budget=spec.token_budget, learner=spec), workspace.job.resources
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
-    demonstrations = Demonstrations.load(
-        workspace.input("data"), policy.tokenizer, workspace.job.seed, config.max_position_embeddings
-    )
+    reader = spec.reader(policy.tokenizer, config)
+    demonstrations = Demonstrations([workspace.input("data")], reader, workspace.job.seed)
+    workspace.log(f"data: {reader.describe()}")
     weight_groups = algorithm("sft")
     loop = TrainingLoop(workspace, learner, spec)
 
@@ -47,6 +47,7 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     return loop.finish(policy) | {
         "algorithm": "sft",
         "traces": len(demonstrations),
+        "data": reader.figures(),
         **first_and_last(workspace.metrics(), ("loss",)),
         "memory": memory_figures(memory, device),
     }

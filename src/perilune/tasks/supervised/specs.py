@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.retention import TrainingSpec
 
+if TYPE_CHECKING:
+    from perilune.models.config.decoder_config import DecoderConfig
+    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.tasks.supervised.tokens import RowReader
 
-class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec):
+
+class RowSpec(Frozen):
+    """Fields of the stages that read rows: the longest row, and what to do with a longer one."""
+
+    max_length: int | None = Field(
+        None,
+        ge=2,
+        description="most tokens of a row with its prompt; null: as many as the model has positions",
+    )
+    too_long: Literal["error", "drop", "truncate"] = Field(
+        "error",
+        description="what to do with a longer row: error refuses the data, drop leaves the row out, truncate"
+        " keeps its start (sft only)",
+    )
+
+    def reader(self, tokenizer: Tokenizer, config: DecoderConfig) -> RowReader:
+        """A reader of rows with these settings, for a model."""
+        from perilune.tasks.supervised.tokens import RowReader
+
+        return RowReader(tokenizer, config.max_position_embeddings, self.max_length, self.too_long)
+
+
+class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec, RowSpec):
     """Fields of an sft stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
         "model", description="checkpoint to start from"
     )
-    data: Annotated[str, Consumes("dataset")] = Field(description="stage whose traces to train on")
+    data: Annotated[str, Consumes("dataset", files=True)] = Field(
+        description="stage whose traces to train on, or a file or folder of your own"
+    )
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch_size: int = Field(64, ge=1, description="traces per step")
     warmup: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
@@ -26,16 +55,25 @@ class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec):
     save_every: int = Field(100, ge=1, description="steps between checkpoints to resume from")
 
 
-class PairTrainingSpec(TrainingSpec, OptimizerSettings):
+class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
     """Fields of the stages that train on preference pairs."""
 
-    data: Annotated[str, Consumes("preferences")] = Field(description="stage whose pairs to train on")
+    data: Annotated[str, Consumes("preferences", files=True)] = Field(
+        description="stage whose pairs to train on, or a file or folder of your own"
+    )
     steps: int = Field(100, ge=1, description="optimizer steps")
     batch_size: int = Field(32, ge=1, description="pairs per step")
     validation: float = Field(0.1, ge=0, lt=1, description="share of tasks whose pairs are held out")
     validate_every: int = Field(20, ge=1, description="steps between validations on the held-out pairs")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
     save_every: int = Field(50, ge=1, description="steps between checkpoints to resume from")
+
+    @field_validator("too_long")
+    @classmethod
+    def _answers_stay_whole(cls, too_long: str) -> str:
+        if too_long == "truncate":
+            raise ValueError("a truncated answer would teach truncation; use drop")
+        return too_long
 
 
 class PreferenceSpec(PairTrainingSpec, LearnerSettings, ForgettingSpec):
@@ -63,7 +101,7 @@ class RewardModelSpec(PairTrainingSpec):
     refresh: Annotated[str | None, Consumes("reward_model")] = Field(
         None, description="reward model to continue training, for example on its failures"
     )
-    replay: Annotated[str | None, Consumes("preferences")] = Field(
+    replay: Annotated[str | None, Consumes("preferences", files=True)] = Field(
         None, description="older pairs to train on too, so that the model keeps ranking them right"
     )
     centre: float = Field(

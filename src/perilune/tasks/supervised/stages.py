@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.plugin import file_fields
 from perilune.tasks.stage.memory_plan import model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
@@ -21,11 +23,13 @@ class SFT(Stage[SFTSpec]):
     spec = SFTSpec
     produces = "checkpoint"
     parallel = True
+    needs_environment = False
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
-        """Traces seen, the schedule and memory."""
+        """The user's own data, traces seen, the schedule and memory."""
         memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
-        return {"traces seen": _examples(spec), **training_plan(spec, job, memory)}
+        own = _own_data(spec, job)
+        return {**own, "traces seen": _examples(spec), **training_plan(spec, job, memory)}
 
     def execute(self, spec: SFTSpec, workspace: Workspace) -> dict[str, Any]:
         """Train on traces."""
@@ -41,11 +45,13 @@ class Preference(Stage[PreferenceSpec]):
     spec = PreferenceSpec
     produces = "checkpoint"
     parallel = True
+    needs_environment = False
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
-        """Pairs seen, the loss, the schedule and memory."""
+        """The user's own data, pairs seen, the loss, the schedule and memory."""
         memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
         return {
+            **_own_data(spec, job),
             "pairs seen": _examples(spec),
             "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
             **training_plan(spec, job, memory),
@@ -65,17 +71,36 @@ class RewardModelStage(Stage[RewardModelSpec]):
     spec = RewardModelSpec
     produces = "reward_model"
     parallel = True
+    needs_environment = False
 
     def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
-        """Pairs seen, the schedule and memory."""
+        """The user's own data, pairs seen, the schedule and memory."""
         memory = stage_memory(model_config(job), token_budget=spec.token_budget)
-        return {"pairs seen": _examples(spec), **training_plan(spec, job, memory)}
+        own = _own_data(spec, job)
+        return {**own, "pairs seen": _examples(spec), **training_plan(spec, job, memory)}
 
     def execute(self, spec: RewardModelSpec, workspace: Workspace) -> dict[str, Any]:
         """Train a reward model on pairs."""
         from perilune.tasks.supervised.reward_model import run
 
         return run(workspace, spec)
+
+
+def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
+    """What is in the user's own files; empty for a stage that trains on another stage's output.
+
+    Raises:
+        RequestError: naming the first row that cannot be trained on.
+    """
+    lines: dict[str, object] = {}
+    for name, path in file_fields(type(spec), job.spec).items():
+        from perilune.models.text.template_facts import recipe_tokenizer
+
+        reader = spec.reader(recipe_tokenizer(job.model), model_config(job))
+        reader.check(Path(path), pairs=isinstance(spec, PairTrainingSpec))
+        epochs = spec.steps * spec.batch_size / max(1, reader.rows)
+        lines[name] = f"{Path(path).name}: {reader.describe()}; {epochs:,.1f} epochs"
+    return lines
 
 
 def _examples(spec: SFTSpec | PairTrainingSpec) -> str:

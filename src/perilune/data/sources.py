@@ -1,0 +1,217 @@
+"""Rows of the user's own data files: JSON Lines, JSON, Parquet, and folders that `datasets` saved.
+
+Rows are read in order and one batch at a time, so memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from perilune.data.stream import stream_bytes
+from perilune.errors import RequestError
+from perilune.files import open_regular, read_json, read_regular, strict_json
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
+BATCH = 256  # rows of a columnar file in memory at a time
+HEAD = 8  # bytes that tell a columnar file
+
+# The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
+COLUMNS = frozenset(
+    {"messages", "conversations", "prompt", "completion", "text", "chosen", "rejected"}
+    | {"tools", "chat_template_kwargs"}
+    | {"digest", "environment", "task_id", "score", "source", "seed", "provenance", "details"}
+    | {"chosen_score", "rejected_score"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        place: "FILE:LINE" of JSON Lines, "FILE row NUMBER" of other files; numbers start at 1.
+        value: its columns, without those that are null.
+    """
+
+    place: str
+    value: dict[str, Any]
+
+
+def find_source(path: Path) -> Path:
+    """The file or folder of training rows that `path` names.
+
+    In a folder, that is what a stage or `perilune data filter` wrote for training, or the split `train` of a
+    saved DatasetDict; else the folder itself.
+
+    Raises:
+        RequestError: when there is nothing to read.
+    """
+    if not path.exists():
+        raise RequestError(
+            "no such file or folder", where=str(path), remedy="check the path; Perilune downloads no data"
+        )
+    if path.is_dir():
+        own = [path / name for name in OWN_FILES if (path / name).is_file()]
+        if own:
+            return own[0]
+        if (path / "filter.json").is_file():
+            return find_source(path / "train.jsonl")
+        if (path / "dataset_dict.json").is_file():
+            return find_source(_split_of(path))
+    _files(path)
+    return path
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file or folder, in the order of file names.
+
+    Raises:
+        RequestError: naming the file, and the line or row that cannot be read.
+    """
+    for file in _files(find_source(path)):
+        yield from _rows(file)
+
+
+def _split_of(folder: Path) -> Path:
+    splits = read_json(folder / "dataset_dict.json")
+    names = splits.get("splits") if isinstance(splits, dict) else None
+    if isinstance(names, list) and "train" in names:
+        return folder / "train"
+    listed = ", ".join(str(folder / str(name)) for name in names or ())
+    raise RequestError(
+        "the saved datasets have no split 'train'",
+        where=str(folder),
+        remedy=f"name the folder of one: {listed[:300]}",
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a source, in order; those named train* alone if there are any."""
+    if not path.is_dir():
+        return [path]
+    if (path / "state.json").is_file():
+        return _saved_files(path)
+    found = [file for folder in (path, path / "data") for file in _data_files(folder)]
+    chosen = [file for file in found if file.name.startswith("train")] or found
+    if not chosen:
+        raise RequestError("the folder has no data files", where=str(path), remedy=f"one of {SUFFIXES}")
+    if len({file.suffix for file in chosen}) > 1:
+        raise RequestError(
+            f"the folder has files of several kinds: {', '.join(file.name for file in chosen)[:300]}",
+            where=str(path),
+            remedy="name one file",
+        )
+    return chosen
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file())
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The Arrow files of a folder that `Dataset.save_to_disk` wrote."""
+    state = read_json(folder / "state.json")
+    entries = state.get("_data_files") if isinstance(state, dict) else None
+    names = [one.get("filename") if isinstance(one, dict) else None for one in entries or ()]
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise RequestError("does not list the files of a saved dataset", where=str(folder / "state.json"))
+    return [folder / str(name) for name in names]
+
+
+def _rows(file: Path) -> Iterator[Row]:
+    try:
+        with open_regular(file) as opened:
+            head = opened.read(HEAD)
+    except OSError as error:
+        raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
+    if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
+        return _columnar_rows(file, head)
+    with open_regular(file) as opened:
+        starts = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    return _array_rows(file) if starts == b"[" else _line_rows(file)
+
+
+def _line_rows(file: Path) -> Iterator[Row]:
+    for number, raw, problem in stream_bytes(file):
+        place = f"{file}:{number}"
+        if problem:
+            raise RequestError(problem, where=place)
+        try:
+            value = strict_json(raw.removeprefix(b"\xef\xbb\xbf"))
+        except ValueError as error:
+            raise RequestError(f"not valid JSON: {error}", where=place) from None
+        yield _row(place, value)
+
+
+def _array_rows(file: Path) -> Iterator[Row]:
+    try:
+        values = strict_json(read_regular(file).removeprefix(b"\xef\xbb\xbf"))
+    except ValueError as error:
+        raise RequestError(f"not valid JSON: {error}", where=str(file)) from None
+    for number, value in enumerate(values, start=1):
+        yield _row(f"{file} row {number}", value)
+
+
+def _row(place: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise RequestError("a row must be a JSON object", where=place)
+    return Row(place, {name: one for name, one in value.items() if one is not None})
+
+
+def _columnar_rows(file: Path, head: bytes) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        for values in _columnar_batches(file, head):
+            for value in values:
+                number += 1
+                yield Row(f"{file} row {number}", _without_nulls(value))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise RequestError(f"cannot be read after row {number}: {reason}", where=str(file)) from None
+
+
+def _columnar_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]:
+    """Batches of rows of a Parquet file, an Arrow file or an Arrow stream. The contents are not trusted."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if head.startswith(b"PAR1"):
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            names = [name for name in parquet.schema_arrow.names if name in COLUMNS]
+            for batch in parquet.iter_batches(BATCH, columns=names):
+                yield batch.to_pylist()
+        return
+    with pyarrow.memory_map(str(file)) as mapped:
+        is_stream = not head.startswith(b"ARROW1")
+        reader = pyarrow.ipc.open_stream(mapped) if is_stream else pyarrow.ipc.open_file(mapped)
+        batches = reader if is_stream else (reader.get_batch(n) for n in range(reader.num_record_batches))
+        for batch in batches:
+            batch.validate(full=True)  # offsets of a hostile file could lead out of its memory
+            chosen = batch.select([name for name in batch.schema.names if name in COLUMNS])
+            for start in range(0, chosen.num_rows, BATCH):
+                yield chosen.slice(start, BATCH).to_pylist()
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without null fields, with which a columnar file fills in what a row lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def first_row(path: Path) -> Row:
+    """The first row of a source.
+
+    Raises:
+        RequestError: when it cannot be read, or there is none.
+    """
+    for row in islice(read_rows(path), 1):
+        return row
+    raise RequestError("there are no rows", where=str(path))

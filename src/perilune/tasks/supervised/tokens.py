@@ -1,0 +1,194 @@
+"""Rows of training data as token ids with a loss mask, and the rule for rows that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from perilune.data.chat_format import from_openai
+from perilune.data.examples import Comparison, Conversation, Example, comparison, demonstration
+from perilune.data.sources import Row, read_rows
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.text.turns import encode_turns, is_in_template
+
+TooLong = Literal["error", "drop", "truncate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One example as tokens.
+
+    Attributes:
+        prompt_ids: at least one token; without loss.
+        token_ids: all tokens after the prompt.
+        loss_mask: for each of `token_ids`, whether it is learned.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+@dataclass
+class RowReader:
+    """Reads rows as tokens, applies the rule for long rows, and counts.
+
+    Attributes:
+        positions: of the model.
+        max_length: most tokens of a row; None for as many as the model has positions.
+        too_long: what to do with a longer row. A truncated row loses its end.
+        rows, dropped, truncated: numbers of rows that were yielded, left out and truncated.
+        tokens, learned, longest: numbers of tokens that were yielded, that have loss, and of the longest row.
+    """
+
+    tokenizer: Tokenizer
+    positions: int
+    max_length: int | None = None
+    too_long: TooLong = "error"
+    rows: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    learned: int = 0
+    longest: int = 0
+    _refused: list[tuple[str, int]] = field(default_factory=list)  # place and length
+
+    def demonstrations(self, path: Path) -> Iterator[tuple[Row, Example, Tokens]]:
+        """The examples of an sft stage.
+
+        Raises:
+            RequestError: naming file and line, for a malformed row and one that the tokenizer cannot encode;
+                at the end, for rows that are too long.
+        """
+        for row in read_rows(path):
+            example = demonstration(row)
+            found = self._fitting(row, encode_example(self.tokenizer, example, row.place))
+            if found is not None:
+                self._count(found)
+                yield row, example, found
+        self._refuse_long_rows()
+
+    def comparisons(self, path: Path) -> Iterator[tuple[Row, Comparison, Tokens, Tokens]]:
+        """The pairs of a stage that trains on preferences. They are never truncated.
+
+        Raises:
+            RequestError: as `demonstrations`, and when the prompt is empty.
+        """
+        for row in read_rows(path):
+            pair = comparison(row)
+            better = encode_example(self.tokenizer, pair.chosen, row.place)
+            worse = encode_example(self.tokenizer, pair.rejected, row.place)
+            if better.prompt_ids != worse.prompt_ids:
+                raise RequestError("the prompt is empty, or differs between the two answers", where=row.place)
+            if self._fitting(row, max(better, worse, key=len)) is not None:
+                self._count(better)
+                self._count(worse)
+                self.rows -= 1  # a pair is one row
+                yield row, pair, better, worse
+        self._refuse_long_rows()
+
+    def check(self, path: Path, *, pairs: bool) -> None:
+        """Read a source completely, and count.
+
+        Raises:
+            RequestError: as `demonstrations` or `comparisons`, and when there are no rows.
+        """
+        for _ in self.comparisons(path) if pairs else self.demonstrations(path):
+            pass
+        if not self.rows:
+            raise RequestError("there are no rows to train on", where=str(path))
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of a row."""
+        return min(self.max_length or self.positions, self.positions)
+
+    def figures(self) -> dict[str, int]:
+        """The counts, for a stage's summary."""
+        names = ("rows", "dropped", "truncated", "tokens", "learned", "longest")
+        return {name: getattr(self, name) for name in names}
+
+    def describe(self) -> str:
+        """The counts in words."""
+        rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
+        parts = [f"{self.rows:,} rows", *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
+        return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"
+
+    def _fitting(self, row: Row, tokens: Tokens) -> Tokens | None:
+        """The row as it is used; None if it is left out."""
+        if len(tokens) <= self.limit:
+            return tokens
+        if self.too_long == "error":
+            self._refused.append((row.place, len(tokens)))
+            return None
+        kept = max(0, self.limit - len(tokens.prompt_ids))
+        mask = tokens.loss_mask[:kept]
+        if self.too_long == "drop" or not any(mask):
+            self.dropped += 1
+            return None
+        self.truncated += 1
+        return replace(tokens, token_ids=tokens.token_ids[:kept], loss_mask=mask)
+
+    def _count(self, tokens: Tokens) -> None:
+        self.rows += 1
+        self.tokens += len(tokens)
+        self.learned += sum(tokens.loss_mask)
+        self.longest = max(self.longest, len(tokens))
+
+    def _refuse_long_rows(self) -> None:
+        if not self._refused:
+            return
+        place, length = self._refused[0]
+        bound = f"the model has {self.positions} positions"
+        bound = bound if self.limit == self.positions else f"max_length is {self.limit}"
+        others = f"; {len(self._refused) - 1:,} more rows are too long" if len(self._refused) > 1 else ""
+        raise RequestError(
+            f"the row has {length} tokens, and {bound}{others}",
+            where=place,
+            remedy="too_long: drop leaves out such rows, and in sft too_long: truncate keeps their start",
+        )
+
+
+def encode_example(tokenizer: Tokenizer, example: Example, place: str) -> Tokens:
+    """The tokens of one example.
+
+    Raises:
+        RequestError: naming `place`, when the tokenizer or the chat template cannot encode it, or no token
+            would be learned.
+    """
+    try:
+        if isinstance(example, Conversation):
+            prompt, tokens, mask = _encode_conversation(tokenizer, example)
+        else:
+            prompt = tokenizer.encode_document(example.prompt) if example.prompt else []
+            tokens = tokenizer.encode_document(example.completion, starts=not prompt, ends=True)
+            mask = [True] * len(tokens)
+    except RequestError as error:
+        raise RequestError(error.what, where=place, remedy=error.remedy) from None
+    if not prompt:  # nothing predicts the first token
+        prompt, tokens, mask = tokens[:1], tokens[1:], mask[1:]
+    if not any(mask):
+        raise RequestError("no token of the row would be learned", where=place, remedy="remove the row")
+    return Tokens(prompt, tokens, mask)
+
+
+def _encode_conversation(
+    tokenizer: Tokenizer, example: Conversation
+) -> tuple[list[int], list[int], list[bool]]:
+    opening: Any = example.opening
+    turns: Any = example.turns
+    if "tools" in example.variables and not is_in_template(tokenizer, "tools"):
+        raise RequestError(
+            "the model's chat template does not use the column 'tools'",
+            remedy="set model.chat_template to one that describes tools, or remove the column",
+        )
+    has_calls = any("tool_calls" in message for message in (*opening, *turns))
+    if has_calls and not is_in_template(tokenizer, "tool_calls"):
+        opening, turns = from_openai(list(opening)), from_openai(list(turns))  # calls as text
+    return encode_turns(tokenizer, [*opening, *turns], len(opening), **example.variables)

@@ -1,0 +1,187 @@
+"""Rows of every kind of file come in order with their places, and a bad one is an error that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from perilune.data.sources import find_source, first_row, read_rows
+from perilune.errors import RequestError
+from perilune.files import write_json
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n}é?"}, {"role": "assistant", "content": f"{n}\u2028!"}]}
+    for n in range(600)
+]
+
+
+def as_lines(path: Path) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+def as_array(path: Path) -> Path:
+    path.write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
+    return path
+
+
+def as_parquet(path: Path) -> Path:
+    table = pa.Table.from_pylist([{**row, "embedding": [1.0, float("nan")], "tools": None} for row in ROWS])
+    pq.write_table(table, path, row_group_size=100)
+    return path
+
+
+def as_saved(path: Path) -> Path:
+    """A folder as `Dataset.save_to_disk` writes it: Arrow streams, and their order in state.json."""
+    path.mkdir(parents=True)
+    names = []
+    for part, start in enumerate(range(0, len(ROWS), 300)):
+        table = pa.Table.from_pylist(ROWS[start : start + 300])
+        names.append(f"data-{1 - part:05d}-of-00002.arrow")  # the order is that of the list, not of the names
+        with pa.OSFile(str(path / names[-1]), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=130)
+    write_json(path / "state.json", {"_data_files": [{"filename": name} for name in names], "_split": None})
+    write_json(path / "dataset_info.json", {})
+    return path
+
+
+def as_dictionary(path: Path) -> Path:
+    as_saved(path / "train")
+    as_saved(path / "test")
+    write_json(path / "dataset_dict.json", {"splits": ["train", "test"]})
+    return path
+
+
+def as_arrow_file(path: Path) -> Path:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=77)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (as_lines, "chats.jsonl"), (as_array, "chats.json"), (as_parquet, "chats.parquet"),
+        (as_arrow_file, "chats.arrow"), (as_saved, "saved"), (as_dictionary, "splits"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_file_has_the_same_rows(write, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name)
+    rows = list(read_rows(path))
+    assert [row.value for row in rows] == ROWS
+    assert len({row.place for row in rows}) == len(ROWS)
+    if path.is_file():  # a bundle keeps no suffix
+        bare = path.rename(tmp_path / "data")
+        assert [row.value for row in read_rows(bare)] == ROWS
+
+
+def test_places_are_lines_and_rows(tmp_path: Path) -> None:
+    lines, table = as_lines(tmp_path / "a.jsonl"), as_parquet(tmp_path / "a.parquet")
+    assert list(read_rows(lines))[2].place == f"{lines}:5"  # every other line is blank
+    assert list(read_rows(table))[2].place == f"{table} row 3"
+
+
+def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "data"
+    hub.mkdir(parents=True)
+    as_parquet(hub / "train-00000-of-00001.parquet")
+    (hub / "test-00000-of-00001.parquet").write_bytes(b"PAR1 is not read")
+    assert len(list(read_rows(tmp_path / "hub"))) == len(ROWS)
+
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    as_lines(clean / "train.jsonl")
+    for name in ("rejected.jsonl", "validation.jsonl", "filter.json"):
+        (clean / name).write_text("{}\n")
+    assert find_source(clean) == clean / "train.jsonl"
+    assert find_source(as_dictionary(tmp_path / "splits")) == tmp_path / "splits" / "train"
+
+
+def test_null_columns_and_fields_count_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "messages": null}\n')
+    assert first_row(path).value == {"text": "a"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    rows = [
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": None},
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": None}], "tools": "[]"},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, second = (row.value for row in read_rows(tmp_path / "a.parquet"))
+    assert first == {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert second == {"messages": [{"role": "assistant", "content": "x"}], "tools": "[]"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": NaN}', "NaN is no number"),
+        (b'{"text": "\xff\xfe"}', "not UTF-8"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"text": "a", "text": "b"}', "is there twice"),
+        (b'"text"', "a row must be a JSON object"),
+        (b'{"text": "' + b"a" * (17 << 20) + b'"}', "longer than"),
+        (b'{"text": "cut', "not valid JSON"),
+    ],
+)
+def test_a_hostile_line_is_one_error_with_its_place(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + content + b"\n")
+    with pytest.raises(RequestError) as caught:
+        list(read_rows(path))
+    assert said in caught.value.what and caught.value.where == f"{path}:3"
+
+
+def test_a_damaged_table_is_one_error(tmp_path: Path) -> None:
+    whole = as_parquet(tmp_path / "whole.parquet").read_bytes()
+    arrow = as_arrow_file(tmp_path / "whole.arrow").read_bytes()
+    for name, data in {
+        "cut.parquet": whole[: len(whole) // 2],
+        "empty.parquet": b"PAR1",
+        "bent.parquet": whole[:2000] + bytes(2000) + whole[4000:],
+        "cut.arrow": arrow[: len(arrow) // 2],
+        "stream.arrow": b"\xff\xff\xff\xff" + bytes(64),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(RequestError, match="cannot be read after row"):
+            list(read_rows(tmp_path / name))
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array(["abcdefgh"] * 50)})
+    path = tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    data = path.read_bytes()
+    offsets = b"".join((8 * n).to_bytes(4, "little") for n in range(51))
+    assert offsets in data
+    far = offsets[:100] + (1 << 30).to_bytes(4, "little") + offsets[104:]
+    path.write_bytes(data.replace(offsets, far))
+    with pytest.raises(RequestError, match="cannot be read"):
+        list(read_rows(path))
+
+
+def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no such file"):
+        find_source(tmp_path / "none")
+    with pytest.raises(RequestError, match="no data files"):
+        find_source(tmp_path)
+    as_lines(tmp_path / "a.jsonl")
+    as_parquet(tmp_path / "a.parquet")
+    with pytest.raises(RequestError, match="several kinds"):
+        find_source(tmp_path)
+    saved = as_saved(tmp_path / "saved")
+    write_json(saved / "state.json", {"_data_files": [{"filename": "../a.jsonl"}]})
+    with pytest.raises(RequestError, match="does not list"):
+        find_source(saved)
+    splits = as_dictionary(tmp_path / "splits")
+    write_json(splits / "dataset_dict.json", {"splits": ["test", "validation"]})
+    with pytest.raises(RequestError, match="no split 'train'") as caught:
+        find_source(splits)
+    assert str(splits / "test") in caught.value.remedy

@@ -1,0 +1,175 @@
+"""Rows of the user's own data as tokens: the chat template writes what is fed, and loss is on answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_cases import chatml
+
+from perilune.data.examples import demonstration
+from perilune.data.sources import Row
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.supervised.tokens import RowReader, encode_example
+
+# Tools and calls as in Qwen's template.
+HERMES = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}"
+    "{%- if message.reasoning_content %}{{- '(' + message.reasoning_content + ')' }}{%- endif %}"
+    "{%- for call in message.tool_calls %}"
+    "{{- '\\n<tool_call>\\n' }}{{- call.function | tojson }}{{- '\\n</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+USER = {"role": "user", "content": "the sum?"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [
+    {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]}  # fmt: skip
+RESULT = {"role": "tool", "content": "4"}
+SAID = {"role": "assistant", "content": "4"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def parts(tokenizer: Tokenizer, **value: Any) -> tuple[str, str]:
+    """All fed text, and the text with loss, each with its control tokens."""
+    tokens = encode_example(tokenizer, demonstration(Row("a:1", value)), "a:1")
+    learned = [token for token, on in zip(tokens.token_ids, tokens.loss_mask, strict=True) if on]
+
+    def text(ids: list[int]) -> str:
+        return tokenizer._backend.decode(ids, skip_special_tokens=False)
+
+    return text(tokens.prompt_ids + tokens.token_ids), text(learned)
+
+
+def test_loss_is_on_every_turn_of_the_assistant() -> None:
+    fed, learned = parts(chatml(), messages=[USER, SAID, USER, {"role": "assistant", "content": "5"}])
+    turn = "<|im_start|>user\nthe sum?<|im_end|>\n<|im_start|>assistant\n"
+    assert fed == f"{turn}4<|im_end|>\n{turn}5<|im_end|>"
+    assert learned == "4<|im_end|>5<|im_end|>"
+
+
+def test_an_answer_in_the_prompt_and_one_of_weight_0_have_no_loss() -> None:
+    answer = {"role": "assistant", "content": "5"}
+    fed, learned = parts(chatml(), prompt=[USER, SAID, USER], completion=[answer])
+    assert (fed.count("4<|im_end|>"), learned) == (1, "5<|im_end|>")
+    again, learned = parts(chatml(), messages=[USER, {**SAID, "weight": 0}, USER, answer])
+    assert (again, learned) == (fed, "5<|im_end|>")
+
+
+def test_tools_and_calls_are_what_the_template_writes() -> None:
+    fed, learned = parts(chatml(HERMES), messages=[USER, CALL, RESULT, SAID], tools=[TOOL])
+    call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    assert fed == (
+        f"<|im_start|>system\n{json.dumps(TOOL)}<|im_end|>\n<|im_start|>user\nthe sum?<|im_end|>\n"
+        f"<|im_start|>assistant\n{call}\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+    assert learned == f"{call}4<|im_end|>"
+
+
+def test_what_else_the_template_writes_of_a_message_is_learned() -> None:
+    thought = {**SAID, "reasoning_content": "two and two"}
+    assert parts(chatml(HERMES), messages=[USER, thought])[1] == "4(two and two)<|im_end|>"
+    assert parts(chatml(), messages=[USER, thought])[1] == "4<|im_end|>"  # a template without reasoning
+
+
+def test_calls_are_text_where_the_template_has_none() -> None:
+    _, learned = parts(chatml(), messages=[USER, CALL, RESULT, SAID])
+    assert learned == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>4<|im_end|>'
+    with pytest.raises(RequestError, match="does not use the column 'tools'"):
+        parts(chatml(), messages=[USER, SAID], tools=[TOOL])
+
+
+def test_control_tokens_are_text_in_messages_and_tokens_in_text() -> None:
+    hostile = {"role": "user", "content": "<|im_end|>"}
+    end = chatml().eos_token_id
+    chat = encode_example(chatml(), demonstration(Row("a:1", {"messages": [hostile, SAID]})), "a:1")
+    assert chat.prompt_ids.count(end) == 1
+    text = encode_example(chatml(), demonstration(Row("a:1", {"text": "a<|im_end|>b"})), "a:1")
+    assert (text.prompt_ids + text.token_ids).count(end) == 2
+
+
+def test_plain_text_gets_one_end_and_no_template() -> None:
+    for text in ("the fox", "the fox<|im_end|>"):
+        fed, learned = parts(chatml(), text=text)
+        assert fed == "the fox<|im_end|>" and fed.endswith(learned) and len(learned) < len(fed)
+        assert parts(chatml(), prompt="says ", completion=text) == (f"says {fed}", fed)
+
+
+def test_a_beginning_of_sequence_token_comes_once() -> None:
+    plain = chatml()
+    config = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "add_bos_token": True}
+    tokenizer = Tokenizer(plain._backend, config)
+    for prompt in ("a", "<|im_start|>a"):
+        assert parts(tokenizer, prompt=prompt, completion="b")[0] == "<|im_start|>ab<|im_end|>"
+    assert parts(tokenizer, text="ab") == ("<|im_start|>ab<|im_end|>", "ab<|im_end|>")
+
+
+def write(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) -> None:
+    characters = Tokenizer.characters()
+    path = write(tmp_path / "a.jsonl", "abc", "a" * 30, "b" * 40)
+    with pytest.raises(RequestError) as caught:
+        RowReader(characters, 16).check(path, pairs=False)
+    assert (
+        caught.value.what == "the row has 31 tokens, and the model has 16 positions; 1 more rows are too long"
+    )
+    assert caught.value.where == f"{path}:2"
+    with pytest.raises(RequestError, match="max_length is 8"):
+        RowReader(characters, 16, 8).check(path, pairs=False)
+
+    dropping = RowReader(characters, 16, too_long="drop")
+    dropping.check(path, pairs=False)
+    assert dropping.figures() == {
+        "rows": 1, "dropped": 2, "truncated": 0, "tokens": 4, "learned": 3, "longest": 4,
+    }  # fmt: skip
+    truncating = RowReader(characters, 16, 10, "truncate")
+    kept = [tokens for _, _, tokens in truncating.demonstrations(path)]
+    assert [len(tokens) for tokens in kept] == [4, 10, 10] and truncating.truncated == 2
+    assert characters.eos_token_id not in kept[1].token_ids
+    assert truncating.describe() == "3 rows, 2 truncated, 24 tokens, 21 with loss; the longest has 10 of 10"
+
+
+def test_a_truncated_row_without_loss_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "p" * 20, "completion": "c"}) + "\n")
+    reader = RowReader(Tokenizer.characters(), 16, too_long="truncate")
+    assert list(reader.demonstrations(path)) == [] and reader.dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "naïve"}, "cannot encode 'ï'"),
+        ({"messages": [USER, {**SAID, "weight": 0}]}, "no token of the row would be learned"),
+    ],
+)
+def test_a_row_that_cannot_be_learned_is_named(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
+    reader = RowReader(Tokenizer.characters(), 64)
+    with pytest.raises(RequestError) as caught:
+        reader.check(path, pairs=False)
+    assert said in caught.value.what and caught.value.where == f"{path}:2"
+
+
+def test_pairs_share_their_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    pair = {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, SAID, USER, {**SAID, "content": "5"}]}
+    path.write_text(json.dumps(pair) + "\n")
+    reader = RowReader(chatml(), 512)
+    ((_, _, better, worse),) = reader.comparisons(path)
+    assert better.prompt_ids == worse.prompt_ids and all(better.loss_mask)
+    assert better.token_ids == chatml().encode_completion("4")
+    assert reader.rows == 1 and reader.tokens == len(better) + len(worse)
+    path.write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": "b"}) + "\n")
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        list(RowReader(chatml(), 512).comparisons(path))

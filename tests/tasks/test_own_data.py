@@ -1,0 +1,159 @@
+"""Stages on the user's own files: planned, frozen into the bundle, trained on; no environment is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.freeze import freeze
+from perilune.bundle.workspace import Workspace
+from perilune.cli.train.plan import derive
+from perilune.errors import RequestError
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+from perilune.recipe.staging import staged
+
+CHATS = [
+    {"messages": [
+        {"role": "user", "content": f"{n}+{n}="}, {"role": "assistant", "content": f"{2 * n}"},
+        {"role": "user", "content": "and 1?"}, {"role": "assistant", "content": f"{2 * n + 1}"},
+    ]}
+    for n in range(12)
+]  # fmt: skip
+PAIRS = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(12)]
+RECIPE = """\
+name: own
+model: {{preset: tiny}}
+stages:
+  - {{name: own, task: {task}, checkpoint: model, data: {data}, steps: 2, batch_size: 4, warmup: 1{more}}}
+"""
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe(folder: Path, task: str, data: str, more: str = "") -> Path:
+    path = folder / "own.yaml"
+    path.write_text(RECIPE.format(task=task, data=data, more=more))
+    return path
+
+
+def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", CHATS)
+    loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
+    assert loaded.stage("own").consumes == {"checkpoint": "model"}
+    job, files = staged(job_for(loaded, loaded.stage("own")))
+    assert files == {"data": tmp_path / "chats.jsonl"} and job.spec["data"] == "inputs/data"
+    digests = [freeze(job, files, tmp_path / "first")]
+    lines(tmp_path / "chats.jsonl", CHATS[1:])
+    digests.append(freeze(job, files, tmp_path / "second"))
+    assert len(set(digests)) == 2
+    bundle = tmp_path / "first"
+    assert str(tmp_path) not in (bundle / "job.json").read_text()
+    told = summary(run_in(bundle))
+    assert told["traces"] == 12 and told["data"]["rows"] == 12
+    answers = [text["content"] for row in CHATS for text in row["messages"][1::2]]
+    assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
+    assert len(metrics(bundle)) == 2
+
+
+@pytest.mark.parametrize("task", ["preference", "reward_model"])
+def test_pairs_of_a_file(task: str, tmp_path: Path) -> None:
+    data = lines(tmp_path / "pairs.jsonl", PAIRS)
+    options = {"data": "inputs/data", "steps": 2, "batch_size": 4}
+    told = summary(run_task(tmp_path / "run", task, inputs={"data": data}, environment={}, **options))
+    assert told["pairs"] + told["validation_pairs"] == 12 == told["data"]["rows"]
+
+
+def test_the_same_rows_train_the_same_model_in_every_format(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
+    (tmp_path / "folder").mkdir()
+    lines(tmp_path / "folder" / "train.jsonl", CHATS)
+    losses = []
+    for name in (lines(tmp_path / "chats.jsonl", CHATS).name, "chats.parquet", "folder"):
+        loaded = load_recipe(recipe(tmp_path, "sft", f"./{name}"))
+        job, files = staged(job_for(loaded, loaded.stage("own")))
+        bundle = tmp_path / f"{name}-bundle"
+        freeze(job, files, bundle)
+        losses.append([line["loss"] for line in metrics(run_in(bundle))])
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_the_plan_counts_rows_and_tokens(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", CHATS)
+    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl")))
+    assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows, ")
+    assert stage["derived"]["data"].endswith("0.7 epochs")
+    lines(tmp_path / "pairs.jsonl", PAIRS)
+    (stage,) = derive(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
+    assert stage["derived"]["data"].startswith("pairs.jsonl: 12 rows, ")
+
+
+def test_a_wrong_row_stops_the_plan_with_file_and_line(tmp_path: Path) -> None:
+    path = lines(tmp_path / "chats.jsonl", [*CHATS, {"messages": [{"role": "user", "content": "x"}]}])
+    command = [sys.executable, "-m", "perilune.cli.main", "run", str(recipe(tmp_path, "sft", "chats.jsonl"))]
+    done = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{path}:13: there is no message of the assistant" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "more", "said"),
+    [
+        ("sft", "none.jsonl", "", "no such file"),
+        ("sft", "org/name", "", "downloads no data"),
+        ("sft", "chats", "", "a file or folder of your own is ./chats"),
+        ("preference", "chats.jsonl", ", too_long: truncate", "would teach truncation"),
+        ("rl", "chats.jsonl", "", "is not a known key"),
+    ],
+)
+def test_a_wrong_path_is_an_error_of_the_recipe(
+    task: str, data: str, more: str, said: str, tmp_path: Path
+) -> None:
+    lines(tmp_path / "chats.jsonl", CHATS)
+    with pytest.raises(RequestError) as caught:
+        load_recipe(recipe(tmp_path, task, data, more))
+    assert said in str(caught.value) and caught.value.where.startswith(f"{tmp_path}/own.yaml:")
+
+
+def test_other_tasks_still_need_an_environment(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", CHATS)
+    path = recipe(tmp_path, "sft", "chats.jsonl")
+    path.write_text(path.read_text() + "  - {name: after, task: evaluate, checkpoint: own}\n")
+    with pytest.raises(RequestError, match="environment is missing"):
+        load_recipe(path)
+
+
+def test_a_killed_stage_resumes_from_its_own_data(tmp_path: Path) -> None:
+    data = lines(tmp_path / "chats.jsonl", CHATS)
+    options = {"data": "inputs/data", "steps": 4, "save_every": 2, "environment": {}}
+    whole = run_task(tmp_path / "whole", "sft", inputs={"data": data}, **options)
+    bundle = make_bundle(tmp_path / "cut", make_job("sft", inputs={"data": data}, **options), {"data": data})
+    workspace = Workspace(bundle)
+    told = workspace.progress
+
+    class Stop(Exception):
+        pass
+
+    def progress(done: int, total: int, *more: object, **figures: float) -> None:
+        told(done, total)
+        if done == 3:
+            raise Stop
+
+    workspace.progress = progress  # type: ignore[method-assign]
+    from perilune.bundle.plugin import load_plugin
+
+    with pytest.raises(Stop):
+        load_plugin("sft").run(workspace)
+    assert metrics(run_in(bundle)) == metrics(whole)
