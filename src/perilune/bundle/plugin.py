@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from perilune.bundle.job import Resources
 from perilune.errors import RequestError
+from perilune.extensions import NamesCode
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -160,6 +161,16 @@ def path_fields(spec: type[BaseModel]) -> list[str]:
         for name, info in spec.model_fields.items()
         if any(isinstance(mark, NamesPath) for mark in info.metadata)
     ]
+
+
+def code_fields(spec: type[BaseModel]) -> dict[str, NamesCode]:
+    """Fields of `spec` that name code of the user, with the mark of each."""
+    return {
+        name: mark
+        for name, info in spec.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, NamesCode)
+    }
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

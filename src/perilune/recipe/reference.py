@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from perilune.bundle.plugin import consumed_fields, file_fields, load_plugin, plugin_names
+from perilune.extensions import CODE_SCHEMA, CodeFile
 from perilune.recipe.resolve import environment_registry, with_article
 from perilune.recipe.schema import Recipe, Stage
 
@@ -82,6 +83,8 @@ def recipe_schema() -> dict[str, Any]:
         closed = {"type": "object", "additionalProperties": False}
         stages.append(closed | {"properties": properties, "required": required})
     environments = [_inlined(model) for model in environment_models().values()]
+    of_file = {"type": "object", "required": ["id"], "patternProperties": {"^id$": CODE_SCHEMA}}
+    environments.append(of_file)
     schema["properties"]["environment"] = {"anyOf": environments}
     schema["properties"]["stages"] |= {"items": {"anyOf": stages}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
@@ -123,7 +126,7 @@ def _choices() -> dict[str, type[BaseModel]]:
         for field, info in load_plugin(task).spec.model_fields.items():
             kinds = [kind for kind in get_args(info.annotation) if isinstance(kind, type)]
             for kind in kinds:
-                if issubclass(kind, BaseModel) and "name" in kind.model_fields:
+                if issubclass(kind, BaseModel) and "name" in kind.model_fields and kind is not CodeFile:
                     found[f"{field}: {kind.model_fields['name'].default}"] = kind
     return found
 
@@ -170,7 +173,10 @@ def _default(schema: dict[str, Any]) -> str:
 def _type(schema: dict[str, Any]) -> str:
     """The type in a JSON schema as text."""
     if "anyOf" in schema:
-        return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+        parts = (_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+        return " or ".join(dict.fromkeys(parts))
+    if schema.get("format") == CODE_SCHEMA["format"]:
+        return f"`{schema['format']}`"
     if "oneOf" in schema:
         return "section"
     if "const" in schema:

@@ -11,6 +11,7 @@ from typing import Any
 from perilune.bundle.plugin import (
     OutputKind,
     by_model_fields,
+    code_fields,
     consumed_fields,
     file_fields,
     load_plugin,
@@ -19,9 +20,10 @@ from perilune.bundle.plugin import (
 )
 from perilune.data.sources import find_source
 from perilune.errors import RequestError
+from perilune.extensions import names_file
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
-from perilune.recipe.reward_files import with_source
+from perilune.recipe.reward_files import read_code, read_terms, with_code, with_source
 from perilune.recipe.schema import (
     MODEL,
     VERIFIER,
@@ -124,9 +126,14 @@ def _require_verdicts(recipe: Recipe) -> None:
     """Refuse environments without a verifier if no rewards are given."""
     sections: list[tuple[KeyPath, Mapping[str, Any]]] = [(("environment",), recipe.environment)]
     sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
-    for path, section in sections:
-        if section and not environment_registry().has_verdict(section):
-            what = f"{'.'.join(map(str, path))}.match is null and no rewards are given, so nothing is scored"
+    registry = environment_registry()
+    for place, whole in sections:
+        parts = {(*place, "parts", name): part for name, part in registry.part_sections(whole).items()}
+        for path, section in (parts or {place: whole}).items():
+            if not section or section.get(registry.REWARDS) or registry.has_verdict(section):
+                continue
+            key = ".".join(map(str, path))
+            what = f"{key}.match is null and no rewards are given, so nothing is scored"
             remedy = "add a reward function to rewards, or set match"
             raise ProblemsError([Problem((*path, "match"), what, remedy)])
 
@@ -143,11 +150,21 @@ def _environment(
     if not isinstance(value, dict):
         raise ProblemsError([Problem(where, f"{label} must be a section with keys")])
     registry = environment_registry()
-    known = value.get("id") in registry.environment_ids()
+    if names_file(value.get("id")) and registry.SOURCE not in value:
+        key = (*where, "id")
+        value = {**value, registry.SOURCE: read_code(value["id"], base(key), key)}
     checked: dict[str, Any] = value
     try:
-        if known and (model := registry.environment_spec(value["id"])) is not None:
-            checked = validate(model, value, where, label).model_dump(mode="json")
+        source = value.get(registry.SOURCE)
+        if registry.is_known(value) and (model := registry.environment_spec(value["id"], source)) is not None:
+            of_file = {key: value[key] for key in ("id", registry.SOURCE) if names_file(value["id"])}
+            fields = {key: field for key, field in value.items() if key not in of_file}
+            checked = validate(model, fields, where, label).model_dump(mode="json") | of_file
+            if value["id"] == registry.MIXTURE:
+                checked["parts"] = {
+                    name: _part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
+                    for name, part in checked["parts"].items()
+                }
             checked = registry.with_absolute_paths(checked, lambda key: base((*where, *key.split("."))))
         registry.make_environment(checked)
     except RequestError as error:
@@ -158,6 +175,22 @@ def _environment(
         named = ".".join((label, *keys)) if own else label
         raise ProblemsError([Problem(path, f"{named}: {what}", error.remedy)]) from None
     return checked
+
+
+def _part(
+    part: dict[str, Any], base: Callable[[KeyPath], Path], where: KeyPath, label: str
+) -> dict[str, Any]:
+    """Validate a part of a mixture: an environment section with keys of its own and, possibly, rewards."""
+    registry = environment_registry()
+    if part["id"] == registry.MIXTURE:
+        remedy = "list its parts in the outer mixture"
+        raise ProblemsError([Problem((*where, "id"), f"{label}: a part cannot be a mixture", remedy)])
+    apart = {key: part[key] for key in (*registry.PART_KEYS, registry.REWARDS) if key in part}
+    if terms := apart.get(registry.REWARDS):
+        apart[registry.REWARDS] = read_terms(terms, base, (*where, registry.REWARDS))
+    section = {key: value for key, value in part.items() if key not in apart}
+    checked = _environment(section, base, where, label)
+    return {key: value for key, value in checked.items() if key in part or key != "episodes"} | apart
 
 
 def _stages(
@@ -206,6 +239,7 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
             [Problem((*path, "task"), f"{label}.task: {error.what}", nearest(stage.task, plugin_names()))]
         ) from None
     own = {key: value for key, value in item.items() if key not in header}
+    own = with_code(own, code_fields(spec), base, path)
     fields = validate(spec, own, path, label).model_dump(mode="json")
     fields |= dict.fromkeys(name for name in by_model_fields(spec) if name not in own)
     for field in path_fields(spec):

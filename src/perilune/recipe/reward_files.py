@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from perilune.bundle.job import Frozen
 from perilune.errors import RequestError
+from perilune.extensions import NamesCode, names_file
 from perilune.files import read_regular
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
 from perilune.recipe.schema import RewardFunction, Weight, with_rewards
+from perilune.recipe.source import KeyPath
 
 LARGEST = 1 << 20  # bytes of a file with reward functions
 
@@ -30,27 +33,98 @@ def reward_terms(value: Any, base: Path, place: str) -> dict[str, Any]:
         RequestError: with the first error.
     """
     try:
-        terms = validate(_Terms, {"rewards": value}, (), "").rewards
-        found = {
-            name: with_source(name, term, base) if isinstance(term, RewardFunction) else term
-            for name, term in terms.items()
-        }
+        return read_terms(value, lambda _: base, ("rewards",))
     except ProblemsError as error:
         raise_first(error.problems, lambda _: place)
+
+
+def read_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPath) -> dict[str, Any]:
+    """Validate a `rewards` section, and read the source of its functions.
+
+    Args:
+        base: the folder that the path at a key is relative to.
+        where: path of the section in the document.
+
+    Raises:
+        ProblemsError: with all errors.
+    """
+    terms = validate(_Terms, {"rewards": value}, where[:-1], ".".join(map(str, where[:-1]))).rewards
+    found = {
+        name: with_source(name, term, base((*where, name, "function")), where)
+        if isinstance(term, RewardFunction)
+        else term
+        for name, term in terms.items()
+    }
     return dict(with_rewards({}, found).get("rewards", {}))
 
 
-def with_source(name: str, term: RewardFunction, base: Path) -> RewardFunction:
+def with_source(name: str, term: RewardFunction, base: Path, where: KeyPath = ("rewards",)) -> RewardFunction:
     """The reward `name` with the source text of its file (relative to `base`), if it has a file.
 
     Raises:
         ProblemsError: when the file cannot be read, is not Python, or does not define the function.
     """
-    place, _, attribute = term.function.rpartition(":")
-    if not place.endswith(".py") or term.source is not None:
+    if not names_file(term.function) or term.source is not None:
         return term
-    path = ("rewards", name, "function")
-    key = ".".join(path)
+    path = (*where, name, "function")
+    return term.model_copy(update={"source": read_code(term.function, base, path)})
+
+
+def file_source(reference: str, base: Path) -> str:
+    """The text of the file of file.py:name (relative to `base`), named outside of a recipe.
+
+    Raises:
+        RequestError: when the file cannot be read, is not Python, or does not define the name.
+    """
+    try:
+        return read_code(reference, base, ("environment",))
+    except ProblemsError as error:
+        raise_first(error.problems, lambda _: reference)
+
+
+def with_code(
+    fields: Mapping[str, Any], marks: Mapping[str, NamesCode], base: Callable[[KeyPath], Path], where: KeyPath
+) -> dict[str, Any]:
+    """The keys of a stage with the text of every file that they name.
+
+    Args:
+        marks: of the keys that may name code.
+        base: the folder that the path at a key is relative to.
+        where: path of the stage in the document.
+
+    Raises:
+        ProblemsError: when a file cannot be read, is not Python, or does not define the name.
+    """
+
+    def read(value: Any, path: KeyPath) -> Any:
+        section = {"name": value} if isinstance(value, str) else value
+        name = section.get("name") if isinstance(section, dict) else None
+        if not names_file(name) or "source" in section:
+            return value
+        return {**section, "source": read_code(str(name), base(path), path)}
+
+    read_fields = dict(fields)
+    for key in marks.keys() & fields.keys():
+        value, path = fields[key], (*where, key)
+        if marks[key].many and isinstance(value, dict):
+            read_fields[key] = {name: read(one, (*path, name)) for name, one in value.items()}
+        else:
+            read_fields[key] = read(value, path)
+    return read_fields
+
+
+def read_code(reference: str, base: Path, path: KeyPath) -> str:
+    """The text of the file of file.py:name.
+
+    Args:
+        base: folder that the file is relative to.
+        path: key of the reference in the document.
+
+    Raises:
+        ProblemsError: when the file cannot be read, is not Python, or does not define the name.
+    """
+    place, _, attribute = reference.rpartition(":")
+    key = ".".join(map(str, path))
     file = (base / Path(place).expanduser()).absolute()
     try:
         text = read_regular(file, LARGEST).decode("utf-8")
@@ -71,7 +145,9 @@ def with_source(name: str, term: RewardFunction, base: Path) -> RewardFunction:
     except SyntaxError as error:
         what = f"{key}: {file}:{error.lineno} is not valid Python: {error.msg}"
         raise ProblemsError([Problem(path, what)]) from None
+    except ValueError as error:  # a null byte
+        raise ProblemsError([Problem(path, f"{key}: {file} is not valid Python: {error}")]) from None
     if attribute not in defined:
         what = f"{key}: {file} does not define '{attribute}'"
         raise ProblemsError([Problem(path, what, nearest(attribute, defined))])
-    return term.model_copy(update={"source": text})
+    return text

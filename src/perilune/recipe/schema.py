@@ -57,7 +57,8 @@ class RewardFunction(Frozen):
     """
 
     function: str = Field(
-        pattern=r"^[^:]+:[A-Za-z_]\w*$", description="module:name of an installed package, or file.py:name"
+        pattern=r"^([^:]+:)?[A-Za-z_]\w*$",
+        description="file.py:name, or an installed function: module:name, or the name of an entry point",
     )
     weight: float = Field(1.0, allow_inf_nan=False, description="weight of this reward in the sum")
     format: Literal["messages", "text"] = Field(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from perilune.data.episode import Episode, outcome_fields, outcome_metrics
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.environments.core.mixture import environment_name, part_of
 from perilune.environments.core.prompting import KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
@@ -57,7 +59,10 @@ class RolloutWorker:
     opponents: Opponents | None = None
 
     def __post_init__(self) -> None:
-        settings = getattr(self.environment, KEY, None)
+        for environment in (self.environment, *getattr(self.environment, "parts", {}).values()):
+            self._check_system_prompt(getattr(environment, KEY, None))
+
+    def _check_system_prompt(self, settings: Any) -> None:
         if not isinstance(settings, PromptingSettings) or not settings.system or settings.system_as == "user":
             return
         if (use := template_facts(self.tokenizer).system) in ("refused", "ignored"):
@@ -92,8 +97,6 @@ class RolloutWorker:
         """
         if self.opponents is not None:
             self.opponents.prepare(step)
-        if stop := getattr(self.environment, "stop_texts", ()):
-            params = replace(params, stop=(*params.stop, *stop))
         indices = self.ranks.shard(range(first, first + len(tasks)))
         tasks = self.ranks.shard(tasks)
         began = time.perf_counter()
@@ -191,22 +194,20 @@ class RolloutWorker:
     ) -> list[Completion]:
         """The next turn of each rollout, sampled by the engine of the player to move."""
         sampled: dict[Rollout, Completion] = {}
-        for by_opponents in (False, True):
-            pairs = [
-                (rollout, context)
-                for rollout, context in zip(due, contexts, strict=True)
-                if rollout.is_opponents_turn == by_opponents
-            ]
+        batches: dict[tuple[bool, tuple[str, ...]], list[tuple[Rollout, list[int]]]] = {}
+        for rollout, context in zip(due, contexts, strict=True):
+            key = rollout.is_opponents_turn, self._stop_texts(rollout.task)
+            batches.setdefault(key, []).append((rollout, context))
+        for (by_opponents, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
             engine = self.opponents.engine if by_opponents and self.opponents else self.engine
-            if not pairs:
-                continue
+            own = self._with_stop(params, pairs[0][0].task)
             if due[0].actions:
                 prompts = [Prompt(context, rollout.turn_key) for rollout, context in pairs]
-                groups = engine.sample(prompts, 1, params, progress)
+                groups = engine.sample(prompts, 1, own, progress)
                 sampled |= {rollout: one for (rollout, _), (one,) in zip(pairs, groups, strict=True)}
             else:
                 first = {rollout.key: Prompt(context, rollout.key) for rollout, context in pairs}
-                groups = engine.sample(list(first.values()), samples, params, progress)
+                groups = engine.sample(list(first.values()), samples, own, progress)
                 by_key = dict(zip(first, groups, strict=True))
                 sampled |= {rollout: by_key[rollout.key][rollout.sample] for rollout, _ in pairs}
         return [sampled[rollout] for rollout in due]
@@ -236,11 +237,19 @@ class RolloutWorker:
             if rollout.actions and not rollout.is_over and not self._has_room(rollout, params):
                 rollout.truncate()
 
+    def _with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
+        """The parameters with the stop texts of the task's environment."""
+        stop = self._stop_texts(task)
+        return replace(params, stop=(*params.stop, *stop)) if stop else params
+
+    def _stop_texts(self, task: Task) -> tuple[str, ...]:
+        return tuple(getattr(part_of(self.environment, task), "stop_texts", ()))
+
     def _has_room(self, rollout: Rollout, params: SamplingParams) -> bool:
         settings, positions = self.scorer.settings, self.engine.positions
         tokens = len(rollout.trajectory.token_ids) + params.max_tokens
         return (
-            tokens <= episode_tokens(self.environment, settings, params.max_tokens)
+            tokens <= episode_tokens(part_of(self.environment, rollout.task), settings, params.max_tokens)
             and len(rollout.actions) < (settings.max_turns or math.inf)
             and (positions is None or len(rollout.trajectory.prompt_ids) + tokens <= positions)
         )
@@ -262,7 +271,8 @@ class RolloutWorker:
             if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
         ]
         group = tuple(self._episode(one, player) for one in moved)
-        check_group(group, moved, player, params if isinstance(self.engine, Engine) else None)
+        own = self._with_stop(params, rollouts[0].task)
+        check_group(group, moved, player, own if isinstance(self.engine, Engine) else None)
         return group
 
     def _episode(self, rollout: Rollout, player: int) -> Episode:
@@ -273,7 +283,7 @@ class RolloutWorker:
             episode_id=f"{group_id}/{rollout.sample}",
             group_id=group_id,
             task_id=rollout.task.task_id,
-            environment=self.environment.id,
+            environment=environment_name(self.environment, rollout.task),
             seed=self.seed,
             messages=tuple(trajectory.messages or rollout.task.prompt),
             prompt_ids=np.asarray(trajectory.prompt_ids, dtype=np.int32),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
+from perilune.environments.core.mixture import part_of
 from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
 from perilune.verifiers.process import Call, EnvironmentProcess
 from perilune.verifiers.scorer import ScoreCall, Scorer, fields
@@ -48,8 +50,8 @@ class Sessions:
 
     def __init__(self, scorer: Scorer, environment: Environment) -> None:
         self._scorer = scorer
+        self._environment = environment
         self._players = getattr(environment, "players", 1)
-        self._is_held = getattr(environment, "max_turns", 1) > 1
         self._count = 0
 
     def open(self, games: Sequence[tuple[Task, int]]) -> list[RemoteSession]:
@@ -57,11 +59,12 @@ class Sessions:
         sessions = []
         for task, seed in games:
             process = self._scorer.processes[self._count % len(self._scorer.processes)]
-            sessions.append(RemoteSession(self._count, task, seed, process, self._is_held))
+            is_held = getattr(part_of(self._environment, task), "max_turns", 1) > 1
+            sessions.append(RemoteSession(self._count, task, seed, process, is_held))
             self._count += 1
-            process.begin_sessions(self._is_held)
-        if self._is_held:
-            self._ask([_Begin(one, self._players) for one in sessions], sessions)
+            process.begin_sessions(is_held)
+        if held := [one for one in sessions if one.is_held]:
+            self._ask([_Begin(one, self._players) for one in held], held)
         return sessions
 
     def step(self, moves: Sequence[tuple[RemoteSession, str, bool]]) -> None:
@@ -73,7 +76,7 @@ class Sessions:
         calls: list[Call] = []
         for session, action, finished in moves:
             session.actions.append(action)
-            if self._is_held:
+            if session.is_held:
                 calls.append(_Move(session, self._players, action, finished))
             else:
                 calls.append(_Answer(session.task, Transcript(action, finished, seed=session.seed)))
@@ -87,8 +90,13 @@ class Sessions:
             process.end_sessions(sum(one.is_held for one in sessions if one.process is process))
 
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
-        for process in self._scorer.processes:
-            mine = [(call, one) for call, one in zip(calls, sessions, strict=True) if one.process is process]
+        """Make the calls. A process gets its answers to score and its moves of held sessions apart."""
+        for process, is_held in product(self._scorer.processes, (False, True)):
+            mine = [
+                (call, one)
+                for call, one in zip(calls, sessions, strict=True)
+                if one.process is process and one.is_held == is_held
+            ]
             results = process.ask([call for call, _ in mine])
             for (_, session), result in zip(mine, results, strict=True):
                 session.result = result

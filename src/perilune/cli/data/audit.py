@@ -86,14 +86,18 @@ def recipe_sections(name: str, changes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
-    """The distinct environment sections of the recipe's stages, as their jobs have them."""
+    """The distinct environment sections of the recipe's stages, as their jobs have them. The parts of a
+    mixture are sections of their own.
+    """
+    from perilune.environments.core.registry import part_sections
     from perilune.recipe.schema import with_rewards
 
     sections: list[dict[str, Any]] = []
     for stage in recipe.stages:
         if environment := stage.environment or recipe.environment:
-            section = with_rewards(environment, recipe.rewards)
-            sections += [] if section in sections else [section]
+            whole = with_rewards(environment, recipe.rewards)
+            for section in part_sections(whole).values() or (whole,):
+                sections += [] if section in sections else [section]
     return sections
 
 
@@ -147,6 +151,8 @@ def replay(
         audits = [Audit.from_json(one) for one in (raw if isinstance(raw, list) else [raw])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"the file is not an audit: {error}", where=str(file)) from None
+    for audit in audits:
+        _refuse_code(audit.environment, file)
     rows = [
         {"probe": finding.probe, "what": finding.what, "then": finding.example.verdict, "now": now}
         for audit in audits
@@ -161,6 +167,24 @@ def replay(
     changed = sum(row["then"] != row["now"] for row in rows)
     if changed:
         raise WorkFailedError(f"{changed} of {len(rows)} verdicts have changed", where=str(file))
+
+
+def _refuse_code(section: Mapping[str, Any], file: Path) -> None:
+    """Refuse to run the code of an environment that a saved audit holds.
+
+    Raises:
+        RequestError: when it holds any.
+    """
+    from perilune.environments.core.registry import part_sections
+    from perilune.extensions import names_file
+
+    for one in (section, *part_sections(section).values()):
+        if names_file(one.get("id")):
+            raise RequestError(
+                f"the audit holds the code of {one['id']}, which is not run from a saved file",
+                where=str(file),
+                remedy="audit the recipe again",
+            )
 
 
 def _show(audit: Audit, out: Path | None) -> None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 app = command_group("List, show, sample, check and audit environments.")
 
 Name = Annotated[
-    str, typer.Argument(metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum.")
+    str,
+    typer.Argument(
+        metavar="NAME", help="An id, with a family or game: reasoning_gym/chain_sum; or file.py:Class."
+    ),
 ]
 Settings = Annotated[
     list[str],
@@ -77,7 +80,7 @@ def show(name: Name, as_json: Json = False) -> None:
     from perilune.environments.core.registry import environment_notes, environment_spec
 
     section = section_of(name, [])
-    model = environment_spec(section["id"])
+    model = environment_spec(section["id"], section.get("source"))
     fields: dict[str, dict[str, Any]] = {}
     for field, info in (model.model_fields if model else {}).items():
         default = None if info.is_required() else info.get_default(call_default_factory=True)
@@ -272,11 +275,16 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     Raises:
         RequestError: when an option is malformed.
     """
-    from perilune.environments.core.registry import family_field
+    from perilune.environments.core.registry import SOURCE, family_field
+    from perilune.extensions import names_file
+    from perilune.recipe.reward_files import file_source
 
-    identifier, _, family = name.partition("/")
-    own = {family_field(identifier): family} if family else {}
-    section = settings_of(settings, onto={"id": identifier} | own)
+    if names_file(name):
+        own = {"id": name, SOURCE: file_source(name, Path.cwd())}
+    else:
+        identifier, _, family = name.partition("/")
+        own = {"id": identifier} | ({family_field(identifier): family} if family else {})
+    section = settings_of(settings, onto=own)
     if "rewards" in section:
         from perilune.recipe.reward_files import reward_terms
 

@@ -93,7 +93,9 @@ def _tracked(control: Control, run: Run) -> TrackedRun:
     from perilune.tracking import TrackedRun
 
     job = Job.model_validate(read_json(control.home.bundle(run.id) / "job.json"))
-    environment = {name: value for name, value in job.environment.items() if name != "rewards"}
+    environment = {
+        name: value for name, value in job.environment.items() if name not in ("rewards", "source")
+    }
     terms = job.environment.get("rewards", {})  # without the source text of reward functions
     rewards = {
         name: term if isinstance(term, float | int) else term["weight"] for name, term in terms.items()

@@ -24,6 +24,7 @@ def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, A
     Raises:
         RequestError: when a stage cannot work, naming the stage.
     """
+    _try_reward_functions(recipe)
     stages = []
     for stage in recipe.stages:
         try:
@@ -47,6 +48,31 @@ def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, A
             }
         )
     return stages
+
+
+def _try_reward_functions(recipe: Recipe) -> None:
+    """Load the recipe's reward functions as a run does, in a confined process, and score one answer.
+
+    Raises:
+        RequestError: when a function cannot be loaded, or cannot be called with the columns of a task.
+    """
+    from perilune.cli.data.audit import environments_of
+    from perilune.environments.core.registry import REWARDS
+
+    for section in environments_of(recipe):
+        if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
+            from perilune.environments import Failure, Transcript, make_environment
+            from perilune.verifiers import Scorer
+
+            task = next(iter(make_environment(section).tasks("train", recipe.seed)), None)
+            with Scorer(section) as scorer:
+                (outcome,) = scorer.score([] if task is None else [(task, Transcript("0"))]) or (None,)
+            if isinstance(outcome, Failure) and "argument" in outcome.reason:
+                raise RequestError(
+                    outcome.reason,
+                    where=REWARDS,
+                    remedy="a function takes prompts, completions, and columns of the tasks, or **columns",
+                )
 
 
 def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) -> None:

@@ -149,6 +149,9 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
 
     for measure in ("pass@1", "pass@8", "greedy"):
         row(measure, [_interval(one.get(measure)) for one in evaluations])
+    for part in sorted({part for one in evaluations for part in one.get("by_environment") or ()}):
+        found = [(one.get("by_environment") or {}).get(part) or {} for one in evaluations]
+        row(f"pass@1 in {as_markup(part)}", [_interval(figures.get("pass@1")) for figures in found])
     row("in the answer's form", [_share(one.get("format")) for one in evaluations])
     row("live groups", [_interval(one.get("live_groups")) for one in evaluations])
     row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.adapters.compact import ANSWER_MARK
 from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.mixture import part_of
 from perilune.environments.core.prompting import KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Task
 
@@ -26,15 +27,16 @@ class GoldTeacher(ScriptedTeacher):
         """The actions of a task with several turns, or its answer."""
         if task.data.get("actions"):
             actions: Sequence[str] = task.data["actions"]
-            return [self._write(action) for action in actions]
+            return [self._write(task, action) for action in actions]
         answer = task.data.get("answer")
         if not isinstance(answer, str):
             return ()
         compact = task.prompt[-1]["content"] == task.data.get("compact")
-        return (ANSWER_MARK + answer if compact else self._write(answer),)
+        return (ANSWER_MARK + answer if compact else self._write(task, answer),)
 
-    def _write(self, answer: str) -> str:
+    def _write(self, task: Task, answer: str) -> str:
         """The answer in the format of the environment's `prompting` section, if it has one."""
-        environment = getattr(self, "_environment", None)
+        whole = getattr(self, "_environment", None)
+        environment: Any = None if whole is None else part_of(whole, task)
         asks = isinstance(getattr(environment, KEY, None), PromptingSettings)
         return environment.write(answer) if environment is not None and asks else answer

@@ -21,9 +21,8 @@ from perilune.data.generators.teacher import Teacher
 from perilune.data.records import Provenance, settings_digest
 from perilune.environments.core.registry import did_you_mean, file_fields
 from perilune.errors import RequestError
+from perilune.extensions import TEACHER_GROUP, CodeFile, load_extension, names_file
 from perilune.files import sha256_file, with_field
-
-TEACHER_GROUP = "perilune.teachers"
 
 _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
@@ -41,25 +40,22 @@ def teacher_names() -> tuple[str, ...]:
 
 
 def make_teacher(
-    name: str, strategies: Mapping[str, float] | None = None, options: Mapping[str, Any] | None = None
+    named: str | CodeFile,
+    strategies: Mapping[str, float] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Teacher:
-    """The teacher called `name`.
+    """The teacher that `named` names: one of `teacher_names`, or a class in a file.
 
     Args:
         strategies: share of the tasks that each strategy answers; by default the teacher's own.
         options: fields of the teacher's `Options` model.
 
     Raises:
-        RequestError: when the name, a strategy or an option is unknown, or the shares do not sum to 1.
+        RequestError: when the name, a strategy or an option is unknown, the shares do not sum to 1, or the
+            file has no teacher.
     """
-    if name not in _classes():
-        raise RequestError(
-            f"no teacher is called '{name}'",
-            where="teacher",
-            remedy=did_you_mean(name, teacher_names()),
-        )
-    module, _, attribute = _classes()[name].partition(":")
-    teacher_class: Any = getattr(import_module(module), attribute)
+    name = named if isinstance(named, str) else named.name
+    teacher_class = _class(name, None if isinstance(named, str) else named.source)
     shares = _shares(name, strategies or {}, teacher_class.strategies)
     model: type[BaseModel] | None = getattr(teacher_class, "Options", None)
     if options and model is None:
@@ -97,6 +93,28 @@ def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
         section = with_field(section, key, [sha256_file(file) for file in files])
     return section
+
+
+def _class(name: str, source: str | None) -> Any:
+    if names_file(name):
+        teacher_class = load_extension(name, source, TEACHER_GROUP, "teacher")
+        if not isinstance(getattr(teacher_class, "strategies", None), Mapping) or not callable(
+            getattr(teacher_class, "candidates", None)
+        ):
+            raise RequestError(
+                f"{name} is not a teacher: it needs `strategies` and `candidates`",
+                where="teacher",
+                remedy="derive it from perilune.data.generators.ScriptedTeacher",
+            )
+        return teacher_class
+    if name not in _classes():
+        raise RequestError(
+            f"no teacher is called '{name}'",
+            where="teacher",
+            remedy=did_you_mean(name, teacher_names()),
+        )
+    module, _, attribute = _classes()[name].partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @cache

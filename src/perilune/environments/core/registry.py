@@ -4,6 +4,9 @@ An entry point in the group `perilune.environments` is a class that implements t
 attribute `Spec`, a frozen pydantic model with the field `id`, describes the environment section of a recipe,
 and the constructor takes one validated instance of it. A callable without `Spec` takes the section as a
 mapping.
+
+The id file.py:name is such a class in a file, whose text is the section's field `source`. Its fields are
+those of `Spec` without `id`.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
 from perilune.errors import RequestError
+from perilune.extensions import load_extension, names_file
 from perilune.files import with_field
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
+MIXTURE = "mixture"  # id of the environment whose parts are environments
+PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
+SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
 
 _BUILT_IN = {
@@ -38,6 +45,7 @@ _BUILT_IN = {
     "instructions": "perilune.environments.builtin.instructions:InstructionsEnvironment",
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
     "open_spiel": "perilune.games.open_spiel:OpenSpielEnvironment",
+    MIXTURE: "perilune.environments.core.mixture:Mixture",
     "openenv": "perilune.environments.adapters.openenv:OpenEnvEnvironment",
     "planning": "perilune.environments.builtin.planning:PlanningEnvironment",
     "planning_repair": "perilune.environments.builtin.planning:PlanningRepairEnvironment",
@@ -53,17 +61,26 @@ def environment_ids() -> tuple[str, ...]:
     return tuple(sorted(_factories()))
 
 
-def environment_spec(name: str) -> type[BaseModel] | None:
+def environment_spec(name: str, source: str | None = None) -> type[BaseModel] | None:
     """The model of an environment's section, including `episodes` and `prompting`; None if the environment
     declares no model.
 
+    Args:
+        source: text of the file, for the id file.py:name.
+
     Raises:
-        RequestError: if the environment is not installed.
+        RequestError: if the environment is not installed, or its file cannot be loaded.
     """
     if name == FACTORY_ID:
         return None
-    model: type[BaseModel] | None = getattr(_factory({"id": name}), "Spec", None)
+    model: type[BaseModel] | None = getattr(_factory({"id": name, SOURCE: source}), "Spec", None)
     return None if model is None else _with_shared_sections(model)
+
+
+def is_known(section: Mapping[str, Any]) -> bool:
+    """Whether the section names an installed environment, or one of a file."""
+    name = section.get("id")
+    return isinstance(name, str) and (name in _factories() or names_file(name))
 
 
 def family_field(name: str) -> str:
@@ -72,7 +89,9 @@ def family_field(name: str) -> str:
     Raises:
         RequestError: if the environment is not installed.
     """
-    return "task" if name == FACTORY_ID else str(getattr(_factory({"id": name}), "family_field", "task"))
+    if name == FACTORY_ID or names_file(name):
+        return "task"
+    return str(getattr(_factory({"id": name}), "family_field", "task"))
 
 
 def environment_families(name: str) -> tuple[str, ...]:
@@ -81,7 +100,7 @@ def environment_families(name: str) -> tuple[str, ...]:
     Raises:
         RequestError: if the environment or the package that it adapts is not installed.
     """
-    if name == FACTORY_ID:
+    if name == FACTORY_ID or names_file(name):
         return ()
     families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
     return families
@@ -93,7 +112,7 @@ def environment_notes(name: str) -> dict[str, dict[str, str]]:
     Raises:
         RequestError: if the environment is not installed.
     """
-    if name == FACTORY_ID:
+    if name == FACTORY_ID or names_file(name):
         return {}
     notes: dict[str, dict[str, str]] = getattr(_factory({"id": name}), "notes", dict)()
     return notes
@@ -105,13 +124,30 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
     The environment's class lists these fields as `files`. A bundle includes the files that they name.
     """
     paths: dict[str, str] = {}
-    for key in getattr(_factory(section), "files", ()) if section.get("id") in _factories() else ():
+    for key in getattr(_factory(section), "files", ()) if is_known(section) else ():
         value: Any = section
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
             paths[key] = value
+    for name, part in part_sections(section).items():
+        paths |= {f"parts.{name}.{key}": path for key, path in file_fields(part).items()}
     return paths
+
+
+def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The section of each part of a mixture by name; empty for other environments.
+
+    A part without `rewards` or `prompting` has those of the mixture.
+    """
+    parts = section.get("parts") if section.get("id") == MIXTURE else None
+    shared = {key: section[key] for key in (REWARDS, prompting.KEY) if section.get(key)}
+    found = {}
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping):
+            own = {key: value for key, value in part.items() if key not in PART_KEYS}
+            found[str(name)] = own | {key: value for key, value in shared.items() if not own.get(key)}
+    return found
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
@@ -144,17 +180,27 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    own = {name: value for name, value in spec.items() if name not in (REWARDS, KEY, prompting.KEY)}
+    apart = (REWARDS, KEY, prompting.KEY, *(("id", SOURCE) if names_file(spec.get("id")) else ()))
+    own = {name: value for name, value in spec.items() if name not in apart}
     try:
         settings = episode_settings(spec)
     except ValidationError as error:
         raise _request_error(error, EpisodeSettings, f"{KEY}.") from None
     try:
-        environment: Environment = factory(model.model_validate(own) if model else own)
+        settled = model.model_validate(own) if model else own
+        parts = part_sections(spec)
+        environment: Environment = factory(settled, parts) if parts else factory(settled)
     except ValidationError as error:
         if model is None:
             raise
         raise _request_error(error, model) from None
+    except Exception as error:
+        if not names_file(spec.get("id")):
+            raise
+        what = f"cannot make {spec['id']}: {type(error).__name__}: {error}"
+        raise RequestError(what, where="environment.id") from None
+    if names_file(spec.get("id")):
+        _require_protocol(environment, spec["id"])
     if checked and hasattr(environment, "check_files"):
         environment.check_files()
     for bound in ("max_turns", "max_tokens"):
@@ -164,11 +210,29 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
                 where=f"environment.{KEY}.{bound}",
                 remedy="remove it; the stage's max_tokens limits the answer",
             )
+    if parts:
+        return environment  # each part has the rewards and the prompting
     if spec.get(prompting.KEY):
         environment = PromptedEnvironment(environment, _prompting_settings(spec[prompting.KEY]))
     if spec.get(REWARDS):
         return WeightedRewards(environment, spec[REWARDS])
     return environment
+
+
+def _require_protocol(environment: Any, name: str) -> None:
+    """Check that the object of a user's file is an environment.
+
+    Raises:
+        RequestError: naming the method or attribute that is missing.
+    """
+    lacking = [method for method in ("tasks", "score") if not callable(getattr(environment, method, None))]
+    lacking += [] if isinstance(getattr(environment, "id", None), str) else ["id"]
+    if lacking:
+        raise RequestError(
+            f"{name} is not an environment: it has no {', '.join(lacking)}",
+            where="environment.id",
+            remedy="derive it from perilune.environments.SingleTurn or MultiTurn",
+        )
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -206,6 +270,8 @@ def _factories() -> dict[str, str]:
 
 def _factory(spec: Mapping[str, Any]) -> Any:
     name = spec.get("id")
+    if names_file(name):
+        return load_extension(str(name), spec.get(SOURCE), ENVIRONMENT_GROUP, "environment.id")
     if name == FACTORY_ID:
         reference = spec.get("factory")
         if not isinstance(reference, str) or not re.fullmatch(r"[^:]+:[^:]+", reference):

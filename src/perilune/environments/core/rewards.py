@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from perilune.environments.core.prompted_environment import PromptedEnvironment
@@ -30,6 +31,7 @@ from perilune.environments.core.protocol import (
 )
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.errors import RequestError
+from perilune.extensions import REWARD_GROUP
 
 VERIFIER = "verifier"  # the term that holds the environment's own reward
 GOLD = "gold"  # the metric that keeps that reward when training optimizes another one
@@ -161,9 +163,13 @@ def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
         raise RequestError(what, where=f"rewards.{name}", remedy="write a weight or a function's section")
     if not isinstance(term, Mapping):
         return float(weight)
-    if not isinstance(function, str) or ":" not in function:
+    if not isinstance(function, str) or not function:
         what = f"the function is {_describe(function)}"
-        raise RequestError(what, where=f"rewards.{name}.function", remedy="write module:name or file.py:name")
+        raise RequestError(
+            what,
+            where=f"rewards.{name}.function",
+            remedy="write file.py:name, module:name, or the name of an entry point",
+        )
     if section["format"] not in ("messages", "text"):
         what = f"the format is {_describe(section['format'])}"
         raise RequestError(what, where=f"rewards.{name}.format", remedy="write messages or text")
@@ -173,7 +179,10 @@ def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
 def _load_function(name: str, section: Mapping[str, Any]) -> Function:
     place, _, attribute = section["function"].rpartition(":")
     try:
-        if section.get("source") is None:
+        if section.get("source") is None and not place:
+            (point,) = entry_points(group=REWARD_GROUP, name=attribute)
+            function = point.load()
+        elif section.get("source") is None:
             function = getattr(import_module(place), attribute)
         else:
             names: dict[str, Any] = {"__name__": f"reward_{name}", "__file__": place}

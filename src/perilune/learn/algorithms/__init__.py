@@ -10,8 +10,10 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, ValidationError
 
 from perilune.errors import RequestError
+from perilune.extensions import NamesCode
 from perilune.learn.algorithms.base import Algorithm, StepContext
 from perilune.learn.algorithms.dgpo import DGPO
+from perilune.learn.algorithms.extension import OrExtension
 from perilune.learn.algorithms.group_relative import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, MaxRL
 from perilune.learn.algorithms.pass_at_k import PKPO, PassAtKTraining
 from perilune.learn.algorithms.ppo import PPO
@@ -48,8 +50,8 @@ RL_ALGORITHMS: dict[str, type[Algorithm]] = {
 ALGORITHMS: dict[str, type[Algorithm]] = {**RL_ALGORITHMS, "sft": SFT}
 
 
-RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS)]
-"""Type of a field that holds an algorithm: `grpo`, or `{name: grpo, clip_high: 0.2}`."""
+RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS), OrExtension(RL_ALGORITHMS), NamesCode()]
+"""Type of a field that holds an algorithm: `grpo`, `{name: grpo, clip_high: 0.2}`, or one of a user."""
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:

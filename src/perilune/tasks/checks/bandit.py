@@ -44,7 +44,9 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
     """
     sizes = {"prompts": 4, "samples": max(8, spec.algorithm.least_samples), "max_tokens": 2, "steps": STEPS}
     schedule = {"lr": 0.01, "warmup": 0, "final_lr": 1.0}
-    own = spec.model_copy(update={**sizes, **schedule, "token_budget": 4, "kl": min(spec.kl, _KL)})
+    own = spec.model_copy(
+        update={**sizes, **schedule, "token_budget": 4, "kl": min(spec.kl, _KL), "curriculum": None}
+    )
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU for every device
         policy, reference = _decoder(device), _decoder(device)
         critic = Critic(policy.config.hidden_size).to(device) if "values" in spec.algorithm.needs else None

@@ -30,7 +30,7 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         make_teacher(spec.teacher, spec.strategies, spec.options),
         spec.traces,
         workspace.job.seed,
-        extra={"system": spec.system, "options": spec.options},
+        extra={"system": spec.system, "options": spec.options, **_code(spec)},
         transform=partial(prepend_systems, system=spec.system),
         show=lambda kept, rejected: workspace.progress(kept, spec.traces, "traces", rejected=rejected),
     )
@@ -56,6 +56,12 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         "environment": collected.environment,
         "seconds": perf_counter() - began,
     }
+
+
+def _code(spec: CollectSpec) -> dict[str, str]:
+    """The text of a teacher's file, for the provenance."""
+    source = None if isinstance(spec.teacher, str) else spec.teacher.source
+    return {} if source is None else {"code": source}
 
 
 def prepend_systems(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
 from perilune.data.leaks import PHRASES
+from perilune.extensions import CodeFile, NamesCode
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
 class CollectSpec(Frozen):
     """Fields of a collect stage."""
 
-    teacher: str = Field(description="teacher that writes candidate traces")
+    teacher: Annotated[str | CodeFile, NamesCode(), WithJsonSchema({"type": "string"})] = Field(
+        description="teacher that writes candidate traces: a name, or file.py:name"
+    )
     strategies: dict[str, float] = Field(
         {}, description="share of each strategy; empty: the teacher's defaults"
     )

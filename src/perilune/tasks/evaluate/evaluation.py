@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from perilune.tasks.checks.answer_form import rare_form
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planned_tokens, stage_memory
 from perilune.tasks.stage.outcomes import evaluation_summary
+from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
 from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
 from perilune.tasks.stage.system_message import with_system
@@ -57,21 +58,40 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
     summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
-    mean = summary["pass@1"]["mean"]
-    workspace.metric(0, **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")})
+    own = OwnMetrics(spec.metrics, workspace.log).figures([one for group in groups for one in group])
+    _record(workspace, summary, own)
     workspace.timing(0, **watch.figures())
-    workspace.progress(total, total, "answers", **{"pass@1": mean})
-    workspace.log(f"pass@1 {mean:.3f} on {spec.tasks} held-out tasks of {environment.id}")
+    workspace.progress(total, total, "answers", **{"pass@1": summary["pass@1"]["mean"]})
     warning = rare_form(summary.get("format"), summary["truncated"], workspace.job)
     if warning:
         workspace.log(f"warning: {warning}")
         workspace.event("rare_form")
     return summary | {
+        **({"own": own} if own else {}),
         **({"warnings": [warning]} if warning else {}),
         "tokens_per_second": watch.figures()["tokens_per_second"],
         "seconds": watch.elapsed,
         **figures(),
     }
+
+
+def _record(workspace: Workspace, summary: Mapping[str, Any], own: Mapping[str, float]) -> None:
+    """Write the metrics, and log pass@1 of the environment and of each part of a mixture."""
+    parts = {
+        part: found["pass@1"]
+        for part, found in summary.get("by_environment", {}).items()
+        if "pass@1" in found  # a part without a scored answer has none
+    }
+    workspace.metric(
+        0,
+        **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")},
+        **{f"environment/{part}/pass@1": found for part, found in parts.items()},
+        **own,
+    )
+    held_out = f"{summary['tasks'] + summary['tasks_without_verdict']} held-out tasks"
+    workspace.log(f"pass@1 {summary['pass@1']['mean']:.3f} on {held_out} of {summary['environment']}")
+    for part, found in parts.items():
+        workspace.log(f"  {part}: pass@1 {found['mean']:.3f}")
 
 
 @contextmanager

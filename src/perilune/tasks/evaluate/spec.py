@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
+from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.sampling import SamplingSpec, ServerSpec
 
 
@@ -18,6 +19,7 @@ class EvaluateSpec(SamplingSpec):
     )
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
     samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
+    metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")
     engine: ServerSpec | None = Field(
         None, description="server with the weights; the checkpoint then provides only the tokenizer"

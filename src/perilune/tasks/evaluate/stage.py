@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from perilune.bundle.job import Job
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
+from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.sampling import check_server
 from perilune.tasks.stage.stage import Stage
 
@@ -25,6 +26,7 @@ class Evaluate(Stage[EvaluateSpec]):
 
     def describe(self, spec: EvaluateSpec, job: Job) -> Mapping[str, object]:
         """Answers to sample, and memory or the server."""
+        OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = None if spec.engine else model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
         if spec.engine is not None:

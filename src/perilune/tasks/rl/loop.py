@@ -20,6 +20,7 @@ from perilune.tasks.rl.sampling import GroupSampler
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdates
 from perilune.tasks.stage.memory_plan import memory_figures
+from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import load_reference
 from perilune.tasks.stage.publishing import Publisher
@@ -51,7 +52,7 @@ def run(
         loop = TrainingLoop(workspace, learner, spec)
         run_preflight(workspace, spec, policy.decoder.config, device, loop.first)
 
-        sampler = GroupSampler(spec, player, opponents.rollouts, taken=learner.memory.get("tasks", 0))
+        sampler = GroupSampler(spec, player, opponents.rollouts, learner.memory)
         publisher = Publisher(player.engine, learner, reference)
         updates = PolicyUpdates(
             spec,
@@ -61,12 +62,12 @@ def run(
             draws_are_known=getattr(player.environment, "players", 1) == 1,
         )
         gold = GoldWatch(workspace, lambda: reference or load_start(), spec.temperature, spec.token_budget)
-        recorder = Recorder(workspace, gold, stop_without_signal=stop_without_signal)
+        own = OwnMetrics(spec.metrics, workspace.log)
+        recorder = Recorder(workspace, gold, own, stop_without_signal=stop_without_signal)
 
         def step(done: int, watch: Stopwatch) -> StepReport:
             publisher.publish()
             groups = publisher.check_versions(sampler.sample(done + 1, watch))
-            learner.memory["tasks"] = sampler.taken
             with watch.time_learning():
                 weighted, figures = updates.make(groups, done)
             figures = opponents.after(done + 1, weighted, figures | {"epoch": sampler.epoch})

@@ -19,7 +19,9 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.answer_form import FormWatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
-from perilune.tasks.stage.outcomes import outcome_figures
+from perilune.tasks.rl.curriculum import uniform_figures
+from perilune.tasks.stage.outcomes import environment_figures, outcome_figures
+from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.training import StepReport, first_and_last
 
 DEAD_LIMIT = 0.95  # share of dead groups above which a step has no signal
@@ -33,11 +35,14 @@ class Recorder:
     over all scored episodes, including those of dead groups.
 
     Args:
+        own: metrics of the user.
         stop_without_signal: stop after `DEAD_PATIENCE` steps in which nearly all groups were dead.
     """
 
-    def __init__(self, workspace: Workspace, gold: GoldWatch, *, stop_without_signal: bool = True) -> None:
-        self._workspace = workspace
+    def __init__(
+        self, workspace: Workspace, gold: GoldWatch, own: OwnMetrics, *, stop_without_signal: bool = True
+    ) -> None:
+        self._workspace, self._own = workspace, own
         self._stop_without_signal = stop_without_signal
         self._gold = gold
         self._dead_in_a_row = 0
@@ -74,6 +79,9 @@ class Recorder:
             **figures,
             **self._gold.observe(step, [group.episodes for group in groups]),
             **term_means(episodes),
+            **environment_figures([group.episodes for group in groups]),
+            **self._own.figures(episodes),
+            **uniform_figures([group.episodes for group in groups]),
             "collapse_alarm": self._watch_collapse(step, mean, dead),
         }
         if warning := self._form.observe(line):

@@ -6,11 +6,15 @@ version of the weights that sampled them. Weights travel the other way, through 
 
 from __future__ import annotations
 
+from typing import Any
+
+from perilune.environments.core.protocol import Task
 from perilune.rollout.dynamic_sampling import play_until_live
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.rewards import ProcessRewards
+from perilune.tasks.rl.curriculum import Curriculum, with_probability
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player
 
@@ -20,20 +24,20 @@ class GroupSampler:
 
     Args:
         rollouts: samples the episodes, possibly with opponents.
-        taken: number of training tasks that earlier attempts have used.
+        memory: of the learner: the position in the training tasks, and the counts of the curriculum.
     """
 
-    def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, taken: int) -> None:
-        self._spec, self._player = spec, player
-        self._tasks = player.training_tasks(skip=taken)
+    def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, memory: dict[str, Any]) -> None:
+        self._spec, self._player, self._memory = spec, player, memory
+        self._tasks = player.training_tasks(skip=memory.get("tasks", 0))
+        self._curriculum: Curriculum | None = None
+        if spec.curriculum is not None:
+            counts = memory.setdefault("curriculum", {})
+            seed = player.workspace.job.seed
+            self._curriculum = Curriculum(spec.curriculum, player.environment, seed, counts)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, rollouts, spec, spec.token_budget
         )
-
-    @property
-    def taken(self) -> int:
-        """Number of training tasks used so far, with those of earlier attempts."""
-        return self._tasks.taken
 
     @property
     def epoch(self) -> int:
@@ -47,10 +51,13 @@ class GroupSampler:
             WorkFailedError: when sampling fails, or a task repeats within an epoch.
         """
         spec, player = self._spec, self._player
+        drawn: dict[str, tuple[Task, float]] = {}
 
         def play(count: int, first: int) -> Groups:
+            chosen = self._take(count, step, first)
+            drawn.update({task.task_id: (task, probability) for task, probability in chosen})
             return self._process_rewards.play(
-                self._tasks.take(count),
+                [task for task, _ in chosen],
                 samples=spec.samples,
                 params=spec.params(player.policy.stop_token_ids),
                 step=step,
@@ -59,5 +66,16 @@ class GroupSampler:
             )
 
         groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
-        self._tasks.check(groups, step)
-        return groups
+        self._memory["tasks"] = self._tasks.taken
+        if self._curriculum is None:
+            self._tasks.check(groups, step)
+            return groups
+        self._curriculum.observe({name: task for name, (task, _) in drawn.items()}, groups)
+        return with_probability(groups, {name: probability for name, (_, probability) in drawn.items()})
+
+    def _take(self, count: int, step: int, first: int) -> list[tuple[Task, float]]:
+        """The next tasks with the probability of each in its draw."""
+        if self._curriculum is None:
+            return [(task, 1.0) for task in self._tasks.take(count)]
+        pool = self._tasks.take(count * self._curriculum.settings.candidates)
+        return self._curriculum.draw(pool, count, step, first)

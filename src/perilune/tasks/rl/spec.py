@@ -11,7 +11,9 @@ from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
+from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
+from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
@@ -32,6 +34,10 @@ class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, For
     )
     process_rewards: ProcessRewardField = Field(
         None, description="process rewards: a name, or a section with a name and options"
+    )
+    metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
+    curriculum: CurriculumSettings | None = Field(
+        None, description="draw tasks by their pass rate; {} uses the defaults"
     )
 
     @property
@@ -57,6 +63,15 @@ class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, For
         if self.samples < least:
             raise ValueError(
                 f"samples is {self.samples}, and {self.algorithm.name} needs at least {least} per group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_the_objective(self) -> RLSpec:
+        if self.curriculum and self.curriculum.importance_weight and self.algorithm.refills:
+            raise ValueError(
+                "curriculum.importance_weight restores the uniform objective, and"
+                f" {self.algorithm.name} drops dead groups. Remove one of them"
             )
         return self
 

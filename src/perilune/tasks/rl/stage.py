@@ -11,6 +11,7 @@ from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens
+from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.stage import Stage, training_plan
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class ReinforcementStage(Stage[Spec]):
                 where=f"stages.{job.stage}.reward_model",
                 remedy="set verifier_weight above 0 to combine them, or remove one of them",
             )
+        OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
         episodes = spec.steps * spec.prompts * spec.samples
@@ -46,6 +48,7 @@ class ReinforcementStage(Stage[Spec]):
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_describe(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
+            **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
             **training_plan(spec, job, spec.memory_plan(config, longest, job.resources.device)),
         }

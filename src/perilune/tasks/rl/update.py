@@ -21,6 +21,7 @@ from perilune.rollout.dynamic_sampling import kept
 from perilune.rollout.groups import Groups
 from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
+from perilune.tasks.rl.curriculum import importance_weighted
 from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class PolicyUpdates:
         centred = algorithm.centred and algorithm.compares == "group"
         check_weights(weighted, centred=centred, sparse=algorithm.sparse)
         weighted = apply_process_rewards(weighted, algorithm, context, spec.process_rewards)
+        weighted = importance_weighted(weighted, spec.curriculum)
         used = kept(weighted, spec.prompts, algorithm.refills)
         corrected, measured = correct(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from perilune.data.episode import Episode
+from perilune.environments.core.registry import MIXTURE
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.bootstrap import bootstrap_problems
@@ -37,15 +39,6 @@ def evaluation_summary(
         first = next(one.failure for group in groups for one in group if one.failure)
         raise WorkFailedError(f"the verifier scored no answer; the first failure: {first}", where=environment)
     most = max(n for _, n, _ in judged)
-
-    def interval(values: Sequence[float]) -> dict[str, float]:
-        return bootstrap_problems(values, seed=seed)._asdict()
-
-    passes = {}
-    for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        values = [pass_at_k(n, c, k) for _, n, c in judged if n >= k]
-        if k <= most and len(values) >= LEAST_SHARE * len(judged):
-            passes[f"pass@{k}"] = interval(values)
     samples = [one for group in groups for one in group]
     scored_greedy = [float(passed(one)) for one in greedy if not one.failure]
     return {
@@ -53,8 +46,8 @@ def evaluation_summary(
         "environment": environment,
         "tasks": len(judged),
         "samples": most,
-        **passes,
-        "greedy": interval(scored_greedy) if scored_greedy else None,
+        **_passes([(n, c) for _, n, c in judged], seed),
+        "greedy": bootstrap_problems(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
@@ -62,9 +55,42 @@ def evaluation_summary(
         **failure_figures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),
+        **({"by_environment": parts} if (parts := _by_environment(groups, seed)) else {}),
         "strategies": strategies(samples),
         "correct_per_task": judged,
     }
+
+
+def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """`environment/PART/...` for each part of a mixture: reward, pass rate, groups and share of dead groups.
+
+    Empty without a mixture. A part whose episodes all failed has no reward and no pass rate.
+    """
+    figures: dict[str, float] = {}
+    for part, own in by_part(groups).items():
+        rewards = [one.reward for group in own for one in group if one.reward is not None]
+        right = sum(passed(one) for group in own for one in group)
+        means = (
+            {"reward": math.fsum(rewards) / len(rewards), "pass_rate": right / len(rewards)}
+            if rewards
+            else {}
+        )
+        live = _live_share(own)
+        figures |= {
+            f"environment/{part}/{name}": value
+            for name, value in {**means, "groups": len(own), "dead_groups": 1 - live["mean"]}.items()
+        }
+    return figures
+
+
+def by_part(groups: Sequence[Sequence[Episode]]) -> dict[str, list[Sequence[Episode]]]:
+    """The groups of each part of a mixture by its name; empty for other environments."""
+    parts: dict[str, list[Sequence[Episode]]] = defaultdict(list)
+    for group in groups:
+        mixture, _, part = group[0].environment.partition("/")
+        if mixture == MIXTURE:
+            parts[part].append(group)
+    return dict(sorted(parts.items()))
 
 
 def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
@@ -102,6 +128,29 @@ def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
         name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
         for name, results in sorted(results_of.items())
     }
+
+
+def _passes(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str, float]]:
+    """pass@k with its interval, for each k that enough tasks have samples for.
+
+    Args:
+        counts: scored and right answers of each task.
+    """
+    passes = {}
+    for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
+        if values and len(values) >= LEAST_SHARE * len(counts):
+            passes[f"pass@{k}"] = bootstrap_problems(values, seed=seed)._asdict()
+    return passes
+
+
+def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str, dict[str, Any]]:
+    """The figures of each part of a mixture; empty for other environments."""
+    figures = {}
+    for part, own in by_part(groups).items():
+        counts = [count for group in own if (count := _count(group))[0]]
+        figures[part] = {"tasks": len(counts), **_passes(counts, seed), "live_groups": _live_share(own)}
+    return figures
 
 
 def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
-
-import numpy as np
+from collections.abc import Sequence
+from itertools import islice
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
+from perilune.environments.core.epochs import endless_tasks
 from perilune.environments.core.protocol import Environment, Task
-from perilune.errors import RequestError
 from perilune.tasks.checks.epochs import EpochChecker
 
 
@@ -30,9 +28,10 @@ class TrainingTasks:
 
     def __init__(self, environment: Environment, workspace: Workspace, skip: int = 0) -> None:
         self.epoch, self.taken = 0, skip
-        self._environment, self._workspace = environment, workspace
+        self._workspace = workspace
         self._checker = EpochChecker(environment, workspace.job.seed, skip)
-        self._stream = islice(self._endless(), skip, None)
+        stream = endless_tasks(environment, workspace.job.seed, self._start_epoch)
+        self._stream = islice(stream, skip, None)
 
     def take(self, size: int) -> list[Task]:
         """The next `size` tasks.
@@ -52,17 +51,7 @@ class TrainingTasks:
         """
         self._checker.check(groups, step)
 
-    def _endless(self) -> Iterator[Task]:
-        seed = self._workspace.job.seed
-        used = 0
-        for task in self._environment.tasks("train", seed):
-            used += 1
-            yield task
-        if not used:
-            raise RequestError(f"{self._environment.id} has no training tasks", remedy="widen its config")
-        known = list(self._environment.tasks("train", seed))  # a finite set fits in memory
-        for self.epoch in count(1):
-            self._workspace.log(f"epoch {self.epoch + 1} of the {used} training tasks, reshuffled")
-            self._workspace.event("epoch", epoch=self.epoch, tasks=used)
-            for index in np.random.default_rng([seed, self.epoch]).permutation(len(known)):
-                yield known[index]
+    def _start_epoch(self, epoch: int, tasks: int) -> None:
+        self.epoch = epoch
+        self._workspace.log(f"epoch {epoch + 1} of the {tasks} training tasks, reshuffled")
+        self._workspace.event("epoch", epoch=epoch, tasks=tasks)

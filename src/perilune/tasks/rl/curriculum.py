@@ -1,0 +1,182 @@
+"""A curriculum by pass rate: it draws tasks more often where some answers are right and some are wrong.
+
+Each step takes `candidates` times as many tasks from the stream as it needs, and draws among them without
+replacement. The probability of a task grows with the expected variance p (1 - p) of its answers, where p is
+the pass rate of its stratum: groups whose answers are all right or all wrong have no gradient. The pool is a
+uniform sample, and the inclusion probability of each drawn task is known, so figures and gradients of the
+uniform objective can be estimated without bias (Horvitz and Thompson 1952).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.data.episode import Episode
+from perilune.environments.core.mixture import environment_name
+from perilune.environments.core.protocol import Environment, Task
+from perilune.learn.off_policy import effective_share
+from perilune.learn.weights import Component, WeightedGroup
+from perilune.rollout.groups import Groups
+from perilune.tasks.rl.curriculum_settings import CurriculumSettings
+from perilune.tasks.stage.outcomes import passed
+
+PROBABILITY = "sampling_probability"  # metric of an episode: inclusion probability of its task in the draw
+FORGOTTEN = 0.01  # answers below which a stratum counts as never seen
+
+Array = NDArray[np.float64]
+
+
+class Curriculum:
+    """Draws tasks, and counts the answers of their strata.
+
+    Attributes:
+        settings: how it draws.
+
+    Args:
+        seed: of the run; a draw depends on it, the step and the counts alone.
+        counts: for each stratum the right and all answers, decayed. Saved in checkpoints, and changed here.
+    """
+
+    def __init__(
+        self,
+        settings: CurriculumSettings,
+        environment: Environment,
+        seed: int,
+        counts: dict[str, list[float]],
+    ) -> None:
+        self.settings, self._environment, self._counts = settings, environment, counts
+        self._seed = seed
+
+    def draw(self, pool: Sequence[Task], count: int, *key: int) -> list[tuple[Task, float]]:
+        """Draw `count` tasks, in the order of the pool, with the inclusion probability of each.
+
+        Args:
+            key: distinguishes the draws of a run.
+        """
+        weights = np.array([self._weight(self._stratum(task)) for task in pool])
+        probabilities = inclusion_probabilities(weights, count)
+        random = np.random.default_rng([self._seed, *key])
+        order = random.permutation(len(pool))  # in a periodic order, systematic draws would be alike
+        chosen = order[systematic_sample(probabilities[order], random.random())]
+        return [(pool[index], float(probabilities[index])) for index in sorted(chosen)]
+
+    def observe(self, tasks: Mapping[str, Task], groups: Groups) -> None:
+        """Count the answers of a step.
+
+        Args:
+            tasks: the drawn tasks by id.
+        """
+        for count in self._counts.values():
+            count[:] = [value * self.settings.decay for value in count]
+        for group in groups:
+            scored = [one for one in group if not one.failure]
+            count = self._counts.setdefault(self._stratum(tasks[group[0].task_id]), [0.0, 0.0])
+            count[0] += sum(map(passed, scored))
+            count[1] += len(scored)
+        for stratum in [name for name, (_, n) in self._counts.items() if n < FORGOTTEN]:
+            del self._counts[stratum]
+
+    def _stratum(self, task: Task) -> str:
+        if self.settings.by == "task":
+            return task.task_id
+        name = environment_name(self._environment, task)
+        known = self.settings.by == "difficulty" and task.difficulty is not None
+        return f"{name} {task.difficulty:g}" if known else name
+
+    def _weight(self, stratum: str) -> float:
+        """`floor` to 1, growing with the expectation of p (1 - p) under the posterior Beta(a, b)."""
+        right, total = self._counts.get(stratum, (0.0, 0.0))
+        a, b = right + self.settings.prior, total - right + self.settings.prior
+        variance = a * b / ((a + b) * (a + b + 1))
+        return self.settings.floor + (1 - self.settings.floor) * 4 * variance
+
+
+def inclusion_probabilities(weights: Array, count: int) -> Array:
+    """float64[N], proportional to `weights` and at most 1, with the sum `count`.
+
+    Args:
+        weights: float64[N], positive; N is at least `count`.
+    """
+    certain = np.zeros(len(weights), np.bool_)
+    while True:
+        scale = (count - certain.sum()) / max(weights[~certain].sum(), np.finfo(np.float64).tiny)
+        probabilities = np.where(certain, 1.0, scale * weights)
+        if not (above := ~certain & (probabilities > 1)).any():
+            return probabilities
+        certain |= above
+
+
+def systematic_sample(probabilities: Array, start: float) -> list[int]:
+    """Indices drawn without replacement, each with its inclusion probability (Madow 1949).
+
+    Args:
+        probabilities: at most 1 each; their sum is the number of indices.
+        start: uniform in [0, 1).
+    """
+    ends = np.cumsum(probabilities)
+    ends[-1] = round(ends[-1])
+    return [int(index) for index in np.flatnonzero(np.diff(np.floor(np.append(0.0, ends) - start)))]
+
+
+def with_probability(groups: Groups, probabilities: Mapping[str, float]) -> Groups:
+    """The groups with the inclusion probability of their task as a metric of each episode."""
+    return [
+        tuple(replace(one, metrics={**one.metrics, PROBABILITY: probabilities[one.task_id]}) for one in group)
+        for group in groups
+    ]
+
+
+def uniform_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """`uniform/...`: reward and pass rate of a uniform draw, and the effective share of groups.
+
+    Means over groups, weighted by the inverse of their probabilities (Hajek's estimator). Empty without a
+    curriculum.
+    """
+    weights, rewards, rates = [], [], []
+    for group in groups:
+        scored = [one for one in group if one.reward is not None]
+        if scored and PROBABILITY in scored[0].metrics:
+            weights.append(1 / scored[0].metrics[PROBABILITY])
+            rewards.append(math.fsum(one.reward or 0.0 for one in scored) / len(scored))
+            rates.append(sum(map(passed, scored)) / len(scored))
+    if not weights:
+        return {}
+    return {
+        "uniform/reward": float(np.average(rewards, weights=weights)),
+        "uniform/pass_rate": float(np.average(rates, weights=weights)),
+        "uniform/ess": effective_share(np.array(weights)),
+    }
+
+
+def importance_weighted(
+    groups: Sequence[WeightedGroup], settings: CurriculumSettings | None
+) -> list[WeightedGroup]:
+    """The groups with loss weights of the uniform objective: each divided by its probability, relative to
+    that of a uniform draw.
+    """
+    if settings is None or not settings.importance_weight:
+        return list(groups)
+    return [
+        _scaled(group, 1 / (settings.candidates * group.episodes[0].metrics[PROBABILITY])) for group in groups
+    ]
+
+
+def _scaled(group: WeightedGroup, factor: float) -> WeightedGroup:
+    changed: dict[str, Any] = {
+        name: _times(part, factor)
+        for name in ("policy_gradient", "cross_entropy", "reference_kl", "entropy")
+        if (part := getattr(group, name)) is not None
+    }
+    if group.value is not None:
+        changed["value"] = replace(group.value, component=_times(group.value.component, factor))
+    return replace(group, **changed)
+
+
+def _times(part: Component, factor: float) -> Component:
+    return Component(tuple(np.float32(factor) * one for one in part.weights), part.counts)

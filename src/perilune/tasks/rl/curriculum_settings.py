@@ -1,0 +1,35 @@
+"""The settings of a curriculum by pass rate (`perilune.tasks.rl.curriculum`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen
+
+
+class CurriculumSettings(Frozen):
+    """How tasks are drawn by their pass rates."""
+
+    by: Literal["difficulty", "environment", "task"] = Field(
+        "difficulty",
+        description="tasks that share a pass rate: of one environment and difficulty, of one environment (a"
+        " part of a mixture), or each by itself",
+    )
+    candidates: int = Field(4, ge=2, le=64, description="tasks to choose from, for each task of a step")
+    floor: float = Field(
+        0.1, gt=0, le=1, description="weight of a task whose answers are all alike; 1 draws uniformly"
+    )
+    prior: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="prior of a pass rate, Beta(prior, prior)"
+    )
+    decay: float = Field(0.9, gt=0, le=1, description="factor of the counted answers after each step")
+    importance_weight: bool = Field(
+        False, description="weigh each group by the inverse of its probability: the uniform objective"
+    )
+
+    def describe(self) -> str:
+        """The settings, for the plan."""
+        objective = "uniform objective" if self.importance_weight else "objective follows the draw"
+        return f"by {self.by}, 1 of {self.candidates} tasks drawn by pass rate; {objective}"

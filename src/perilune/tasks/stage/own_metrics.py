@@ -1,0 +1,73 @@
+"""Metrics of users: functions of the episodes of a training step or of an evaluation.
+
+They run in the stage's process and change nothing but the figures.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from perilune.errors import RequestError
+from perilune.extensions import METRIC_GROUP, CodeFile, NamesCode, load_extension
+
+if TYPE_CHECKING:
+    from perilune.data.episode import Episode
+
+OwnMetric = Callable[[Sequence["Episode"]], float | None]
+OwnMetricsField = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str | CodeFile], NamesCode(many=True)
+]
+
+
+class OwnMetrics:
+    """The metrics that a stage names.
+
+    Args:
+        named: for each metric a function: an entry point, module:name, or a file's.
+        log: called with a warning the first time that a metric fails.
+
+    Raises:
+        RequestError: when a function cannot be loaded, or does not take the episodes.
+    """
+
+    def __init__(self, named: Mapping[str, str | CodeFile], log: Callable[[str], None] = print) -> None:
+        self._functions = {name: _load(name, one) for name, one in named.items()}
+        self._log = log
+        self._failed: set[str] = set()
+
+    def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
+        """`own/NAME` for each metric that returns a finite number. A metric that fails is left out."""
+        found = {}
+        for name, function in self._functions.items():
+            try:
+                value = function(episodes)
+                if value is None:
+                    continue
+                if not math.isfinite(value):
+                    raise ValueError(f"it returned {value}")
+                found[f"own/{name}"] = float(value)
+            except Exception as error:
+                if name not in self._failed:
+                    self._log(f"warning: metric {name!r} failed: {type(error).__name__}: {error}")
+                self._failed.add(name)
+        return found
+
+
+def _load(name: str, named: str | CodeFile) -> OwnMetric:
+    reference, source = (named, None) if isinstance(named, str) else (named.name, named.source)
+    where = f"metrics.{name}"
+    function = load_extension(reference, source, METRIC_GROUP, where)
+    try:
+        inspect.signature(function).bind([])
+    except TypeError as error:
+        raise RequestError(
+            f"{reference} must be a function of the episodes: {error}",
+            where=where,
+            remedy="write def NAME(episodes): return a number, or None for no value",
+        ) from None
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,215 @@
+"""Code of the user, named as file.py:name in a recipe: frozen as text, and one error if it is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune.bundle.plugin import load_plugin
+from perilune.cli.train.plan import derive
+from perilune.errors import RequestError
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+
+ENVIRONMENT = """
+from pydantic import BaseModel
+from perilune.environments import Score, SingleTurn, Task
+
+class Spec(BaseModel, extra="forbid", frozen=True):
+    id: str = "echo"
+    words: int = 3
+
+class Echo(SingleTurn):
+    Spec = Spec
+    def __init__(self, spec):
+        self.spec, self.id = spec, "echo"
+    def tasks(self, split, seed):
+        for n in range(self.spec.words):
+            yield Task(f"{split}{n}", ({"role": "user", "content": str(n)},), {"answer": str(n)})
+    def score(self, task, transcript):
+        return Score(float(transcript.text == task.data["answer"]))
+
+class Idle:
+    id = "idle"
+    def __init__(self, section): pass
+
+class Hungry(Echo):
+    def __init__(self, spec, more): pass
+"""
+ALGORITHM = """
+from typing import Literal
+import numpy as np
+from perilune.learn.algorithms.base import ClippedPolicyGradient
+
+class Plain(ClippedPolicyGradient):
+    name: Literal["plain"] = "plain"
+    margin: float = 0.0
+    def weight_group(self, group, context):
+        scores = np.array([one.reward for one in group], float)
+        return self.weight_tokens(group, scores, scores - scores.mean(), context)
+
+class Narrow(Plain):
+    def weight_group(self, group): ...
+
+class Other: ...
+"""
+TEACHER = """
+from perilune.data.generators import ScriptedTeacher
+
+class Parrot(ScriptedTeacher):
+    name = "parrot"
+    strategies = {"once": 1.0}
+    def script(self, task, strategy, chance):
+        return [task.data["answer"]]
+
+class Mute: ...
+"""
+METRIC = """
+def mean_length(episodes):
+    return sum(len(one.token_ids) for one in episodes) / len(episodes)
+
+def two(episodes, more): ...
+"""
+REWARD = """
+def half(completions, **columns):
+    return [0.5]
+
+def wants(nothing_that_exists): ...
+"""
+RL = {
+    "name": "rl",
+    "task": "rl",
+    "checkpoint": "model",
+    "steps": 2,
+    "prompts": 2,
+    "samples": 4,
+    "max_tokens": 4,
+}
+COLLECT = {"name": "traces", "task": "collect", "teacher": "teacher.py:Parrot", "traces": 2}
+SUMS = {"id": "reasoning_gym", "task": "chain_sum", "prompt": "compact"}
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path) -> None:
+    texts = {
+        "world": ENVIRONMENT, "method": ALGORITHM, "teacher": TEACHER, "figure": METRIC, "pay": REWARD,
+        "torn": "def torn(:\n    pass\n", "lost": "import a_package_that_nobody_has\ndef lost(): ...\n",
+        "quits": "raise SystemExit(3)\ndef quits(): ...\n", "fails": "\n\n1 / 0\ndef fails(): ...\n",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+
+
+def recipe(folder: Path, stage: dict[str, Any] | None = None, **keys: Any) -> Path:
+    document = {
+        "name": "own",
+        "model": {"preset": "tiny"},
+        "environment": SUMS,
+        "stages": [stage or RL],
+        **keys,
+    }
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def test_an_environment_of_a_file_is_frozen_as_text(tmp_path: Path) -> None:
+    loaded = load_recipe(recipe(tmp_path, environment={"id": "world.py:Echo", "words": 5}))
+    assert loaded.environment["source"] == ENVIRONMENT and loaded.environment["words"] == 5
+    (tmp_path / "world.py").unlink()  # from here on the text is enough
+    assert derive(loaded)[0]["name"] == "rl"
+    job = job_for(loaded, loaded.stages[0])
+    assert job.environment["id"] == "world.py:Echo" and str(tmp_path) not in job.model_dump_json()
+
+
+def test_an_environment_of_a_file_can_be_a_part_of_a_mixture(tmp_path: Path) -> None:
+    parts = {"own": {"id": "world.py:Echo"}, "sums": SUMS}
+    loaded = load_recipe(recipe(tmp_path, environment={"id": "mixture", "parts": parts}))
+    assert loaded.environment["parts"]["own"]["source"] == ENVIRONMENT
+    derive(loaded)
+
+
+@pytest.mark.parametrize("written", ["method.py:Plain", {"name": "method.py:Plain", "margin": 0.25}])
+def test_an_algorithm_of_a_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
+    loaded = load_recipe(recipe(tmp_path, {**RL, "algorithm": written}))
+    (tmp_path / "method.py").unlink()
+    derive(loaded)
+    spec = load_plugin("rl").spec.model_validate(job_for(loaded, loaded.stages[0]).spec)
+    assert spec.algorithm.name == "plain"  # type: ignore[attr-defined]
+    section = spec.model_dump(mode="json")["algorithm"]
+    assert section["name"] == "method.py:Plain" and section["source"] == ALGORITHM
+    assert section["margin"] == (0.25 if isinstance(written, dict) else 0.0)
+    assert load_plugin("rl").spec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+def test_a_teacher_and_a_metric_of_a_file_are_frozen_as_text(tmp_path: Path) -> None:
+    loaded = load_recipe(recipe(tmp_path, COLLECT, environment={"id": "world.py:Echo"}))
+    assert loaded.stages[0].spec["teacher"] == {"name": "teacher.py:Parrot", "source": TEACHER}
+    assert derive(loaded)[0]["derived"]["teacher"] == "parrot (100% once)"
+    loaded = load_recipe(recipe(tmp_path, {**RL, "metrics": {"length": "figure.py:mean_length"}}))
+    assert loaded.stages[0].spec["metrics"] == {"length": {"name": "figure.py:mean_length", "source": METRIC}}
+    derive(loaded)
+
+
+def test_reward_functions_are_tried_when_the_recipe_is_planned(tmp_path: Path) -> None:
+    derive(load_recipe(recipe(tmp_path, rewards={"half": {"function": "pay.py:half"}})))
+
+
+KEYS = {
+    "environment": lambda file: {"environment": {"id": file}},
+    "algorithm": lambda file: {"stage": {**RL, "algorithm": file}},
+    "teacher": lambda file: {"stage": {**COLLECT, "teacher": file}},
+    "metric": lambda file: {"stage": {**RL, "metrics": {"m": file}}},
+    "reward": lambda file: {"rewards": {"r": {"function": file}}},
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("torn.py:torn", "torn.py:1 is not valid Python"),
+        ("gone.py:gone", "cannot be read"),
+        ("pay.py:hlaf", "does not define 'hlaf'"),
+        ("lost.py:lost", "No module named 'a_package_that_nobody_has'"),
+        ("quits.py:quits", "SystemExit"),
+        ("fails.py:fails", "division by zero"),
+    ],
+)
+def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:
+    with pytest.raises(RequestError, match=what) as caught:
+        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
+    assert file.partition(".")[0] in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "file", "what"),
+    [
+        ("environment", "world.py:Idle", "not an environment: it has no tasks, score"),
+        ("environment", "world.py:Hungry", "cannot make world.py:Hungry: TypeError"),
+        ("algorithm", "method.py:Other", "not a subclass of"),
+        ("algorithm", "method.py:Narrow", "weight_group that does not take the episodes and the context"),
+        ("teacher", "teacher.py:Mute", "not a teacher"),
+        ("metric", "figure.py:two", "must be a function of the episodes: missing a required argument"),
+        ("reward", "pay.py:wants", "missing 1 required positional argument"),
+    ],
+)
+def test_a_wrong_signature_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
+
+
+def test_an_option_that_an_algorithm_lacks_names_its_options(tmp_path: Path) -> None:
+    stage = {**RL, "algorithm": {"name": "method.py:Plain", "marginn": 1}}
+    with pytest.raises(RequestError, match=r"marginn.*its options are .*margin"):
+        load_recipe(recipe(tmp_path, stage))
+
+
+def test_a_field_that_an_environment_lacks_names_the_line(tmp_path: Path) -> None:
+    path = recipe(tmp_path, environment={"id": "world.py:Echo", "wrods": 5})
+    with pytest.raises(RequestError, match="wrods is not a known key") as caught:
+        load_recipe(path)
+    assert "own.yaml:" in caught.value.where and "words" in caught.value.remedy
