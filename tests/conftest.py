@@ -5,8 +5,10 @@ A test marked `gpu` may skip anywhere; no other may where CI is set.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +16,10 @@ from unittest import mock
 import pytest
 
 from perilune import redaction
+from perilune.execution.processes import PR_SET_CHILD_SUBREAPER
+from processor_time import pytest_runtest_setup, pytest_runtest_teardown, pytest_terminal_summary
+
+__all__ = ["pytest_runtest_setup", "pytest_runtest_teardown", "pytest_terminal_summary"]
 
 # A shell has the jobs that it starts in the background ignore Ctrl-C, and their children inherit that; the
 # commands that tests interrupt must not.
@@ -48,6 +54,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def no_secrets_of_other_tests() -> None:
     """A process keeps the secrets that it has read out of all it writes; each test begins without any."""
     redaction.KNOWN.__dict__.update(redaction.Redactor().__dict__)
+
+
+@pytest.fixture(autouse=True)
+def orphans_go_to_init() -> Iterator[None]:
+    """A worker that ran in this process made it adopt orphans, which would stay zombies in later tests."""
+    yield
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,8 @@ MODULE = "import pytest\n\npytest.importorskip('no_such_package')\n"
 
 def outcome(folder: Path, text: str, ci: str) -> tuple[int, str]:
     """Exit code and output of pytest on one file, under this project's conftest."""
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", folder)
+    for name in ("conftest.py", "processor_time.py"):
+        shutil.copy(Path(__file__).parents[1] / name, folder)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
     (folder / "test_some.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_some.py"]
