@@ -10,10 +10,10 @@ import pytest
 from chat_cases import chatml
 
 from perilune.data.examples import demonstration
-from perilune.data.sources import Row
+from perilune.data.sources import Row, read_rows
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.supervised.tokens import RowReader, encode_example
+from perilune.tasks.supervised.tokens import RowReader, encode_examples
 
 # Tools and calls as in Qwen's template.
 HERMES = (
@@ -37,7 +37,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 def parts(tokenizer: Tokenizer, **value: Any) -> tuple[str, str]:
     """All fed text, and the text with loss, each with its control tokens."""
-    tokens = encode_example(tokenizer, demonstration(Row("a:1", value)), "a:1")
+    tokens = encode_examples(tokenizer, [demonstration(Row("a:1", value))], ["a:1"])[0]
     learned = [token for token, on in zip(tokens.token_ids, tokens.loss_mask, strict=True) if on]
 
     def text(ids: list[int]) -> str:
@@ -87,9 +87,9 @@ def test_calls_are_text_where_the_template_has_none() -> None:
 def test_control_tokens_are_text_in_messages_and_tokens_in_text() -> None:
     hostile = {"role": "user", "content": "<|im_end|>"}
     end = chatml().eos_token_id
-    chat = encode_example(chatml(), demonstration(Row("a:1", {"messages": [hostile, SAID]})), "a:1")
+    chat = encode_examples(chatml(), [demonstration(Row("a:1", {"messages": [hostile, SAID]}))], ["a:1"])[0]
     assert chat.prompt_ids.count(end) == 1
-    text = encode_example(chatml(), demonstration(Row("a:1", {"text": "a<|im_end|>b"})), "a:1")
+    text = encode_examples(chatml(), [demonstration(Row("a:1", {"text": "a<|im_end|>b"}))], ["a:1"])[0]
     assert (text.prompt_ids + text.token_ids).count(end) == 2
 
 
@@ -132,7 +132,7 @@ def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) 
         "rows": 1, "dropped": 2, "truncated": 0, "tokens": 4, "learned": 3, "longest": 4,
     }  # fmt: skip
     truncating = RowReader(characters, 16, 10, "truncate")
-    kept = [tokens for _, _, tokens in truncating.demonstrations(path)]
+    kept = [tokens for _, _, tokens in truncating.demonstrations(read_rows(path))]
     assert [len(tokens) for tokens in kept] == [4, 10, 10] and truncating.truncated == 2
     assert characters.eos_token_id not in kept[1].token_ids
     assert truncating.describe() == "3 rows, 2 truncated, 24 tokens, 21 with loss; the longest has 10 of 10"
@@ -142,7 +142,7 @@ def test_a_truncated_row_without_loss_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "p" * 20, "completion": "c"}) + "\n")
     reader = RowReader(Tokenizer.characters(), 16, too_long="truncate")
-    assert list(reader.demonstrations(path)) == [] and reader.dropped == 1
+    assert list(reader.demonstrations(read_rows(path))) == [] and reader.dropped == 1
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_pairs_share_their_prompt(tmp_path: Path) -> None:
     pair = {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, SAID, USER, {**SAID, "content": "5"}]}
     path.write_text(json.dumps(pair) + "\n")
     reader = RowReader(chatml(), 512)
-    ((_, _, better, worse),) = reader.comparisons(path)
+    ((_, _, better, worse),) = reader.comparisons(read_rows(path))
     assert better.prompt_ids == worse.prompt_ids and all(better.loss_mask)
     assert better.token_ids == chatml().encode_completion("4")
     assert reader.rows == 1 and reader.tokens == len(better) + len(worse)
     path.write_text(json.dumps({"prompt": "", "chosen": "a", "rejected": "b"}) + "\n")
     with pytest.raises(RequestError, match="the prompt is empty"):
-        list(RowReader(chatml(), 512).comparisons(path))
+        list(RowReader(chatml(), 512).comparisons(read_rows(path)))

@@ -41,6 +41,7 @@ class Tokenizer:
         eos_token_id: ends a completion. A model may stop at other ids too (its generation_config.json).
         pad_token_id, bos_token_id: None when the tokenizer has none.
         vocab_size: one more than the largest id.
+        prompt_prefix: what begins a prompt without a template: BOS or nothing.
 
     Raises:
         RequestError: when a special token is missing from the vocabulary, or the template is malformed.
@@ -74,7 +75,7 @@ class Tokenizer:
         self._special_tokens = {
             name: token for name in ("bos_token", "eos_token", "pad_token") if (token := self._token(name))
         }
-        self._prompt_prefix = self._bos_prefix()
+        self.prompt_prefix = self._bos_prefix()
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
@@ -216,15 +217,19 @@ class Tokenizer:
         """`encode_prompt` for many conversations."""
         if self.chat_template is None:
             texts = [self.render_prompt(messages) for messages in conversations]
-            return [self._prompt_prefix + ids for ids in self.encode_batch(texts)]
+            return [self.prompt_prefix + ids for ids in self.encode_batch(texts)]
         return self.encode_pieces(self.render_pieces(conversations, **variables))
 
     def render_pieces(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[Rendered]:
         """`render_prompt` for many conversations, with marks for control tokens that messages spell out."""
+        return self.render_inputs([{**variables, "messages": messages} for messages in conversations])
+
+    def render_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Rendered]:
+        """As `render_pieces`, where each conversation has variables of its own beside `messages`."""
         assert self.chat_template is not None
-        hidden = [self._spelled_tokens.hide(variables | {"messages": messages}) for messages in conversations]
+        hidden = [self._spelled_tokens.hide(one) for one in inputs]
         texts = self.chat_template.render_all([{**self._defaults, **inputs} for inputs, _ in hidden])
         return [Rendered(text, spelled) for text, (_, spelled) in zip(texts, hidden, strict=True)]
 
@@ -243,7 +248,7 @@ class Tokenizer:
 
     def encode_text_prompt(self, text: str) -> list[int]:
         """Token ids of a text to continue without a template, after BOS if the tokenizer adds it."""
-        return self._prompt_prefix + self.encode(text)
+        return self.prompt_prefix + self.encode(text)
 
     def encode_document(self, text: str, *, starts: bool = True, ends: bool = False) -> list[int]:
         """Token ids of a text that no template writes. Control tokens that it spells out become tokens.
@@ -253,7 +258,7 @@ class Tokenizer:
             ends: whether `eos_token_id` comes last; never twice.
         """
         (ids,) = self.encode_rendered([text])
-        prefix = self._prompt_prefix if starts and ids[:1] != self._prompt_prefix else []
+        prefix = self.prompt_prefix if starts and ids[:1] != self.prompt_prefix else []
         end = [self.eos_token_id] if ends and ids[-1:] != [self.eos_token_id] else []
         return [*prefix, *ids, *end]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from perilune.errors import RequestError
@@ -21,11 +22,7 @@ PLAIN = ("role", "content", "name", "weight")  # keys of an assistant's message 
 
 
 def continuation(
-    tokenizer: Tokenizer,
-    opening: Sequence[Message],
-    messages: Sequence[Message],
-    last_token: int,
-    **variables: Any,
+    tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], last_token: int
 ) -> list[int]:
     """Token ids between a turn of the policy and its next turn.
 
@@ -35,78 +32,147 @@ def continuation(
         opening: the first messages of the conversation, which a template may require.
         messages: the messages since the policy's turn.
         last_token: the last token of that turn; it is not repeated when the template writes it.
-        variables: further inputs of the template, such as `tools`.
 
     Raises:
         RequestError: when the template refuses the messages or changes the assistant's text.
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode("".join(message["content"] for message in messages))
-    mark = sha256_bytes(canonical_json([[dict(one) for one in part] for part in (opening, messages)]))
-    (ids,) = tokenizer.encode_pieces([_after(tokenizer, opening, messages, mark, variables)])
+    mark = _mark(opening, messages)
+    (rendered,) = tokenizer.render_pieces([[*opening, {"role": "assistant", "content": mark}, *messages]])
+    (ids,) = tokenizer.encode_pieces([_after(rendered, mark)])
     return ids[1:] if ids[:1] == [last_token] else ids
 
 
 def encode_turns(
-    tokenizer: Tokenizer, messages: Sequence[Message], first: int | None = None, **variables: Any
+    tokenizer: Tokenizer, messages: Sequence[Message], first: int | None = None
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Token ids of a conversation to imitate, as if the policy had sampled its turns.
+    """`encode_conversations` for one; `first` is by default the index of the assistant's first message."""
+    if first is None:
+        first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    return encode_conversations(tokenizer, [(messages[:first], messages[first:], {})])[0]
+
+
+def encode_conversations(
+    tokenizer: Tokenizer,
+    conversations: Sequence[tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]],
+) -> list[tuple[list[int], list[int], list[bool]]]:
+    """Token ids of conversations to imitate, as if the policy had sampled their turns.
+
+    The templates of all conversations are rendered together, and their texts encoded together.
 
     Args:
-        first: index of the first message to imitate, the assistant's; by default its first one.
-        variables: further inputs of the template, such as `tools`.
+        conversations: for each, the messages before the first one to imitate; the others, of which the first
+            is the assistant's; and further inputs of the template, such as `tools`.
 
     Returns:
-        the prompt's token ids; all token ids after it; and for each of these, whether it is learned: those of
-        the assistant and its end-of-sequence tokens, except in messages with `weight` 0.
+        for each, the prompt's token ids; all token ids after it; and whether each of these is learned:
+        those of the assistant and its end-of-sequence tokens, except in messages with `weight` 0.
 
     Raises:
         RequestError: as `continuation`, and when the vocabulary lacks a character.
     """
-    if first is None:
-        first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    opening = messages[:first]
-    prompt_ids = tokenizer.encode_prompt(opening, **variables)
-    token_ids: list[int] = []
-    mask: list[bool] = []
+    segments = [_segments(tokenizer, *one) for one in conversations]
+    _encode(tokenizer, [segment for own in segments for segment in own])
+    return [_joined(tokenizer, own) for own in segments]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of a conversation: text, or what is left of rendered templates.
+
+    Attributes:
+        learned: None for the prompt and for what stands between two turns.
+        text: of a part that no template writes.
+        inputs: the templates' inputs, without a text: one, or those before and after a turn.
+        mark: the part follows this text; without it, the part is what the second template adds to the first.
+    """
+
+    learned: bool | None = None
+    text: str = ""
+    inputs: Sequence[Mapping[str, Any]] = ()
+    mark: str = ""
+    ids: list[int] = field(default_factory=list)
+
+
+def _segments(
+    tokenizer: Tokenizer, opening: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any]
+) -> list[_Segment]:
+    """The prompt, then the turns of the assistant and what stands between them, in turn."""
+    has_template = tokenizer.chat_template is not None
+
+    def unlearned(messages: Sequence[Message], is_between: bool) -> _Segment:
+        if not has_template:
+            return _Segment(text="".join(message["content"] for message in messages))
+        if not is_between:
+            return _Segment(inputs=[{**variables, "messages": messages}])
+        mark = _mark(opening, messages)
+        marked = [*opening, {"role": "assistant", "content": mark}, *messages]
+        return _Segment(inputs=[{**variables, "messages": marked}], mark=mark)
+
+    found = [unlearned(opening, False)]
     observations: list[Message] = []
-    for place, message in enumerate(messages[first:], start=first):
+    for place, message in enumerate(turns):
         if message["role"] != "assistant":
             observations.append(message)
             continue
-        if token_ids:
-            between = continuation(tokenizer, opening, observations, token_ids[-1], **variables)
-            token_ids += between
-            mask += [False] * len(between)
-        completion = _encode_turn(tokenizer, messages[:place], message, variables)
-        token_ids += completion
-        mask += [message.get("weight", 1) != 0] * len(completion)
+        if place:
+            found.append(unlearned(observations, True))
+        is_learned = message.get("weight", 1) != 0
+        if any(
+            is_in_template(tokenizer, key) for key, value in message.items() if key not in PLAIN and value
+        ):
+            before = [*opening, *turns[:place]]
+            whole = {"messages": [*before, message], "add_generation_prompt": False}
+            inputs = [{**variables, "messages": before}, {**variables, **whole}]
+            found.append(_Segment(is_learned, inputs=inputs))
+        else:
+            found.append(_Segment(is_learned, text=message["content"]))
         observations = []
-    return prompt_ids, token_ids, mask
+    return found
 
 
-def _encode_turn(
-    tokenizer: Tokenizer, before: Sequence[Message], message: Message, variables: Mapping[str, Any]
-) -> list[int]:
-    """Token ids of one message of the assistant, with `eos_token_id` at the end.
+def _encode(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> None:
+    """Fill in the token ids of all segments."""
+    written = [segment for segment in segments if segment.inputs]
+    if written:
+        every = [one for segment in written for one in segment.inputs]
+        rendered = iter(tokenizer.render_inputs(every))
+        parts = [_part(segment, [next(rendered) for _ in segment.inputs]) for segment in written]
+        for segment, ids in zip(written, tokenizer.encode_pieces(parts), strict=True):
+            segment.ids = ids
+    texts = [segment for segment in segments if not segment.inputs]
+    for segment, ids in zip(texts, tokenizer.encode_batch([one.text for one in texts]), strict=True):
+        segment.ids = ids
 
-    A message with more than text, such as tool calls or reasoning, is what the chat template makes of it.
-    """
-    if not any(
-        is_in_template(tokenizer, key) for key, value in message.items() if key not in PLAIN and value
-    ):
-        return tokenizer.encode_completion(message["content"])
-    (prompt,) = tokenizer.render_pieces([before], **variables)
-    written = {**variables, "add_generation_prompt": False}
-    (whole,) = tokenizer.render_pieces([[*before, message]], **written)
-    if not whole.text.startswith(prompt.text):
-        raise RequestError(
-            "the chat template writes a prompt differently before its answer, so turns cannot be joined",
-            where="chat template",
-        )
-    (ids,) = tokenizer.encode_pieces([whole.with_text(whole.text[len(prompt.text) :])])
+
+def _part(segment: _Segment, rendered: Sequence[Rendered]) -> Rendered:
+    """What a segment is of its rendered templates."""
+    if len(rendered) == 2:
+        prompt, whole = rendered
+        if not whole.text.startswith(prompt.text):
+            raise RequestError(
+                "the chat template writes a prompt differently before its answer, so turns cannot be joined",
+                where="chat template",
+            )
+        return whole.with_text(whole.text[len(prompt.text) :])
+    return _after(rendered[0], segment.mark) if segment.mark else rendered[0]
+
+
+def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[int], list[bool]]:
     end = tokenizer.eos_token_id
-    return [*ids[: ids.index(end) if end in ids else None], end]
+    prompt = segments[0]
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for segment in segments[1:]:
+        ids = segment.ids
+        if segment.learned is not None:
+            ids = [*ids[: ids.index(end) if segment.inputs and end in ids else None], end]
+        elif segment.inputs and ids[:1] == token_ids[-1:]:
+            ids = ids[1:]
+        token_ids += ids
+        mask += [bool(segment.learned)] * len(ids)
+    return prompt.ids if prompt.inputs else [*tokenizer.prompt_prefix, *prompt.ids], token_ids, mask
 
 
 def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
@@ -115,16 +181,13 @@ def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
     return template is not None and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template.source) is not None
 
 
-def _after(
-    tokenizer: Tokenizer,
-    opening: Sequence[Message],
-    messages: Sequence[Message],
-    mark: str,
-    variables: Mapping[str, Any],
-) -> Rendered:
-    """The template's output after an assistant message with the text `mark`, which is unique."""
-    marked = {"role": "assistant", "content": mark}
-    (rendered,) = tokenizer.render_pieces([[*opening, marked, *messages]], **variables)
+def _mark(opening: Sequence[Message], messages: Sequence[Message]) -> str:
+    """A text that no message contains."""
+    return sha256_bytes(canonical_json([[dict(one) for one in part] for part in (opening, messages)]))
+
+
+def _after(rendered: Rendered, mark: str) -> Rendered:
+    """The template's output after the assistant message with the text `mark`."""
     _, separator, after = rendered.text.partition(mark)
     if not separator:
         raise RequestError(

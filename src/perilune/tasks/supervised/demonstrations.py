@@ -11,6 +11,7 @@ import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.examples import Conversation
+from perilune.data.sources import read_rows
 from perilune.errors import RequestError
 from perilune.tasks.supervised.tokens import RowReader
 
@@ -36,7 +37,7 @@ class Demonstrations:
         self._messages: list[tuple[Mapping[str, Any], ...]] = []
         path = Path()
         for path in paths:
-            for row, example, tokens in reader.demonstrations(path):
+            for row, example, tokens in reader.demonstrations(read_rows(path)):
                 ids.extend(tokens.prompt_ids)
                 ids.extend(tokens.token_ids)
                 mask += bytes(len(tokens.prompt_ids)) + bytes(tokens.loss_mask)

@@ -10,6 +10,7 @@ import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.records import is_validation
+from perilune.data.sources import read_rows
 from perilune.errors import RequestError
 from perilune.learn.batch import Pair
 from perilune.tasks.supervised.demonstrations import batch_indices
@@ -39,7 +40,7 @@ class PreferenceData:
         train: list[Pair] = []
         held: list[Pair] = []
         for path in paths:
-            for row, pair, better, worse in reader.comparisons(path):
+            for row, pair, better, worse in reader.comparisons(read_rows(path)):
                 ids = (pair.task_id, row.place)
                 scores = pair.scores or (None, None)
                 chosen = _episode((*ids, "chosen"), seed, better, scores[0])

@@ -97,9 +97,12 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
         from perilune.models.text.template_facts import recipe_tokenizer
 
         reader = spec.reader(recipe_tokenizer(job.model), model_config(job))
-        reader.check(Path(path), pairs=isinstance(spec, PairTrainingSpec))
-        epochs = spec.steps * spec.batch_size / max(1, reader.rows)
-        lines[name] = f"{Path(path).name}: {reader.describe()}; {epochs:,.1f} epochs"
+        rows = reader.check(Path(path), pairs=isinstance(spec, PairTrainingSpec))
+        checked = (
+            reader.describe() if rows <= reader.rows else f"{rows:,} rows; the first {reader.describe()}"
+        )
+        epochs = spec.steps * spec.batch_size / rows
+        lines[name] = f"{Path(path).name}: {checked}; {epochs:,.1f} epochs"
     return lines
 
 

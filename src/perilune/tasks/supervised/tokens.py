@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai
-from perilune.data.examples import Comparison, Conversation, Example, comparison, demonstration
+from perilune.data.examples import (
+    Comparison,
+    Conversation,
+    Example,
+    Message,
+    PlainText,
+    comparison,
+    demonstration,
+)
 from perilune.data.sources import Row, read_rows
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import encode_turns, is_in_template
+from perilune.models.text.turns import encode_conversations, is_in_template
+
+CHUNK = 256  # rows that are tokenized together
+MOST_CHECKED = 20_000  # rows whose tokens a plan counts
 
 TooLong = Literal["error", "drop", "truncate"]
 
@@ -59,50 +71,62 @@ class RowReader:
     longest: int = 0
     _refused: list[tuple[str, int]] = field(default_factory=list)  # place and length
 
-    def demonstrations(self, path: Path) -> Iterator[tuple[Row, Example, Tokens]]:
+    def demonstrations(self, source: Iterable[Row]) -> Iterator[tuple[Row, Example, Tokens]]:
         """The examples of an sft stage.
 
         Raises:
             RequestError: naming file and line, for a malformed row and one that the tokenizer cannot encode;
                 at the end, for rows that are too long.
         """
-        for row in read_rows(path):
-            example = demonstration(row)
-            found = self._fitting(row, encode_example(self.tokenizer, example, row.place))
-            if found is not None:
-                self._count(found)
-                yield row, example, found
+        for rows in _chunks(source):
+            examples = [demonstration(row) for row in rows]
+            encoded = encode_examples(self.tokenizer, examples, [row.place for row in rows])
+            for row, example, tokens in zip(rows, examples, encoded, strict=True):
+                found = self._fitting(row, tokens)
+                if found is not None:
+                    self._count(found)
+                    yield row, example, found
         self._refuse_long_rows()
 
-    def comparisons(self, path: Path) -> Iterator[tuple[Row, Comparison, Tokens, Tokens]]:
+    def comparisons(self, source: Iterable[Row]) -> Iterator[tuple[Row, Comparison, Tokens, Tokens]]:
         """The pairs of a stage that trains on preferences. They are never truncated.
 
         Raises:
             RequestError: as `demonstrations`, and when the prompt is empty.
         """
-        for row in read_rows(path):
-            pair = comparison(row)
-            better = encode_example(self.tokenizer, pair.chosen, row.place)
-            worse = encode_example(self.tokenizer, pair.rejected, row.place)
-            if better.prompt_ids != worse.prompt_ids:
-                raise RequestError("the prompt is empty, or differs between the two answers", where=row.place)
-            if self._fitting(row, max(better, worse, key=len)) is not None:
-                self._count(better)
-                self._count(worse)
-                self.rows -= 1  # a pair is one row
-                yield row, pair, better, worse
+        for rows in _chunks(source):
+            pairs = [comparison(row) for row in rows]
+            sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+            encoded = encode_examples(self.tokenizer, sides, [row.place for row in rows for _ in range(2)])
+            for row, pair, better, worse in zip(rows, pairs, encoded[::2], encoded[1::2], strict=True):
+                if better.prompt_ids != worse.prompt_ids:
+                    what = "the prompt is empty, or differs between the two answers"
+                    raise RequestError(what, where=row.place)
+                if self._fitting(row, max(better, worse, key=len)) is not None:
+                    self._count(better)
+                    self._count(worse)
+                    self.rows -= 1  # a pair is one row
+                    yield row, pair, better, worse
         self._refuse_long_rows()
 
-    def check(self, path: Path, *, pairs: bool) -> None:
-        """Read a source completely, and count.
+    def check(self, path: Path, *, pairs: bool) -> int:
+        """Check every row of a source, and count the tokens of the first `MOST_CHECKED`, which takes longer.
+
+        Returns:
+            the number of rows.
 
         Raises:
             RequestError: as `demonstrations` or `comparisons`, and when there are no rows.
         """
-        for _ in self.comparisons(path) if pairs else self.demonstrations(path):
+        rows = read_rows(path)
+        first = islice(rows, MOST_CHECKED)
+        for _ in self.comparisons(first) if pairs else self.demonstrations(first):
             pass
-        if not self.rows:
+        read: Callable[[Row], object] = comparison if pairs else demonstration
+        total = self.rows + sum(1 for _ in map(read, rows))
+        if not total:
             raise RequestError("there are no rows to train on", where=str(path))
+        return total
 
     @property
     def limit(self) -> int:
@@ -155,22 +179,37 @@ class RowReader:
         )
 
 
-def encode_example(tokenizer: Tokenizer, example: Example, place: str) -> Tokens:
-    """The tokens of one example.
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists. Tokenizing rows together takes a tenth of the time."""
+    remaining = iter(rows)
+    while chunk := list(islice(remaining, CHUNK)):
+        yield chunk
+
+
+def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example], places: Sequence[str]) -> list[Tokens]:
+    """The tokens of examples.
 
     Raises:
-        RequestError: naming `place`, when the tokenizer or the chat template cannot encode it, or no token
-            would be learned.
+        RequestError: naming the place of the first example that the tokenizer or the chat template cannot
+            encode, or of which no token would be learned.
     """
     try:
-        if isinstance(example, Conversation):
-            prompt, tokens, mask = _encode_conversation(tokenizer, example)
-        else:
-            prompt = tokenizer.encode_document(example.prompt) if example.prompt else []
-            tokens = tokenizer.encode_document(example.completion, starts=not prompt, ends=True)
-            mask = [True] * len(tokens)
+        chats = [_chat(tokenizer, one) for one in examples if isinstance(one, Conversation)]
+        written = iter(encode_conversations(tokenizer, chats))
+        encoded = [
+            next(written) if isinstance(one, Conversation) else _plain_text(tokenizer, one)
+            for one in examples
+        ]
     except RequestError as error:
-        raise RequestError(error.what, where=place, remedy=error.remedy) from None
+        if len(examples) == 1:
+            raise RequestError(error.what, where=places[0], remedy=error.remedy) from None
+        for example, place in zip(examples, places, strict=True):
+            encode_examples(tokenizer, [example], [place])
+        raise
+    return [_tokens(*one, place) for one, place in zip(encoded, places, strict=True)]
+
+
+def _tokens(prompt: list[int], tokens: list[int], mask: list[bool], place: str) -> Tokens:
     if not prompt:  # nothing predicts the first token
         prompt, tokens, mask = tokens[:1], tokens[1:], mask[1:]
     if not any(mask):
@@ -178,11 +217,17 @@ def encode_example(tokenizer: Tokenizer, example: Example, place: str) -> Tokens
     return Tokens(prompt, tokens, mask)
 
 
-def _encode_conversation(
+def _plain_text(tokenizer: Tokenizer, example: PlainText) -> tuple[list[int], list[int], list[bool]]:
+    prompt = tokenizer.encode_document(example.prompt) if example.prompt else []
+    tokens = tokenizer.encode_document(example.completion, starts=not prompt, ends=True)
+    return prompt, tokens, [True] * len(tokens)
+
+
+def _chat(
     tokenizer: Tokenizer, example: Conversation
-) -> tuple[list[int], list[int], list[bool]]:
-    opening: Any = example.opening
-    turns: Any = example.turns
+) -> tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]:
+    """The conversation as the chat template can write it."""
+    opening, turns = example.opening, example.turns
     if "tools" in example.variables and not is_in_template(tokenizer, "tools"):
         raise RequestError(
             "the model's chat template does not use the column 'tools'",
@@ -190,5 +235,5 @@ def _encode_conversation(
         )
     has_calls = any("tool_calls" in message for message in (*opening, *turns))
     if has_calls and not is_in_template(tokenizer, "tool_calls"):
-        opening, turns = from_openai(list(opening)), from_openai(list(turns))  # calls as text
-    return encode_turns(tokenizer, [*opening, *turns], len(opening), **example.variables)
+        return from_openai(list(opening)), from_openai(list(turns)), example.variables  # calls as text
+    return opening, turns, example.variables
