@@ -43,6 +43,14 @@ def with_field(section: Mapping[str, Any], key: str, value: Any) -> dict[str, An
     return {**section, first: with_field(section[first], rest, value) if rest else value}
 
 
+def field_of(section: Mapping[str, Any], key: str) -> Any:
+    """The value at the dotted `key` of `section`; None where a part is missing."""
+    value: Any = section
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def strict_json(data: bytes) -> Any:
     """Decode untrusted JSON, without the extensions that the standard decoder accepts.
 

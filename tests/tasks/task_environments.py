@@ -73,6 +73,13 @@ class Ends(Digits):
         return Score(float(any(character.isdigit() for character in transcript.text)))
 
 
+class OnlyTraining(Digits):
+    """Answers to training tasks are always right, answers to held-out tasks never."""
+
+    def score(self, task: Task, transcript: Transcript) -> Outcome:
+        return Score(float(task.task_id[-1] not in "0123"))
+
+
 class Silent(Digits):
     """Asks nothing."""
 

@@ -22,8 +22,8 @@ class InputReference(Frozen):
     """One input of a bundle.
 
     Attributes:
-        name: the key of the stage that consumes it ("checkpoint", "data"), the key of the environment that
-            names a file of tasks ("environment.path"), or a name of the task plugin ("source").
+        name: the key of the stage that consumes it ("checkpoint", "data"), the key that names a file of tasks
+            ("environment.path", "spec.eval.sets.harder.path"), or a name of the task plugin ("source").
         path: relative to the bundle ("inputs/checkpoint").
         digest: SHA-256 over the names and contents of its files.
     """
@@ -89,10 +89,10 @@ class Job(Frozen):
     secrets: tuple[str, ...] = ()
 
     def at(self, root: Path) -> Job:
-        """The job with absolute paths to the environment's files in the bundle at `root`."""
-        section = self.environment
+        """The job with absolute paths to the files of its environments in the bundle at `root`."""
+        parts = {"environment": self.environment, "spec": self.spec}
         for reference in self.inputs:
             if reference.kind == "tasks":
-                key = reference.name.removeprefix("environment.")
-                section = with_field(section, key, str((root / reference.path).absolute()))
-        return self.model_copy(update={"environment": section})
+                part, _, key = reference.name.partition(".")
+                parts[part] = with_field(parts[part], key, str((root / reference.path).absolute()))
+        return self.model_copy(update=parts)

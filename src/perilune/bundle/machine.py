@@ -139,6 +139,20 @@ def require_memory(need: Need, resources: Resources) -> Need:
     return need
 
 
+def require_device(resources: Resources) -> None:
+    """Check that this machine has the device that a stage requests.
+
+    Raises:
+        RequestError: when it has no GPU and one is requested.
+    """
+    if resources.device == "cuda" and not (observe_machine().gpus or Path("/dev/nvidia0").exists()):
+        raise RequestError(
+            "the recipe requests device cuda, and this machine has none",
+            where="resources.device",
+            remedy="--set resources.device=cpu, or --template for a machine with a GPU",
+        )
+
+
 def usable_threads() -> int:
     """The useful number of threads: usable cores rounded down, at least 1."""
     processor = observe_machine().processor

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -46,6 +46,14 @@ class Consumes:
 @dataclass(frozen=True, slots=True)
 class NamesPath:
     """Marks a field of a spec that names a file, a folder or a URL; paths are relative to the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesEnvironment:
+    """Marks a field of a spec, or of a section in it, that maps names to keys of the environment that differ.
+
+    In a loaded recipe, each value is a whole section.
+    """
 
 
 @runtime_checkable
@@ -171,6 +179,18 @@ def code_fields(spec: type[BaseModel]) -> dict[str, NamesCode]:
         for mark in info.metadata
         if isinstance(mark, NamesCode)
     }
+
+
+def environment_fields(spec: type[BaseModel]) -> list[str]:
+    """Fields of `spec` that map names to sections of environments; those in a section are dotted."""
+    found = []
+    for name, info in spec.model_fields.items():
+        if any(isinstance(mark, ChangesEnvironment) for mark in info.metadata):
+            found.append(name)
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found += [f"{name}.{inner}" for inner in environment_fields(kind)]
+    return found
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

@@ -26,6 +26,7 @@ from perilune.files import (
 from perilune.redaction import redact_document
 
 SUMMARY = "summary.json"
+EVALUATIONS = "evaluations.jsonl"
 PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
 
 
@@ -89,13 +90,25 @@ class Workspace:
         """All lines that `metric` wrote, including those of earlier attempts."""
         return list(read_json_lines(self.artifacts / "metrics.jsonl"))
 
+    def step_metrics(self) -> list[dict[str, Any]]:
+        """As `metrics`, without step 0, which has only the evaluation before training."""
+        return [line for line in self.metrics() if line["step"] > 0]
+
+    def evaluation(self, step: int, name: str, values: Mapping[str, Mapping[str, float]]) -> None:
+        """Append the figures of one held-out set by task or example to artifacts/evaluations.jsonl."""
+        append_json_line(self.artifacts / EVALUATIONS, {"step": step, "set": name, **values})
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All lines that `evaluation` wrote, including those of earlier attempts."""
+        return list(read_json_lines(self.artifacts / EVALUATIONS))
+
     def timing(self, step: int, **seconds: float) -> None:
         """Append one line of timings (seconds, tokens per second) to artifacts/timings.jsonl."""
         append_json_line(self.artifacts / "timings.jsonl", {"step": step, **seconds})
 
     def rewind(self, step: int) -> None:
         """Delete metrics and episodes after `step`, before resuming from its checkpoint."""
-        for name in ("metrics.jsonl", "timings.jsonl"):
+        for name in ("metrics.jsonl", "timings.jsonl", EVALUATIONS):
             path = self.artifacts / name
             if path.exists():
                 write_json_lines(path, [row for row in read_json_lines(path) if row["step"] <= step])
@@ -155,6 +168,9 @@ class FollowerWorkspace(Workspace):
     def rewind(self, step: int) -> None:
         """Read the metrics up to `step` that the first process wrote, after it has rewound."""
         self._lines = [line for line in super().metrics() if line["step"] <= step]
+
+    def evaluation(self, step: int, name: str, values: Mapping[str, Mapping[str, float]]) -> None:
+        """Do nothing: the first process writes it."""
 
     def timing(self, step: int, **seconds: float) -> None:
         """Do nothing: the first process writes it."""

@@ -13,6 +13,7 @@ from perilune.bundle.plugin import (
     by_model_fields,
     code_fields,
     consumed_fields,
+    environment_fields,
     file_fields,
     load_plugin,
     path_fields,
@@ -21,6 +22,7 @@ from perilune.bundle.plugin import (
 from perilune.data.sources import find_source
 from perilune.errors import RequestError
 from perilune.extensions import names_file
+from perilune.files import field_of, with_field
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
 from perilune.recipe.reward_files import read_code, read_terms, with_code, with_source
@@ -252,10 +254,12 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
         for field in consumed_fields(spec)
         if fields[field] is not None and field not in files
     }
-    section: dict[str, Any] = {}
-    if stage.environment and environment:  # empty where the recipe's is wrong, which is told of by itself
-        whole = ({} if "id" in stage.environment else environment) | stage.environment
-        section = _environment(whole, base, (*path, "environment"), f"{label}.environment")
+    section = _changed(stage.environment, environment, base, (*path, "environment"), label)
+    for field in environment_fields(spec):
+        for name, keys in (field_of(fields, field) or {}).items():
+            key = f"{field}.{name}"
+            whole = _changed(keys, section or environment, base, (*path, *key.split(".")), label)
+            fields = with_field(fields, key, whole or keys)
     return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
 
 
@@ -265,6 +269,16 @@ def _data(name: str, base: Path, path: KeyPath, key: str) -> str:
         return str(find_source((base / Path(name).expanduser()).absolute()))
     except RequestError as error:
         raise ProblemsError([Problem(path, f"{key}: {error.where}: {error.what}", error.remedy)]) from None
+
+
+def _changed(
+    keys: dict[str, Any], environment: Any, base: Callable[[KeyPath], Path], path: KeyPath, label: str
+) -> dict[str, Any]:
+    """The whole section that `keys` make of `environment`; empty without keys or a valid environment."""
+    if not keys or not (environment or "id" in keys):
+        return {}
+    whole = ({} if "id" in keys else environment) | keys
+    return _environment(whole, base, path, ".".join((label, *map(str, path[2:]))))
 
 
 def _absolute(name: str | None, base: Path) -> str | None:

@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 
 from perilune.bundle.job import InputReference, Job
-from perilune.bundle.plugin import consumed_fields, file_fields, load_plugin
-from perilune.files import with_field
+from perilune.bundle.plugin import consumed_fields, environment_fields, file_fields, load_plugin
+from perilune.files import field_of, with_field
 
 
 def staged(job: Job) -> tuple[Job, dict[str, Path]]:
@@ -15,7 +15,7 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
 
     In the returned job, the keys contain the paths in the bundle, which are the same on every machine.
     """
-    job, tasks = _environment(job)
+    job, tasks = _environments(job)
     job, data = _data(job)
     files = tasks | data
     stage = getattr(load_plugin(job.task), "stage", None)
@@ -40,16 +40,23 @@ def _data(job: Job) -> tuple[Job, dict[str, Path]]:
     return job.model_copy(update={"spec": spec, "inputs": (*job.inputs, *references)}), found
 
 
-def _environment(job: Job) -> tuple[Job, dict[str, Path]]:
+def _environments(job: Job) -> tuple[Job, dict[str, Path]]:
+    """Stage the files of the job's environment, and of those that its spec names."""
     registry = import_module(
         "perilune.environments.core.registry"
     )  # by name: see resolve.environment_registry
-    section, references = job.environment, list(job.inputs)
+    parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
+    sections = {"environment": job.environment}
+    for field in environment_fields(load_plugin(job.task).spec):
+        named = field_of(job.spec, field) or {}
+        sections |= {f"spec.{field}.{name}": section for name, section in named.items()}
     found: dict[str, Path] = {}
-    for key, path in registry.file_fields(section).items():
-        name = f"environment.{key}"
-        reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
-        section = with_field(section, key, reference.path)
-        references.append(reference)
-        found[name] = Path(path)
-    return job.model_copy(update={"environment": section, "inputs": tuple(references)}), found
+    for place, section in sections.items():
+        for key, path in registry.file_fields(section).items():
+            name = f"{place}.{key}"
+            reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
+            part, _, rest = name.partition(".")
+            parts[part] = with_field(parts[part], rest, reference.path)
+            references.append(reference)
+            found[name] = Path(path)
+    return job.model_copy(update={**parts, "inputs": tuple(references)}), found

@@ -11,6 +11,7 @@ import perilune
 from perilune.learn.algorithms import ALGORITHMS
 from perilune.learn.objective import objective_curve
 from perilune.metrics.forgetting import Row, forgetting_rows
+from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import parent_evaluation
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
@@ -258,7 +259,7 @@ def _description(stage: StageView, attempt: Attempt) -> str:
     algorithm = _algorithm(spec, summary) or stage.task
     name = ALGORITHM_NAMES.get(algorithm, algorithm)
     planned = int(spec.get("steps") or 0)
-    done = len(attempt.metrics.get("step", []))
+    done = sum(bool(step) for step in attempt.metrics.get("step", []))  # step 0 is before training
     steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
     return f"{steps} of {name}.{_warnings(summary)}"
 
@@ -266,6 +267,9 @@ def _description(stage: StageView, attempt: Attempt) -> str:
 def _warnings(summary: Mapping[str, Any]) -> str:
     """Warnings about the stage as sentences."""
     text = "".join(f" Warning: {one}." for one in _warned(summary))
+    held_out = summary.get("held_out")
+    if isinstance(held_out, Mapping):
+        text += "".join(f" Held-out evaluation: {note}." for note in curve_notes(held_out))
     if (collapse := summary.get("collapse_step")) is not None:
         text += f" From step {collapse} on, even the chosen answers became unlikely."
     league = summary.get("league")
@@ -284,8 +288,9 @@ def _warnings(summary: Mapping[str, Any]) -> str:
 
 
 def _warned(summary: Mapping[str, Any]) -> list[str]:
-    """The warnings of a stage, with those about forgetting."""
-    return [*(summary.get("warnings") or ()), *((summary.get("forgetting") or {}).get("warnings") or ())]
+    """The warnings of a stage, with those about held-out tasks and forgetting."""
+    found = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
+    return [warning for one in found for warning in one.get("warnings") or ()]
 
 
 def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ def write_headline(
         return _of_climb(climb, by_stage[climb.before], by_stage[climb.after], trained)
     if evaluations:
         return _of_one(evaluations[-1])
-    if trained is not None and (found := _of_curve(trained)) is not None:
+    if trained is not None and (found := _of_held_out(trained) or _of_curve(trained)) is not None:
         return found
     return Headline("No results yet" if not other else "No checkpoint was evaluated", tuple(other))
 
@@ -185,6 +185,23 @@ def _of_one(evaluation: Evaluation) -> Headline:
     return Headline(
         f"pass@1 is {_percent(mean)}",
         (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),
+    )
+
+
+def _of_held_out(trained: Training) -> Headline | None:
+    """The finding of evaluations during training: the first set's pass@1 at the start and at the end."""
+    figure = next(
+        (one for one in trained.columns if one.startswith("eval/") and one.endswith("/pass@1")), None
+    )
+    if figure is None:
+        return None
+    keys = (figure, f"{figure}/low", f"{figure}/high")
+    rows = [row for row in zip(*(trained.columns[key] for key in keys), strict=True) if None not in row]
+    first, last = (" to ".join(map(_percent, row[1:])) for row in (rows[0], rows[-1]))
+    name = figure.split("/")[1]
+    return Headline(
+        f"pass@1 on {name} tasks went from {_percent(rows[0][0])} to {_percent(rows[-1][0])}",
+        (f"{trained.description} 95% intervals: {first} before training, {last} at the end.",),
     )
 
 

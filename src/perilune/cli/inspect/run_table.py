@@ -158,8 +158,18 @@ def result(status: StageStatus) -> str:
         return f"pass@1 {interval(score)}"
     for figure in ("rows", "steps"):
         if figure in status.summary:
-            return f"{status.summary[figure]} {figure}"
+            held_out = status.summary.get("held_out")
+            last = f", {_last_evaluation(held_out)}" if held_out else ""
+            return f"{status.summary[figure]} {figure}{last}"
     return status.cause
+
+
+def _last_evaluation(held_out: Mapping[str, Any]) -> str:
+    """The last held-out figure of a training stage."""
+    name, found = next(iter(held_out["sets"].items()))
+    last = held_out["curve"][-1][name]
+    shown = interval(last) if found["figure"] == "pass@1" else f"{last['mean']:.4g}"
+    return f"{name} {found['figure']} {shown}"
 
 
 def interval(value: Mapping[str, float]) -> str:

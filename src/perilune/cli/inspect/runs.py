@@ -86,10 +86,25 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         echo(wrapped(f"  warning    {warning}", indent=13))
     for name, value in _figures(document["summary"]).items():
         echo(f"  {name:<22} {value}")
+    for line in _held_out(document["summary"].get("held_out")):
+        echo(f"  {line}")
     for line in _forgetting(document["summary"].get("forgetting") or {}):
         echo(f"  {line}")
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
+
+
+def _held_out(found: Mapping[str, Any] | None) -> list[str]:
+    """The evaluations during training, as lines."""
+    from perilune.metrics.held_out import curve_notes, curve_rows
+
+    if not found:
+        return []
+    rows = curve_rows(found)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    notes = [*curve_notes(found), *(f"warning: {one}" for one in found["warnings"])]
+    return ["Held out", *(f"  {line}" for line in (*lines, *notes))]
 
 
 def _forgetting(found: Mapping[str, Any]) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from perilune.bundle.machine import require_memory
+from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import shown
+from perilune.cli.train.plan_checks import check_job
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.recipe.schema import job_for
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
 
 
-def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, Any]]:
+def derive(recipe: Recipe, template: Template | None = None, *, check: bool = False) -> list[dict[str, Any]]:
     """What the plugin of each stage derives from its job, for the machine where it will run.
+
+    Args:
+        check: also do the checks that take seconds (`plan_checks`).
 
     Raises:
         RequestError: when a stage cannot work, naming the stage.
@@ -30,7 +34,11 @@ def derive(recipe: Recipe, template: Template | None = None) -> list[dict[str, A
         try:
             job = job_for(recipe, stage)
             job = job if template is None else template.job(job)
+            if template is None:
+                require_device(job.resources)
             figures = dict(load_plugin(stage.task).plan(job))
+            if check:
+                figures |= {f"warning {index}": text for index, text in enumerate(check_job(job), 1)}
             for need in figures.values():
                 if template is None and isinstance(need, MemoryNeed):
                     require_memory(need, job.resources)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from perilune.cli.output import as_markup, table_console
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from perilune.control.queries.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
 
@@ -53,6 +55,9 @@ def results_document(
         "forgetting": [
             {"stage": one.name, **one.summary["forgetting"]} for one in stages if "forgetting" in one.summary
         ],
+        "held_out": [
+            {"stage": one.name, **one.summary["held_out"]} for one in stages if "held_out" in one.summary
+        ],
         "report": str(report) if report else None,
         "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
         "seconds": round(seconds, 3),
@@ -71,6 +76,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for one in evaluations:
         if change := one.get("change"):
             console.print(_sentence(one["checkpoint"], change))
+    for one in document["held_out"]:
+        _print_held_out(console, one)
     for one in document["forgetting"]:
         console.print(_forgetting(one))
         for warning in one.get("warnings", ()):
@@ -162,6 +169,24 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
         found = [(one.get("strategies") or {}).get(name) for one in evaluations]
         row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
     return table
+
+
+def _print_held_out(console: Console, found: Mapping[str, Any]) -> None:
+    """Print the evaluations during the training of a stage as a table, with notes and warnings."""
+    from rich import box
+    from rich.table import Table
+
+    from perilune.metrics.held_out import curve_notes, curve_rows
+
+    head, *rows = curve_rows(found)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for label in (f"{found['stage']}: {head[0]}", *head[1:]):
+        table.add_column(as_markup(label), justify="right")
+    for row in rows:
+        table.add_row(*map(as_markup, row))
+    console.print(table)
+    for note in (*curve_notes(found), *(f"warning: {warning}" for warning in found["warnings"])):
+        console.print(as_markup(f"{found['stage']}: {note}"))
 
 
 def _forgetting(found: Mapping[str, Any]) -> Any:

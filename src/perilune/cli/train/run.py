@@ -122,7 +122,7 @@ def run_recipe(
     from perilune.recipe.load import load_recipe
 
     recipe = load_recipe(name, changes)
-    derived = derive(recipe, where.template)
+    derived = derive(recipe, where.template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:

@@ -30,7 +30,7 @@ from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
 from perilune.errors import RequestError
 from perilune.extensions import load_extension, names_file
-from perilune.files import with_field
+from perilune.files import field_of, with_field
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
@@ -125,9 +125,7 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     for key in getattr(_factory(section), "files", ()) if is_known(section) else ():
-        value: Any = section
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = field_of(section, key)
         if isinstance(value, str):
             paths[key] = value
     for name, part in part_sections(section).items():

@@ -39,7 +39,7 @@ class GoldWatch:
         self._temperature, self._token_budget = temperature, token_budget
         self._start: Decoder | None = None
         self._watch = OveroptimisationWatch()
-        for line in workspace.metrics():
+        for line in workspace.step_metrics():
             if GOLD in line:
                 self._watch.observe(line["step"], line["kl_start"], line[GOLD])
 
@@ -82,7 +82,7 @@ class GoldWatch:
 
     def summary(self) -> dict[str, Any]:
         """`gold`: the recommended stop, the alarm, the best step and the fitted law; empty without gold."""
-        lines = [line for line in self._workspace.metrics() if GOLD in line]
+        lines = [line for line in self._workspace.step_metrics() if GOLD in line]
         if not lines:
             return {}
         best = max(lines, key=lambda line: line[GOLD])

@@ -44,7 +44,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
         memory = require_memory(plan, workspace.job.resources)
         source = _Source(workspace, spec, player)
         learner = Learner(student.decoder, spec, ranks=player.rollouts.ranks)
-        loop = TrainingLoop(workspace, learner, spec)
+        loop = TrainingLoop(workspace, learner, spec, student, rollouts=player.rollouts)
         source.start(loop.first, Publisher(player.engine, learner))
         loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
 
@@ -62,7 +62,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
             return StepReport(figures, {name: figures[name] for name in shown if name in figures})
 
         loop.run(step)
-    lines = workspace.metrics()
+    lines = workspace.step_metrics()
     everywhere = [name for name in FIRST_AND_LAST if all(name in line for line in lines)]
     return loop.finish(student) | {
         "algorithm": spec.loss,

@@ -10,12 +10,12 @@ from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
-from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class DistillSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
+class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of a distill stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
@@ -63,7 +63,7 @@ class DistillSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         """
         return stage_memory(
             config,
-            samples=self.prompts * self.samples,
+            samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
             max_tokens=self.max_tokens,
             token_budget=self.token_budget,
             reference=True,

@@ -49,7 +49,7 @@ def run(
         reference = load_start() if spec.uses_reference else None
         learner = _learner(spec, player)
         opponents = make_opponents(player, learner)
-        loop = TrainingLoop(workspace, learner, spec)
+        loop = TrainingLoop(workspace, learner, spec, policy, rollouts=player.rollouts)
         run_preflight(workspace, spec, policy.decoder.config, device, loop.first)
 
         sampler = GroupSampler(spec, player, opponents.rollouts, learner.memory)

@@ -49,7 +49,7 @@ class Recorder:
         workspace.episodes.mkdir(exist_ok=True)
         self._collapse = CollapseWatch()
         self._form = FormWatch(workspace)
-        for line in workspace.metrics():
+        for line in workspace.step_metrics():
             self._count_dead(line["dead_groups"])
             self._collapse.observe(line["step"], line["reward"], line["dead_groups"])
             self._form.observe(line)
@@ -130,7 +130,7 @@ class Recorder:
         """First and last metrics, and the estimator's implicit objective if it compares within groups."""
         if not self._workspace.leads:
             return {}
-        lines = self._workspace.metrics()
+        lines = self._workspace.step_metrics()
         gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
         curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
         return {

@@ -12,13 +12,13 @@ from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
-from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
-class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, ForgettingSpec):
+class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
@@ -49,7 +49,7 @@ class RLSpec(TrainingSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, For
         """The memory plan for episodes of at most `longest` tokens after the prompt."""
         return stage_memory(
             config,
-            samples=self.prompts * self.samples,
+            samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
             max_tokens=longest,
             token_budget=self.token_budget,
             reference=self.uses_reference,

@@ -158,7 +158,7 @@ class League(NoOpponents):
     def _check_alarms(self, step: int, line: Mapping[str, float]) -> None:
         """Record and log new alarms, and extend those that continue."""
         if self._lines is None:
-            self._lines = list(self._workspace.metrics())
+            self._lines = list(self._workspace.step_metrics())
         self._lines.append(line)
         recorded = self._record["alarms"]
         for alarm in alarms(self._lines, self._standings.weaker()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from perilune.bundle.job import Frozen
 from perilune.tasks.rl.spec import RLSpec
@@ -33,3 +33,11 @@ class SelfPlaySpec(RLSpec):
     steps: int = Field(256, ge=1, description="training steps; each plays a batch of games")
     prompts: int = Field(8, ge=1, description="tasks per step")
     league: LeagueSettings = Field(LeagueSettings(), description="earlier policies to play against")
+
+    @model_validator(mode="after")
+    def _evaluated_by_matches(self) -> SelfPlaySpec:
+        if self.eval is not None:
+            raise ValueError(
+                "selfplay evaluates by matches: set league.every, league.games and league.against"
+            )
+        return self

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from perilune.bundle.job import Frozen
+from perilune.metrics.held_out import LOWER_IS_BETTER, evaluated
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 STEP = "step-"
 FINAL = "final"
 BEST = "best"
-LOWER_IS_BETTER = ("loss", "nll")  # suffixes of metrics of which the lowest is best
 
 
 class Keep(Frozen):
@@ -77,14 +77,23 @@ def prune(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0)
             remove_checkpoint(step_directory(workspace, step))
 
 
-def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
-    """The mean of the metric `keep.best` over the last `save_every` steps before a checkpoint.
+def best_figure(workspace: Workspace, spec: TrainingSpec) -> str | None:
+    """The metric of the best checkpoint: that of the evaluations, or `keep.best`."""
+    evaluation = getattr(spec, "eval", None)
+    return spec.keep.best if evaluation is None else evaluation.figure(workspace.job.environment)
 
-    The interval comes from resampling the steps. None when no step has the metric.
+
+def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
+    """The figure of the evaluation at a checkpoint; without `eval`, the mean of the metric `keep.best` over
+    the last `save_every` steps before it.
+
+    The interval of the mean comes from resampling the steps. None when no step has the metric.
     """
     from perilune.metrics.bootstrap import bootstrap_problems
 
-    figure = spec.keep.best
+    figure = best_figure(workspace, spec)
+    if figure is not None and spec.keep.best is None:
+        return dict(evaluated(workspace.metrics(), figure)).get(step)
     values = [
         line[figure]
         for line in workspace.metrics()
@@ -94,33 +103,45 @@ def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interv
 
 
 def best_step(workspace: Workspace, spec: TrainingSpec, steps: Sequence[int]) -> int | None:
-    """The best of the steps by the metric `keep.best`, the earlier of equals; None without the metric."""
-    if spec.keep.best is None:
+    """The best of the steps by `best_figure`, the earlier of equals; None without the metric."""
+    figure = best_figure(workspace, spec)
+    if figure is None:
         return None
-    sign = 1 if spec.keep.best.endswith(LOWER_IS_BETTER) else -1
+    sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
     means = [(sign * mean.mean, step) for step in steps if (mean := metric_before(workspace, spec, step))]
     return min(means)[1] if means else None
 
 
-def best_summary(workspace: Workspace, spec: TrainingSpec) -> dict[str, Any]:
-    """`best`: the metric, and its intervals at the best and the last step; empty without `keep.best`.
+def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[str, Any]:
+    """`best`: the metric, and its intervals at the best and the last step; empty without `best_figure`.
 
     When the intervals overlap, the best checkpoint may be no better than the last.
+
+    Args:
+        steps: the last step.
     """
-    if spec.keep.best is None:
+    figure = best_figure(workspace, spec)
+    if figure is None:
         return {}
-    step = best_step(workspace, spec, [*saved_steps(workspace), spec.steps])
-    last = metric_before(workspace, spec, spec.steps)
+    step = best_step(workspace, spec, [*saved_steps(workspace), steps])
+    last = metric_before(workspace, spec, steps)
     best = None if step is None else metric_before(workspace, spec, step)
+    is_final = step == steps or hands_on_best(spec)
     return {
         "best": {
-            "figure": spec.keep.best,
+            "figure": figure,
             "step": step,
             "interval": best and best._asdict(),
             "last": last and last._asdict(),
-            "checkpoint": step and (FINAL if step == spec.steps else BEST),
+            "checkpoint": None if step is None else FINAL if is_final else BEST,
         }
     }
+
+
+def hands_on_best(spec: TrainingSpec) -> bool:
+    """Whether the final checkpoint is the best one and not the last."""
+    evaluation = getattr(spec, "eval", None)
+    return evaluation is not None and evaluation.output == "best"
 
 
 def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
@@ -131,6 +152,7 @@ def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
     one = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
     kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
     best = f" and the best by {spec.keep.best}" if spec.keep.best else ""
+    best = best or (" and the best evaluated" if getattr(spec, "eval", None) else "")
     most = (spec.keep.last + 1 + (2 if best else 0)) * one
     return f"every {spec.save_every} steps; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
 

@@ -13,11 +13,14 @@ from perilune.bundle.plugin import OutputKind, complete_spec
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.tasks.stage.memory_plan import StageMemory
+
+RATE_RANGE = 50.0  # factor by which a learning rate may differ from the default without a warning
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -57,6 +60,8 @@ class Stage(ABC, Generic[Spec]):
         spec = read_spec(self.spec, job)
         if isinstance(spec, OptimizerSettings):
             workspace.log(f"learning rate: {_describe_learning_rate(spec, job)}")
+            if warning := _rate_warning(spec, job):
+                workspace.log(f"warning: {warning}")
         for name, line in describe_defaults(spec, job).items():
             workspace.log(f"{name}: {line}")
         return self.execute(spec, workspace)
@@ -112,10 +117,31 @@ def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dic
     """The last lines of a training stage's plan: learning rate, checkpoints, adapter, memory."""
     return {
         "learning rate": _describe_learning_rate(spec, job),
+        **({"warning": warning} if (warning := _rate_warning(spec, job)) else {}),
         "checkpoints": describe_retention(cast(TrainingSpec, spec), memory),
+        **_describe_evaluation(spec, job),
         **(spec.describe_learning() if isinstance(spec, LearnerSettings) else {}),
         "memory": memory,
     }
+
+
+def _describe_evaluation(spec: BaseModel, job: Job) -> dict[str, str]:
+    return spec.describe_evaluation(job) if isinstance(spec, EvaluatedSpec) else {}
+
+
+def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
+    """Says that the learning rate is far from the default for this task and model, or ""."""
+    default = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)["lr"].value
+    if not default or default / RATE_RANGE <= spec.peak_lr <= default * RATE_RANGE:
+        return ""
+    far = spec.peak_lr / default
+    effect = (
+        "AdamW moves every weight by up to lr in each step, which may destroy the policy"
+        if far > 1
+        else "the policy may hardly change"
+    )
+    times = f"{far:,.0f} times" if far > 1 else f"1/{1 / far:,.0f} of"
+    return f"lr {spec.peak_lr:g} is {times} the default of {default:g} for this task and model: {effect}"
 
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,15 @@ from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.forgetting.settings import ForgettingSettings
+from perilune.tasks.stage.evaluation import (
+    EvaluationRecord,
+    HeldOutData,
+    HeldOutEvaluation,
+    open_evaluation,
+)
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
     BEST,
@@ -29,6 +38,7 @@ from perilune.tasks.stage.retention import (
     best_step,
     best_summary,
     disk_bytes,
+    hands_on_best,
     prune,
     remove_checkpoint,
     saved_steps,
@@ -67,21 +77,39 @@ class StepReport:
 
 
 class TrainingLoop:
-    """Runs the steps of a stage from the last checkpoint to the final one.
+    """Runs the steps of a stage from the last checkpoint to the final one, and the evaluations between them.
 
     Create it after the learner and before anything reads the workspace's metrics: it restores the learner
     from the last checkpoint of an earlier attempt, and removes the metrics of later steps.
+
+    Args:
+        policy: the policy that is trained, for evaluations.
+        rollouts: the stage's worker, whose engine evaluations use; by default they make one.
+        held_out: measures what the stage holds out of its data.
 
     Attributes:
         first: number of steps that earlier attempts completed.
     """
 
-    def __init__(self, workspace: Workspace, learner: Resumable, spec: TrainingSpec) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        learner: Resumable,
+        spec: TrainingSpec,
+        policy: Policy | None = None,
+        *,
+        rollouts: RolloutWorker | None = None,
+        held_out: HeldOutData | None = None,
+    ) -> None:
         self._workspace, self._learner, self._spec = workspace, learner, spec
+        self._policy, self._rollouts, self._held_out = policy, rollouts, held_out
         self._watch = Stopwatch()
         if isinstance(learner, Learner) and getattr(spec, "restore_optimizer", False):
             _restore_optimizer(workspace, learner)
         self.first = resume(workspace, learner)
+        self._record: EvaluationRecord | None = None
+        if isinstance(spec, EvaluatedSpec) and spec.eval is not None:
+            self._record = EvaluationRecord(workspace, spec.eval)
 
     def run(self, step: Callable[[int, Stopwatch], StepReport | None]) -> None:
         """Run the remaining steps and record their reports.
@@ -94,22 +122,56 @@ class TrainingLoop:
             WorkFailedError: the failure that a step reports.
         """
         workspace, spec = self._workspace, self._spec
-        for done in range(self.first, spec.steps):
-            watch = Stopwatch()
-            report = step(done, watch)
-            if report is None:
-                return
-            workspace.metric(done + 1, **report.metrics)
-            workspace.timing(done + 1, **{**watch.figures(), **report.timing})
-            workspace.progress(done + 1, spec.steps, "steps", **report.progress)
-            if report.failure is not None:
-                raise report.failure
-            self._save_when_due(done + 1)
+        with self._open_evaluation() as evaluation:
+            if evaluation is not None and self.first == 0:
+                self._evaluate_start(evaluation)
+            for done in range(self.first, spec.steps):
+                watch = Stopwatch()
+                report = step(done, watch)
+                if report is None:
+                    return
+                timing = {**watch.figures(), **report.timing}
+                held_out: dict[str, float] = {}
+                if evaluation is not None and evaluation.is_due(done + 1) and report.failure is None:
+                    held_out = evaluation.measure(done + 1)
+                    timing["evaluation"] = evaluation.seconds
+                workspace.metric(done + 1, **report.metrics, **held_out)
+                workspace.timing(done + 1, **timing)
+                stopped = bool(held_out) and self._record is not None and self._record.observe(done + 1)
+                latest = {} if self._record is None else self._record.latest
+                workspace.progress(done + 1, spec.steps, "steps", **report.progress, **latest)
+                if report.failure is not None:
+                    raise report.failure
+                if stopped:
+                    return
+                self._save_when_due(done + 1)
+
+    def _open_evaluation(self) -> AbstractContextManager[HeldOutEvaluation | None]:
+        spec, learner = self._spec, self._learner
+        if self._record is None or self.first >= spec.steps:
+            return nullcontext()
+        assert isinstance(spec, EvaluatedSpec) and isinstance(learner, Learner) and self._policy is not None
+        return open_evaluation(
+            self._workspace, spec, learner, self._policy, rollouts=self._rollouts, data=self._held_out
+        )
+
+    def _evaluate_start(self, evaluation: HeldOutEvaluation) -> None:
+        """Evaluate the policy before the first step, as step 0."""
+        assert self._record is not None
+        self._workspace.rewind(-1)
+        self._workspace.metric(0, **evaluation.measure(0))
+        self._record.observe(0)
+        self._save_when_due(0)
 
     def _save_when_due(self, step: int) -> None:
-        """Write a checkpoint after every `save_every` steps but the last, and prune older ones."""
+        """Write a checkpoint after every `save_every` steps and every best evaluation, and prune older ones.
+
+        The final checkpoint replaces that of the last step.
+        """
         workspace, spec = self._workspace, self._spec
-        if step % spec.save_every or step >= spec.steps:
+        is_due = step > 0 and step % spec.save_every == 0
+        is_best = self._record is not None and self._record.best == step
+        if step >= spec.steps or not (is_due or is_best):
             return
         with Waiting("checkpoint"):
             self._learner.save_state(step_directory(workspace, step), {"step": step})
@@ -136,6 +198,8 @@ class TrainingLoop:
         """
         assert isinstance(self._learner, Learner)
         finished = _finish(self._workspace, policy, self._learner, self._spec, write)
+        if self._record is not None and self._workspace.leads:
+            finished["held_out"] = self._record.summary(finished["steps"], self._spec.steps)
         return finished | self._forgetting(policy) | {"seconds": self._watch.elapsed}
 
     def _forgetting(self, policy: Policy) -> dict[str, Any]:
@@ -212,19 +276,22 @@ def _finish(
     write: Callable[[Path, Decoder, Tokenizer], None],
 ) -> dict[str, Any]:
     state = workspace.checkpoints / FINAL / OPTIMIZER
+    last = _last_step(workspace, spec)
 
     def write_policy(directory: Path) -> None:
         write(directory, policy.decoder, policy.tokenizer)
 
     with Waiting("final checkpoint"):
-        write_final(workspace, learner, spec.steps, write_policy)
-        best = best_step(workspace, spec, [*saved_steps(workspace), spec.steps]) if workspace.leads else None
-        if best == spec.steps or (workspace.checkpoints / BEST).exists():
+        best = best_step(workspace, spec, [*saved_steps(workspace), last]) if workspace.leads else None
+        if best == last or (workspace.checkpoints / BEST).exists():
             best = None
         chosen = learner.ranks.broadcast("best step", "" if best is None else str(best))
-        if chosen:
+        if chosen and hands_on_best(spec):
             learner.load_state(step_directory(workspace, int(chosen)))
-        if best is not None:
+        write_final(workspace, learner, spec.steps, write_policy)
+        if chosen and not hands_on_best(spec):
+            learner.load_state(step_directory(workspace, int(chosen)))
+        if best is not None and not hands_on_best(spec):
             partial = workspace.checkpoints / f".{BEST}.partial"
             write_policy(partial)
             _commit(partial, workspace.checkpoints / BEST)
@@ -235,18 +302,24 @@ def _finish(
     dropped = None if spec.keep.optimizer else state
     if dropped is not None:
         workspace.delete_at_end(dropped)
-    chosen_best = best_summary(workspace, spec)
-    if chosen_best and chosen_best["best"]["step"] is None:
+    chosen_best = best_summary(workspace, spec, last)
+    if spec.keep.best and chosen_best["best"]["step"] is None:
         workspace.log(f"keep.best: no step has a metric {spec.keep.best!r}; no best checkpoint was kept")
     parameters = sum(parameter.numel() for parameter in policy.decoder.parameters())
     return {
         "kind": "training",
-        "steps": spec.steps,
+        "steps": last,
         "parameters": parameters,
         "trained_parameters": sum(one.numel() for one in trainable(policy.decoder).values()),
         "disk_bytes": disk_bytes(workspace, dropped),
         **chosen_best,
     }
+
+
+def _last_step(workspace: Workspace, spec: TrainingSpec) -> int:
+    """The last step: an evaluation may have ended the stage before `steps`."""
+    lines = workspace.metrics() if getattr(spec, "eval", None) else []
+    return int(lines[-1]["step"]) if lines else spec.steps
 
 
 def _commit(partial: Path, target: Path) -> None:
@@ -259,7 +332,7 @@ def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     """Means of the named metrics over the first and the last steps, and the number of tokens trained on.
 
     Args:
-        lines: the lines of `Workspace.metrics`.
+        lines: the lines of `Workspace.step_metrics`.
     """
     edge = max(1, min(5, len(lines) // 2))
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from perilune.data.episode import Episode, unsampled_tokens
 from perilune.data.examples import Conversation
+from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
 from perilune.errors import RequestError
+from perilune.files import sha256_bytes
 from perilune.tasks.supervised.tokens import RowReader
 
 
@@ -22,14 +24,25 @@ class Demonstrations:
 
     Args:
         reader: reads the rows, and counts them.
+        validation: share of the prompts whose rows are held out.
         with_messages: whether episodes have the messages of their rows.
 
     Raises:
-        RequestError: as `RowReader.demonstrations`, and when there are no rows.
+        RequestError: as `RowReader.demonstrations`, and when there are no rows to train on, or none to hold
+            out.
+
+    Attributes:
+        held_out: rows that are in no batch.
     """
 
     def __init__(
-        self, paths: Iterable[Path], reader: RowReader, seed: int, *, with_messages: bool = False
+        self,
+        paths: Iterable[Path],
+        reader: RowReader,
+        seed: int,
+        *,
+        validation: float = 0.0,
+        with_messages: bool = False,
     ) -> None:
         self.seed = seed
         ids, mask, ends, prompts = array("i"), bytearray(), array("q", [0]), array("i")
@@ -50,13 +63,29 @@ class Demonstrations:
             raise RequestError("there are no traces to train on", where=str(path))
         self._ids, self._mask = np.frombuffer(ids, np.int32), np.frombuffer(mask, np.bool_)
         self._ends, self._prompts = ends, prompts
+        held = [index for index in range(len(ends) - 1) if is_validation(self._prompt(index), validation)]
+        self._trained = sorted({*range(len(ends) - 1)} - {*held})
+        if not self._trained or (validation and not held):
+            raise RequestError(
+                f"of {len(self._places)} rows, validation: {validation:g} holds out {len(held)} and leaves"
+                f" {len(self._trained)} to train on",
+                where="validation",
+                remedy="change validation, or use rows with more prompts",
+            )
+        self.held_out = [self.episode(index) for index in held]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._trained)
 
     def batch(self, step: int, size: int) -> list[Episode]:
         """The episodes of optimizer step `step` (from 0)."""
-        return [self.episode(index) for index in batch_indices(self.seed, step, size, len(self))]
+        indices = batch_indices(self.seed, step, size, len(self))
+        return [self.episode(self._trained[index]) for index in indices]
+
+    def _prompt(self, index: int) -> str:
+        """The digest of a row's prompt, or of the whole row if it has none."""
+        start, end = self._ends[index], self._ends[index + 1]
+        return sha256_bytes(self._ids[start : start + (self._prompts[index] or end - start)].tobytes())
 
     def episode(self, index: int) -> Episode:
         """One row as an episode that no policy sampled; its id is its place in the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from perilune.bundle.machine import require_memory
@@ -18,6 +19,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
+from perilune.tasks.supervised.held_out import pair_values
 from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.specs import PreferenceSpec
 
@@ -30,11 +32,13 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     """Train on the pairs and return the stage's summary."""
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
+    config = policy.decoder.config
+    room = spec.evaluation_room(workspace.job, config)
     memory = require_memory(
-        stage_memory(policy.decoder.config, token_budget=spec.token_budget, learner=spec),
+        stage_memory(config, token_budget=spec.token_budget, learner=spec, device=device.type, **room),
         workspace.job.resources,
     )
-    reader = spec.reader(policy.tokenizer, policy.decoder.config)
+    reader = spec.reader(policy.tokenizer, config)
     pairs = PreferenceData.load([workspace.input("data")], reader, workspace.job.seed, spec.validation)
     workspace.log(f"data: {reader.describe()}")
     data = PreferenceData(
@@ -43,7 +47,8 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         pairs.seed,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
-    loop = TrainingLoop(workspace, learner, spec)
+    held_out = partial(pair_values, policy.decoder, data.validation, spec.loss, spec.beta, spec.token_budget)
+    loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out if data.validation else None)
     alarm = CollapseAlarm(workspace)
 
     def objective(batch: Sequence[Pair], decoder: Decoder, ranks: Ranks) -> PreferenceObjective:
@@ -72,7 +77,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         return StepReport(figures, shown, {"tokens": figures["tokens"]})
 
     loop.run(step)
-    lines = workspace.metrics()
+    lines = workspace.step_metrics()
     return loop.finish(policy) | {
         "algorithm": spec.loss,
         "pairs": len(data.train),
@@ -104,7 +109,7 @@ class CollapseAlarm:
         self._workspace = workspace
         self._in_a_row = 0
         self.step: int | None = None
-        for line in workspace.metrics():
+        for line in workspace.step_metrics():
             self._count(line["step"], line)
 
     def observe(self, step: int, figures: Mapping[str, float]) -> None:

@@ -68,7 +68,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         "pairs": len(data.train),
         "data": reader.figures(),
         "validation_pairs": len(data.validation),
-        **first_and_last(workspace.metrics(), ("loss", "accuracy", "margin")),
+        **first_and_last(workspace.step_metrics(), ("loss", "accuracy", "margin")),
         "accuracy_before": before["accuracy"],
         "validation": held_out,
         "memory": memory_figures(memory, device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from perilune.bundle.machine import require_memory
@@ -15,6 +16,7 @@ from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
+from perilune.tasks.supervised.held_out import episode_values
 from perilune.tasks.supervised.specs import SFTSpec
 
 
@@ -23,15 +25,21 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
+    room = spec.evaluation_room(workspace.job, config)
     memory = require_memory(
-        stage_memory(config, token_budget=spec.token_budget, learner=spec), workspace.job.resources
+        stage_memory(config, token_budget=spec.token_budget, learner=spec, device=device.type, **room),
+        workspace.job.resources,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
     reader = spec.reader(policy.tokenizer, config)
-    demonstrations = Demonstrations([workspace.input("data")], reader, workspace.job.seed)
+    demonstrations = Demonstrations(
+        [workspace.input("data")], reader, workspace.job.seed, validation=spec.validation
+    )
     workspace.log(f"data: {reader.describe()}")
     weight_groups = algorithm("sft")
-    loop = TrainingLoop(workspace, learner, spec)
+    held = demonstrations.held_out
+    held_out = partial(episode_values, policy.decoder, held, spec.token_budget) if held else None
+    loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
         with watch.time_learning():
@@ -47,7 +55,8 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     return loop.finish(policy) | {
         "algorithm": "sft",
         "traces": len(demonstrations),
+        **({"validation_traces": len(held)} if held else {}),
         "data": reader.figures(),
-        **first_and_last(workspace.metrics(), ("loss",)),
+        **first_and_last(workspace.step_metrics(), ("loss",)),
         "memory": memory_figures(memory, device),
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
+from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.retention import TrainingSpec
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class RowSpec(Frozen):
         return RowReader(tokenizer, config.max_position_embeddings, self.max_length, self.too_long)
 
 
-class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec, RowSpec):
+class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
     """Fields of an sft stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(
@@ -53,6 +54,15 @@ class SFTSpec(TrainingSpec, LearnerSettings, ForgettingSpec, RowSpec):
     warmup: int = Field(20, ge=0, description="optimizer steps of linear warm-up")
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
     save_every: int = Field(100, ge=1, description="steps between checkpoints to resume from")
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of prompts whose traces are held out, for the data/loss of eval"
+    )
+
+    @model_validator(mode="after")
+    def _validation_is_measured(self) -> SFTSpec:
+        if self.validation and self.eval is None:
+            raise ValueError("validation holds traces out for evaluations; set eval too, or validation to 0")
+        return self
 
 
 class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
@@ -76,7 +86,7 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
         return too_long
 
 
-class PreferenceSpec(PairTrainingSpec, LearnerSettings, ForgettingSpec):
+class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, ForgettingSpec):
     """Fields of a preference stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
-from perilune.tasks.stage.memory_plan import model_config, stage_memory
+from perilune.tasks.stage.memory_plan import StageMemory, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
 
@@ -27,7 +27,7 @@ class SFT(Stage[SFTSpec]):
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
         """The user's own data, traces seen, the schedule and memory."""
-        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
+        memory = _memory(spec, job)
         own = _own_data(spec, job)
         return {**own, "traces seen": _examples(spec), **training_plan(spec, job, memory)}
 
@@ -49,7 +49,7 @@ class Preference(Stage[PreferenceSpec]):
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
         """The user's own data, pairs seen, the loss, the schedule and memory."""
-        memory = stage_memory(model_config(job), token_budget=spec.token_budget, learner=spec)
+        memory = _memory(spec, job)
         return {
             **_own_data(spec, job),
             "pairs seen": _examples(spec),
@@ -104,6 +104,14 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
         epochs = spec.steps * spec.batch_size / rows
         lines[name] = f"{Path(path).name}: {checked}; {epochs:,.1f} epochs"
     return lines
+
+
+def _memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
+    config = model_config(job)
+    room = spec.evaluation_room(job, config)
+    return stage_memory(
+        config, token_budget=spec.token_budget, learner=spec, device=job.resources.device, **room
+    )
 
 
 def _examples(spec: SFTSpec | PairTrainingSpec) -> str:

@@ -8,13 +8,15 @@ const Course = ((data) => {
   const seriesOf = (training, names) =>
     names
       .filter(([key]) => training.columns[key])
-      .map(([key, name, index, more]) => ({
-        name,
-        x: training.columns.step,
-        y: training.columns[key],
-        color: index,
-        ...more,
-      }));
+      .map(([key, name, index, more]) => {
+        const column = training.columns[key];
+        if (!key.startsWith("eval/")) return { name, x: training.columns.step, y: column, color: index, ...more };
+        // Evaluations are rare: their line joins them across the steps between.
+        const places = column.map((value, place) => place).filter((place) => column[place] !== null);
+        const at = (values) => values && places.map((place) => values[place]);
+        const [low, high] = [at(training.columns[`${key}/low`]), at(training.columns[`${key}/high`])];
+        return { name, x: at(training.columns.step), y: at(column), low, high, color: index, points: true, ...more };
+      });
 
   // -------------------------------------------------------------------------------------- curves
   const x = { label: "step", name: "step", integer: true };
@@ -69,6 +71,16 @@ const Course = ((data) => {
       reward_model: "Mean over the step's pairs, in nats. 0.69 means chance.",
       distill: "Mean over the tokens that the student sampled.",
     };
+    const sets = Object.keys(training.columns).filter((key) => /^eval\/[^/]+\/pass@1$/.test(key));
+    add(
+      "held-out",
+      "Held-out tasks and training",
+      "Share of right answers on held-out tasks, with 95% intervals, beside that of the training steps.",
+      sets.length
+        ? [["pass_rate", "training", 7], ...sets.map((key, index) => [key, key.split("/")[1], [3, 4, 2, 5, 6][index % 5]])]
+        : [],
+      unit,
+    );
     if (training.task !== "rl" && training.task !== "selfplay") {
       add(
         "loss",
@@ -77,6 +89,7 @@ const Course = ((data) => {
         [
           ["loss", "loss", 1],
           ["validation_loss", "held out", 3],
+          ["eval/data/loss", "held-out data", 3],
         ],
         training.task === "distill" ? {} : { log: true },
       );

@@ -1,0 +1,113 @@
+"""What a recipe cannot do, found by `perilune run --plan` before any work starts.
+
+These checks make tasks, ask teachers and score answers, which takes seconds, so only the dry run does them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.plugin import load_plugin
+from perilune.environments.core.registry import REWARDS, make_environment
+from perilune.environments.core.rewards import VERIFIER
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.bundle.job import Job
+    from perilune.environments.core.protocol import Outcome, Task
+
+MOST_TASKS = 4096  # that are made to count them
+TRIED = 8  # training tasks that a teacher is tried on
+
+
+def check_job(job: Job) -> list[str]:
+    """Warnings about the job of a stage.
+
+    Raises:
+        RequestError: when an environment has fewer held-out tasks than the stage needs, the teacher has no
+            answer to any of the first tasks, or the environment lacks a reward term.
+    """
+    if not job.environment or getattr(load_plugin(job.task), "standalone", False):
+        return []
+    for key, section, count in _heldout(job):
+        _require_tasks(key, section, min(count, MOST_TASKS), job.seed)
+    _require_terms(job)
+    return list(_teacher_warnings(job)) if job.task == "collect" else []
+
+
+def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """The held-out tasks that the stage needs: the key of their number, the environment, the number."""
+    from perilune.tasks.stage.evaluation_settings import EvaluationSettings
+
+    spec = job.spec
+    own = {"evaluate": "tasks", "calibrate": "tasks", "flywheel": "heldout"}.get(job.task)
+    if own is not None:
+        yield own, job.environment, spec[own]
+    if job.task == "selfplay":
+        yield "league.games", job.environment, spec["league"]["games"]
+    if spec.get("eval"):
+        settings = EvaluationSettings.model_validate(spec["eval"])
+        for name, section in settings.sections(job.environment).items():
+            yield f"eval.tasks (set {name})", section, settings.tasks
+
+
+def _require_tasks(key: str, section: Mapping[str, Any], count: int, seed: int) -> None:
+    environment = make_environment(section)
+    found = sum(1 for _ in islice(environment.tasks("heldout", seed), count))
+    if found < count:
+        raise RequestError(
+            f"{environment.id} has {found} held-out tasks, and the stage needs {count}",
+            where=key,
+            remedy=f"set it to {found} at most, or widen the environment's config"
+            if found
+            else "widen the environment's config",
+        )
+
+
+def _require_terms(job: Job) -> None:
+    """Score an empty answer: the verifier then names its terms if it lacks one of `rewards`."""
+    rewards = job.environment.get(REWARDS, {})
+    if all(name == VERIFIER or isinstance(term, Mapping) for name, term in rewards.items()):
+        return
+    task = next(iter(make_environment(job.environment).tasks("train", job.seed)), None)
+    if task is None:
+        return
+    from perilune.environments.core.protocol import Failure, Transcript
+
+    (outcome,) = _score(job, [(task, Transcript(""))])
+    if isinstance(outcome, Failure) and outcome.reason.startswith("no reward term"):
+        raise RequestError(outcome.reason, where=REWARDS, remedy="correct the name, or write a function")
+
+
+def _teacher_warnings(job: Job) -> Iterator[str]:
+    from perilune.data.generators.registry import make_teacher
+    from perilune.data.generators.teacher import prepare
+    from perilune.environments.core.protocol import Failure
+
+    spec = job.spec
+    teacher = make_teacher(spec["teacher"], spec["strategies"], spec["options"])
+    environment = make_environment(job.environment)
+    prepare(teacher, environment)
+    tasks = list(islice(environment.tasks("train", job.seed), TRIED))
+    candidates = list(teacher.candidates(tasks, job.seed))
+    if not candidates:
+        raise RequestError(
+            f"the teacher '{teacher.name}' has no answer to the first {len(tasks)} tasks of {environment.id}",
+            where="teacher",
+            remedy="choose another teacher; perilune environments show says which answers it knows",
+        )
+    outcomes = _score(job, [(one.task, one.transcript) for one in candidates])
+    if not any(not isinstance(one, Failure) and one.reward >= 1 for one in outcomes):
+        yield (
+            f"the verifier rejects the teacher's answers to all of the first {len(candidates)} tasks:"
+            f" '{teacher.name}' may not fit {environment.id}"
+        )
+
+
+def _score(job: Job, items: list[tuple[Task, Any]]) -> list[Outcome]:
+    from perilune.verifiers import Scorer
+
+    with Scorer(job.environment) as scorer:
+        return scorer.score(items)

@@ -1,0 +1,169 @@
+"""Held-out evaluation during training: when to stop, and what to warn about, from the lines of metrics.jsonl.
+
+A figure such as eval/heldout/pass@1 is in the lines of the evaluated steps, with its bounds as
+eval/heldout/pass@1/low and /high.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.metrics.bootstrap import Interval, paired_difference
+from perilune.metrics.proportion import wilson
+
+GAP_EVALUATIONS = 2  # evaluations in a row in which training is clearly better, before the warning
+ROWS = 12  # of the table of a curve
+LOWER_IS_BETTER = ("loss", "nll")  # suffixes of figures of which the lowest is best
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def evaluated(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
+    """The steps at which the figure was measured, each with its interval."""
+    return [
+        (line["step"], Interval(line[figure], line[f"{figure}/low"], line[f"{figure}/high"]))
+        for line in lines
+        if figure in line
+    ]
+
+
+def best_evaluation(lines: Lines, figure: str) -> int | None:
+    """The step with the best mean, the earlier of equals; None before the first evaluation."""
+    sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
+    found = [(sign * interval.mean, step) for step, interval in evaluated(lines, figure)]
+    return min(found)[1] if found else None
+
+
+def evaluations_since_best(lines: Lines, figure: str) -> int:
+    """Evaluations after the best one."""
+    best = best_evaluation(lines, figure)
+    return sum(best is not None and step > best for step, _ in evaluated(lines, figure))
+
+
+def training_rate(lines: Lines, after: int, until: int) -> Interval | None:
+    """The pass rate of training over the steps in (after, until], with Wilson's interval.
+
+    Each group counts as one trial, since answers to one task are not independent: the interval is rather too
+    wide. None when the stage samples no answers.
+    """
+    within = [line for line in lines if after < line["step"] <= until and "pass_rate" in line]
+    weights = [line.get("groups", 1) for line in within]
+    if not within:
+        return None
+    rate = math.fsum(w * line["pass_rate"] for w, line in zip(weights, within, strict=True)) / sum(weights)
+    return wilson(rate * sum(weights), int(sum(weights)))
+
+
+def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
+    """Says that training is clearly better than held-out tasks, or "".
+
+    The rule: at each of the last `GAP_EVALUATIONS` evaluations after the start, the 95% interval (Wilson) of
+    training's pass rate since the evaluation before lies above that of the held-out pass rate.
+
+    Args:
+        figure: the held-out pass@1 on the environment that is trained on.
+        tasks: number of its tasks, each of which counts as one trial.
+    """
+    measured = evaluated(lines, figure)
+    steps = [step for step, _ in measured]
+    pairs = [
+        (training_rate(lines, before, step), wilson(interval.mean * tasks, tasks))
+        for before, (step, interval) in zip(steps, measured[1:], strict=False)
+    ][-GAP_EVALUATIONS:]
+    clear = [train is not None and train.low > held.high for train, held in pairs]
+    if len(clear) < GAP_EVALUATIONS or not all(clear):
+        return ""
+    train, held = pairs[-1]
+    assert train is not None
+    return (
+        f"training passes {_rate(train)} and held-out tasks {_rate(held)}, clearly less at the last"
+        f" {GAP_EVALUATIONS} evaluations: the policy learns the training tasks, not the skill. Train on more"
+        " or more varied tasks, train fewer steps, or set eval.output: best"
+    )
+
+
+def change_since(
+    values: Sequence[Mapping[str, Any]], name: str, figure: str, *, before: int, after: int, seed: int
+) -> Interval | None:
+    """The change of a figure of a set between two evaluations, paired by task or example.
+
+    Args:
+        values: the lines of evaluations.jsonl.
+    """
+    sides: list[Mapping[str, float]] = [
+        next((line[figure] for line in values if (line["step"], line["set"]) == (step, name)), {})
+        for step in (before, after)
+    ]
+    shared = sides[0].keys() & sides[1].keys()  # tasks without a verdict are missing
+    if not shared:
+        return None
+    return paired_difference(*({one: side[one] for one in shared} for side in sides), seed=seed)
+
+
+def fall_warning(name: str, figure: str, change: Interval | None) -> str:
+    """Says that a figure is clearly worse at the end than before training, or ""."""
+    if change is None:
+        return ""
+    if figure.endswith(LOWER_IS_BETTER):
+        if change.low <= 0:
+            return ""
+        moved = f"rose by {change.mean:.3g} ({change.low:.3g} to {change.high:.3g})"
+    elif change.high < 0:
+        mean, most, least = (-100 * one for one in change)
+        moved = f"fell by {mean:.1f} points ({least:.1f} to {most:.1f})"
+    else:
+        return ""
+    return (
+        f"{figure} of {name} {moved} since the start: training made it worse. Lower lr, train fewer steps, or"
+        " set eval.output: best"
+    )
+
+
+def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
+    """`summary["held_out"]` as a table with a head: steps, training's pass rate and the sets.
+
+    Of many evaluations, `ROWS` are shown: evenly spaced, with the first, the best and the last.
+    """
+    sets, curve = found["sets"], found["curve"]
+    places = {round(index * (len(curve) - 1) / (ROWS - 1)) for index in range(ROWS)}
+    places |= {place for place, row in enumerate(curve) if row["step"] == found["best"]}
+    rates = any(row["training"] for row in curve)
+    table = [["step", *(["training"] if rates else []), *(f"{n} {one['figure']}" for n, one in sets.items())]]
+    for place, row in enumerate(curve):
+        if place in places:
+            cells = [_cell("pass@1", row["training"])] if rates else []
+            cells += [_cell(one["figure"], row[name]) for name, one in sets.items()]
+            table.append([f"{row['step']}{' (best)' if row['step'] == found['best'] else ''}", *cells])
+    return table
+
+
+def curve_notes(found: Mapping[str, Any]) -> list[str]:
+    """Sentences about `summary["held_out"]`: the changes, the checkpoint that is handed on, an early stop."""
+    notes = []
+    for name, one in found["sets"].items():
+        if change := one["change"]:
+            scale, unit = (1, " nats") if one["figure"].endswith(LOWER_IS_BETTER) else (100, " points")
+            mean, low, high = (scale * change[key] for key in ("mean", "low", "high"))
+            digits = 3 if scale == 1 else 1
+            notes.append(
+                f"{name}: {one['figure']} {mean:+.{digits}f}{unit} since the start"
+                f" ({low:+.{digits}f} to {high:+.{digits}f}, paired)"
+            )
+    step = found["best"] if found["output"] == "best" else found["curve"][-1]["step"]
+    notes.append(f"the stage hands on the {found['output']} checkpoint, of step {step}")
+    return notes + ([f"stopped early: {found['stopped']}"] if found["stopped"] else [])
+
+
+def _cell(figure: str, interval: Mapping[str, float] | None) -> str:
+    if interval is None:
+        return ""
+    mean, low, high = (interval[key] for key in ("mean", "low", "high"))
+    if figure.endswith(LOWER_IS_BETTER):
+        return f"{mean:.4g} ({low:.4g} to {high:.4g})"
+    return f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def _rate(rate: Interval) -> str:
+    return f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})"

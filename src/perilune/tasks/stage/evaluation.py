@@ -1,0 +1,291 @@
+"""Held-out evaluation while a stage trains, with the stage's engine and the learner's current weights.
+
+All random numbers are keyed by (seed, 0, task, sample), as in an evaluate stage: training counts its steps
+from 1, so evaluations change nothing in it, and two evaluations differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
+from perilune.data.episode import Episode
+from perilune.engine.engine import Engine
+from perilune.engine.request import SamplingParams
+from perilune.environments.core.protocol import Environment, Task
+from perilune.environments.core.registry import make_environment
+from perilune.errors import RequestError
+from perilune.learn.trainer import Learner
+from perilune.metrics.bootstrap import Interval, bootstrap_problems
+from perilune.metrics.held_out import (
+    best_evaluation,
+    change_since,
+    evaluated,
+    evaluations_since_best,
+    fall_warning,
+    gap_warning,
+    training_rate,
+)
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker
+from perilune.tasks.stage.evaluation_settings import DATA, EVAL, HELDOUT, EvaluatedSpec, EvaluationSettings
+from perilune.tasks.stage.memory_plan import make_engine
+from perilune.tasks.stage.outcomes import evaluation_summary
+from perilune.tasks.stage.policy import Policy, heldout_tasks
+from perilune.tasks.stage.publishing import Publisher
+from perilune.verifiers import Scorer
+
+HeldOutData = Callable[[], Mapping[str, Mapping[str, float]]]
+"""Figures of the data that a stage holds out: by name ("loss", "accuracy"), then by example."""
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Held-out tasks of one environment, and the worker that plays them."""
+
+    name: str
+    rollouts: RolloutWorker
+    tasks: Sequence[Task]
+
+
+class HeldOutEvaluation:
+    """Evaluates the learner's weights on every set, and writes the values of each task or example."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        spec: EvaluatedSpec,
+        sets: Sequence[TaskSet],
+        params: SamplingParams,
+        *,
+        publisher: Publisher | None,
+        data: HeldOutData | None,
+    ) -> None:
+        assert spec.eval is not None
+        self._workspace, self._settings, self._steps, self._sets = workspace, spec.eval, spec.steps, sets
+        self._params, self._publisher, self._data = params, publisher, data
+        self.seconds = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether an evaluation follows `step` steps."""
+        return step % self._settings.every == 0 or step == self._steps
+
+    def measure(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation after `step` steps; `seconds` is then the time that it took."""
+        began = time.perf_counter()
+        figures: dict[str, float] = {}
+        if self._publisher is not None:
+            self._publisher.publish()
+        for one in self._sets:
+            figures |= self._play(one, step)
+        if self._data is not None:
+            values = self._data()
+            figures |= self._with_intervals(DATA, values)
+            self._workspace.evaluation(step, DATA, values)
+        self.seconds = time.perf_counter() - began
+        return figures
+
+    def _play(self, held: TaskSet, step: int) -> dict[str, float]:
+        groups = held.rollouts.play(
+            held.tasks, samples=self._settings.samples, params=self._params, step=0, watch=Stopwatch()
+        )
+        seed = self._workspace.job.seed
+        found = evaluation_summary(held.rollouts.environment.id, groups, [], seed)
+        values = {
+            "pass@1": {task: correct / count for task, count, correct in found["correct_per_task"]},
+            "reward": _mean_rewards(groups),
+        }
+        self._workspace.evaluation(step, held.name, values)
+        more = {"length": found["length"]["mean"], "truncated": found["truncated"]}
+        return self._with_intervals(held.name, values) | {
+            f"{EVAL}{held.name}/{name}": value for name, value in more.items()
+        }
+
+    def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for figure, by_example in values.items():
+            found = bootstrap_problems(list(by_example.values()), seed=self._workspace.job.seed)
+            key = f"{EVAL}{name}/{figure}"
+            figures |= {key: found.mean, f"{key}/low": found.low, f"{key}/high": found.high}
+        return figures
+
+
+@contextmanager
+def open_evaluation(
+    workspace: Workspace,
+    spec: EvaluatedSpec,
+    learner: Learner,
+    policy: Policy,
+    *,
+    rollouts: RolloutWorker | None,
+    data: HeldOutData | None,
+) -> Iterator[HeldOutEvaluation]:
+    """Set up the sets of the stage's `eval` section.
+
+    Args:
+        rollouts: the stage's worker, whose engine is used; by default an engine is made.
+        data: measures what the stage holds out of its data, if anything.
+
+    Raises:
+        RequestError: when an environment has too few held-out tasks, or several players.
+    """
+    settings = spec.eval
+    assert settings is not None
+    spec.check_evaluation(workspace.job)
+    job, sections = workspace.job, settings.sections(workspace.job.environment)
+    publisher, sets = None, []
+    with ExitStack() as stack:
+        if sections:
+            engine = _engine(spec, policy, job, rollouts)
+            publisher = Publisher(engine, learner)
+        for name, section in sections.items():
+            if rollouts is not None and section == job.environment:
+                scorer = rollouts.scorer
+            else:
+                scorer = stack.enter_context(Scorer(section))
+            environment = _environment(section)
+            worker = RolloutWorker(
+                engine, policy.tokenizer, scorer, environment, job.seed, ranks=learner.ranks
+            )
+            sets.append(TaskSet(name, worker, heldout_tasks(environment, settings.tasks, job.seed)))
+        temperature = getattr(spec, "temperature", 1.0)
+        params = SamplingParams(spec.evaluation_tokens(job), temperature, policy.stop_token_ids)
+        yield HeldOutEvaluation(workspace, spec, sets, params, publisher=publisher, data=data)
+
+
+def _engine(spec: EvaluatedSpec, policy: Policy, job: Job, rollouts: RolloutWorker | None) -> Engine:
+    """The stage's engine; a stage that doesn't sample gets one for its evaluations."""
+    if rollouts is None:
+        longest = spec.evaluation_room(job, policy.decoder.config)["max_tokens"]
+        return make_engine(policy.decoder, longest, policy.tokenizer)
+    assert isinstance(rollouts.engine, Engine)
+    return rollouts.engine
+
+
+def _environment(section: Mapping[str, Any]) -> Environment:
+    environment = make_environment(section)
+    if getattr(environment, "players", 1) > 1:
+        raise RequestError(
+            f"{environment.id} has several players, and a pass rate is of one",
+            where="eval",
+            remedy="set its `opponent`, or evaluate by matches in a selfplay stage",
+        )
+    return environment
+
+
+class EvaluationRecord:
+    """What follows from the evaluations so far, which are in the workspace's metrics.
+
+    Attributes:
+        figure: the metric of the best checkpoint.
+        best: the step of the best evaluation; None before the first.
+        latest: the last value of the figure by name, for the progress bar; empty before the first.
+    """
+
+    def __init__(self, workspace: Workspace, settings: EvaluationSettings) -> None:
+        self._workspace, self._settings = workspace, settings
+        self.figure = settings.figure(workspace.job.environment)
+        self._read(workspace.metrics())
+
+    def _read(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        found = evaluated(lines, self.figure)
+        self.best = best_evaluation(lines, self.figure)
+        self.latest = {self.figure.removeprefix(EVAL): found[-1][1].mean} if found else {}
+
+    def observe(self, step: int) -> bool:
+        """Log an evaluation that has been recorded, and the gap to training at the first step that has it.
+
+        Returns:
+            whether `stop_after` ends the stage.
+        """
+        lines = self._workspace.metrics()
+        self._read(lines)
+        shown = [
+            f"{name}: {figure} {_shown(figure, found[-1][1])}"
+            for name, figure in self._figures(lines)
+            if (found := evaluated(lines, f"{EVAL}{name}/{figure}"))
+        ]
+        self._workspace.log(f"step {step}: held out: {'; '.join(shown)}")
+        warning, before = self._gap(lines), self._gap([line for line in lines if line["step"] < step])
+        if warning and not before:
+            self._workspace.log(f"warning: step {step}: {warning}")
+            self._workspace.event("held_out_gap", step=step)
+        since, patience = evaluations_since_best(lines, self.figure), self._settings.stop_after
+        if patience is None or since < patience:
+            return False
+        self._workspace.log(f"step {step}: stopped: {self._why(since)}")
+        self._workspace.event("stopped_early", step=step)
+        return True
+
+    def summary(self, steps: int, planned: int) -> dict[str, Any]:
+        """The curve with training beside it, the change since the start, and warnings.
+
+        Args:
+            steps: the last step.
+            planned: the steps of a run that is not stopped.
+        """
+        lines, values = self._workspace.metrics(), self._workspace.evaluations()
+        changes: dict[str, Any] = {}
+        warnings = [one for one in [self._gap(lines)] if one]
+        for name, figure in self._figures(lines):
+            change = change_since(values, name, figure, before=0, after=steps, seed=self._workspace.job.seed)
+            changes[name] = {"figure": figure, "change": change and change._asdict()}
+            if warning := fall_warning(name, figure, change):
+                warnings.append(warning)
+                self._workspace.log(f"warning: {warning}")
+        since = evaluations_since_best(lines, self.figure)
+        return {
+            "figure": self.figure,
+            "best": self.best,
+            "output": self._settings.output,
+            "curve": self._curve(lines),
+            "sets": changes,
+            "stopped": self._why(since) if steps < planned else None,
+            "warnings": warnings,
+        }
+
+    def _why(self, since: int) -> str:
+        figure = self.figure.removeprefix(EVAL)
+        return f"{since} evaluations in a row were not better than that of step {self.best} by {figure}"
+
+    def _figures(self, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """The sets, each with the figure that describes it."""
+        names = [*self._settings.sections(self._workspace.job.environment)]
+        held = [(name, "pass@1") for name in names]
+        if any(f"{EVAL}{DATA}/loss" in line for line in lines[:1]):
+            held.append((DATA, "loss"))
+        return held
+
+    def _gap(self, lines: Sequence[Mapping[str, Any]]) -> str:
+        return gap_warning(lines, f"{EVAL}{HELDOUT}/pass@1", self._settings.tasks)
+
+    def _curve(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        curve: list[dict[str, Any]] = []
+        for step, _ in evaluated(lines, self.figure):
+            before = curve[-1]["step"] if curve else step
+            row: dict[str, Any] = {"step": step, "training": _document(training_rate(lines, before, step))}
+            for name, figure in self._figures(lines):
+                found = dict(evaluated(lines, f"{EVAL}{name}/{figure}"))
+                row[name] = _document(found.get(step))
+            curve.append(row)
+        return curve
+
+
+def _document(interval: Interval | None) -> dict[str, float] | None:
+    return interval and interval._asdict()
+
+
+def _shown(figure: str, interval: Interval) -> str:
+    form = ".1%" if figure == "pass@1" else ".4g"
+    return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
+
+
+def _mean_rewards(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+    """The mean reward of each task's scored answers."""
+    rewards = {group[0].task_id: [one.reward for one in group if one.reward is not None] for group in groups}
+    return {task: sum(found) / len(found) for task, found in rewards.items() if found}

@@ -1,0 +1,158 @@
+"""The `eval` section of a training stage: held-out evaluation while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import Field, field_validator, model_validator
+
+from perilune.bundle.job import Frozen, Job
+from perilune.bundle.plugin import ChangesEnvironment
+from perilune.environments.core.registry import REWARDS
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.tasks.stage.memory_plan import planned_tokens
+from perilune.tasks.stage.retention import TrainingSpec
+from perilune.tasks.stage.sampling import SamplingSpec
+
+HELDOUT = "heldout"  # the set of the recipe's own environment
+DATA = "data"  # the examples that a stage on data holds out
+EVAL = "eval/"  # prefix of the metrics
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
+
+
+class EvaluationSettings(Frozen):
+    """What is evaluated during training, and what follows from it."""
+
+    every: int = Field(
+        10, ge=1, description="steps between evaluations; one more before the first step and after the last"
+    )
+    tasks: int = Field(64, ge=0, description="held-out tasks of each set; 0: only held-out data")
+    samples: int = Field(4, ge=1, le=4096, description="answers per task")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens of an answer; default: as in training, or as in an evaluate stage",
+    )
+    sets: Annotated[dict[SetName, dict[str, Any]], ChangesEnvironment()] = Field(
+        {}, description="further sets by name, each with the keys of the environment that differ"
+    )
+    best: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z][\w-]*/(pass@1|reward|loss|accuracy)$",
+        description="figure of the best checkpoint: SET/pass@1, SET/reward, data/loss or data/accuracy;"
+        " default: heldout/pass@1, or data/loss without tasks",
+    )
+    output: Literal["last", "best"] = Field(
+        "last", description="checkpoint that the stage hands on: of the last step, or of the best evaluation"
+    )
+    stop_after: int | None = Field(
+        None, ge=1, description="stop after this many evaluations in a row without a new best one"
+    )
+
+    @field_validator("sets")
+    @classmethod
+    def _own_names(cls, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if taken := {DATA, "training"} & sets.keys():
+            raise ValueError(f"a set cannot be called '{min(taken)}': that is another curve")
+        return sets
+
+    def sections(self, environment: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The environment section of each set, with the rewards of `environment`, the recipe's section."""
+        if not self.tasks:
+            return {}
+        rewards = {REWARDS: environment[REWARDS]} if REWARDS in environment else {}
+        sections = {HELDOUT: dict(environment)} if environment else {}
+        for name, keys in self.sets.items():
+            sections[name] = {**({} if "id" in keys else environment), **rewards, **keys}
+        return sections
+
+    def figure(self, environment: Mapping[str, Any]) -> str:
+        """The metric of the best checkpoint."""
+        first = next(iter(self.sections(environment)), None)
+        return EVAL + (self.best or (f"{first}/pass@1" if first else f"{DATA}/loss"))
+
+    def steps(self, steps: int) -> list[int]:
+        """The steps after which a run of `steps` steps is evaluated; 0 is before the first."""
+        return [*range(0, steps, self.every), steps]
+
+
+class EvaluationRoom(TypedDict, total=False):
+    """What evaluations add to `stage_memory`: their answers, and the tokens of the longest episode."""
+
+    samples: int
+    max_tokens: int
+
+
+class EvaluatedSpec(TrainingSpec):
+    """Fields of every stage that can be evaluated while it trains."""
+
+    eval: EvaluationSettings | None = Field(
+        None, description="evaluate on held-out tasks during training; {} uses the defaults"
+    )
+
+    @model_validator(mode="after")
+    def _one_best(self) -> EvaluatedSpec:
+        if self.eval is not None and self.keep.best is not None:
+            raise ValueError("eval keeps the best checkpoint by eval.best; remove keep.best")
+        return self
+
+    def evaluation_tokens(self, job: Job) -> int:
+        """Most tokens of a turn in evaluations."""
+        assert self.eval is not None
+        if self.eval.max_tokens is not None:
+            return self.eval.max_tokens
+        own: int | None = getattr(self, "max_tokens", None)
+        return own or int(SamplingSpec.defaults(job.task, {}, job.model)["max_tokens"].value)
+
+    def evaluation_room(self, job: Job, config: DecoderConfig) -> EvaluationRoom:
+        """The room that evaluations need; empty without tasks."""
+        sections = {} if self.eval is None else self.eval.sections(job.environment)
+        if self.eval is None or not sections:
+            return {}
+        turn = self.evaluation_tokens(job)
+        longest = max(planned_tokens(section, turn, config) for section in sections.values())
+        return EvaluationRoom(samples=self.eval.tasks * self.eval.samples, max_tokens=longest)
+
+    def check_evaluation(self, job: Job) -> None:
+        """Check that the figure of the best checkpoint is measured.
+
+        Raises:
+            RequestError: when it isn't.
+        """
+        if self.eval is None:
+            return
+        figure = self.eval.figure(job.environment).removeprefix(EVAL)
+        name, sections = figure.split("/")[0], self.eval.sections(job.environment)
+        held = [DATA] if getattr(self, "validation", 0) else []
+        if name not in (*sections, *held):
+            known = ", ".join([*sections, *held])
+            raise RequestError(
+                f"the best checkpoint is chosen by {figure}, and "
+                + (f"the sets are {known}" if known else "nothing is held out"),
+                where=f"stages.{job.stage}.eval",
+                remedy="set eval.best to a figure of a set"
+                if known
+                else "set eval.tasks, or validation for held-out data",
+            )
+
+    def describe_evaluation(self, job: Job) -> dict[str, str]:
+        """The line of the plan."""
+        if self.eval is None:
+            return {}
+        self.check_evaluation(job)
+        settings, sections = self.eval, self.eval.sections(job.environment)
+        rounds = len(settings.steps(self.steps))
+        parts = [f"every {settings.every} steps, {rounds} times"]
+        if sections:
+            answers = rounds * len(sections) * settings.tasks * settings.samples
+            parts.append(
+                f"{settings.tasks} tasks x {settings.samples} of {', '.join(sections)}: {answers:,} answers"
+            )
+        figure = settings.figure(job.environment).removeprefix(EVAL)
+        parts.append(f"best by {figure}; the stage hands on the {settings.output} checkpoint")
+        if settings.stop_after:
+            parts.append(f"stops after {settings.stop_after} evaluations without a new best")
+        return {"evaluation": "; ".join(parts)}

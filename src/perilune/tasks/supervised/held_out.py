@@ -1,0 +1,49 @@
+"""Figures of the examples that a stage holds out of its data, by number, for evaluations while training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.data.episode import Episode
+from perilune.learn.batch import PackedBatch, Pair, pack_each, pack_pairs
+from perilune.learn.preference import PreferenceLoss, pair_logprobs, preference_loss
+from perilune.learn.trainer import token_logprobs
+from perilune.models.decoder import Decoder
+
+Values = dict[str, dict[str, float]]
+
+
+def episode_values(decoder: Decoder, episodes: Sequence[Episode], token_budget: int) -> Values:
+    """`loss`: the mean cross-entropy of each episode's learned tokens in nats."""
+    numbers = {one.episode_id: str(number) for number, one in enumerate(episodes)}
+    losses: dict[str, float] = {}
+    for batch, logprobs in _scored(decoder, pack_each(episodes, token_budget)):
+        counts = torch.bincount(batch.episode_of)
+        sums = torch.bincount(batch.episode_of, weights=-logprobs.double())
+        named = [numbers[name] for name in batch.episode_ids]
+        losses |= zip(named, (sums / counts).tolist(), strict=True)
+    return {"loss": losses}
+
+
+def pair_values(
+    decoder: Decoder, pairs: Sequence[Pair], kind: PreferenceLoss, beta: float, token_budget: int
+) -> Values:
+    """`loss` and `accuracy` (margin above 0) of each pair, whose `logprobs` are the reference's."""
+    numbers = {chosen.episode_id: str(number) for number, (chosen, _) in enumerate(pairs)}
+    found: Values = {"loss": {}, "accuracy": {}}
+    for batch, logprobs in _scored(decoder, pack_pairs(pairs, token_budget)):
+        losses, margins = preference_loss(pair_logprobs(batch, logprobs), kind, beta)
+        named = [numbers[name] for name in batch.episode_ids[::2]]
+        found["loss"] |= zip(named, losses.double().tolist(), strict=True)
+        found["accuracy"] |= zip(named, (margins > 0).double().tolist(), strict=True)
+    return found
+
+
+def _scored(decoder: Decoder, batches: Sequence[PackedBatch]) -> Iterator[tuple[PackedBatch, Tensor]]:
+    """The batches with the log-probs of their learned tokens, on the CPU."""
+    for batch in batches:
+        logprobs = token_logprobs(decoder, batch)
+        yield batch.to(torch.device("cpu")), logprobs.cpu()

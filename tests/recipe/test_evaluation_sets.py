@@ -1,0 +1,74 @@
+"""The sets of a stage's `eval` section are whole environments in a loaded recipe, with their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.bundle.job import Job
+from perilune.errors import RequestError
+from perilune.files import field_of
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import job_for
+from perilune.recipe.staging import staged
+
+RECIPE = """name: pens
+model: {{preset: tiny}}
+environment: {{id: jsonl, path: pens.jsonl, match: number}}
+stages:
+  - name: rl
+    task: rl
+    checkpoint: model
+    eval:
+      sets: {sets}
+"""
+
+
+def loaded(tmp_path: Path, sets: str) -> Job:
+    for name in ("pens", "more"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(40))
+        )
+    (tmp_path / "pens.yaml").write_text(RECIPE.format(sets=sets))
+    recipe = load_recipe(tmp_path / "pens.yaml")
+    return job_for(recipe, recipe.stages[0])
+
+
+def sets_of(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = field_of(job.spec, "eval.sets")
+    return found
+
+
+def test_a_set_is_the_recipe_s_environment_with_other_keys(tmp_path: Path) -> None:
+    job = loaded(tmp_path, "{more: {path: more.jsonl}, other: {id: calculator, digits: 1}}")
+    found = sets_of(job)
+    assert found["more"] == job.environment | {"path": str(tmp_path / "more.jsonl")}
+    assert (found["other"]["id"], found["other"]["digits"]) == ("calculator", 1)
+    assert "path" not in found["other"]
+
+
+def test_the_files_of_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
+    job, files = staged(loaded(tmp_path, "{more: {path: more.jsonl}}"))
+    name = "spec.eval.sets.more.path"
+    assert files[name] == tmp_path / "more.jsonl"
+    assert sets_of(job)["more"]["path"] == f"inputs/{name}"
+    assert {one.name for one in job.inputs if one.kind == "tasks"} == {"environment.path", name}
+    at = job.at(tmp_path / "bundle")
+    assert sets_of(at)["more"]["path"] == str(tmp_path / "bundle" / "inputs" / name)
+    assert at.environment["path"] == str(tmp_path / "bundle" / "inputs" / "environment.path")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ("{more: {mach: text}}", r"stages.rl.eval.sets.more.mach(?s:.)*'match'"),
+        ("{data: {match: text}}", r"data"),
+        ("{more: 3}", r"stages.rl.eval.sets.more"),
+    ],
+)
+def test_what_is_wrong_with_a_set_is_told_with_its_line(tmp_path: Path, sets: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as found:
+        loaded(tmp_path, sets)
+    assert "pens.yaml:9" in str(found.value)

@@ -1,0 +1,244 @@
+"""Evaluation while a stage trains: what it measures, that training is not touched by it, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from safetensors.numpy import load_file
+from task_cases import DIGITS, make_bundle, make_job, metrics, run_in, run_task, summary
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.plugin import load_plugin
+from perilune.errors import RequestError
+from perilune.execution.placements.local import restore_outputs
+from perilune.files import read_json_lines, sha256_file
+from perilune.tasks.stage.training import TrainingLoop
+
+EVAL: Mapping[str, Any] = {"every": 2, "tasks": 6, "samples": 4}
+ENDS = {"id": "factory", "factory": "task_environments:Ends"}
+OTHERS = {"sets": {"prefixed": {"prefix": "7"}}}
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_task(tmp_path_factory.mktemp("collect") / "bundle", "collect") / "artifacts" / "traces"
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An rl stage of four steps, evaluated on two sets before it, after two steps and at the end."""
+    root = tmp_path_factory.mktemp("rl") / "bundle"
+    return run_task(root, "rl", environment=ENDS, eval={**EVAL, **OTHERS, "max_tokens": 9})
+
+
+def weights_of(bundle: Path, name: str = "final") -> str:
+    return sha256_file(bundle / "artifacts" / "checkpoints" / name / "model.safetensors")
+
+
+def figures(bundle: Path, name: str) -> dict[int, Any]:
+    return {line["step"]: line[name] for line in metrics(bundle) if name in line}
+
+
+def test_rl_trains_the_same_bits_with_and_without(evaluated: Path, tmp_path: Path) -> None:
+    plain = run_task(tmp_path / "plain", "rl", environment=ENDS)
+    assert weights_of(plain) == weights_of(evaluated)
+    own = [
+        {key: value for key, value in line.items() if not key.startswith("eval/")}
+        for line in metrics(evaluated)
+        if line["step"]
+    ]
+    assert own == metrics(plain)
+
+
+@pytest.mark.parametrize("task", ["sft", "distill"])
+def test_other_stages_train_the_same_bits_too(task: str, traces: Path, tmp_path: Path) -> None:
+    inputs = {"data": traces} if task == "sft" else {}
+    options = {"steps": 3} if task == "sft" else {"steps": 2}
+    plain = run_task(tmp_path / "plain", task, inputs=inputs, **options)
+    measured = run_task(tmp_path / "measured", task, inputs=inputs, **options, eval={**EVAL, "every": 1})
+    assert weights_of(plain) == weights_of(measured)
+    assert list(figures(measured, "eval/heldout/pass@1")) == list(range(options["steps"] + 1))
+
+
+def test_the_figures_are_those_of_an_evaluate_stage(evaluated: Path, tmp_path: Path) -> None:
+    """Of the untrained model and of the final checkpoint, on both sets: the same tasks and answers."""
+    final = {"checkpoint": evaluated / "artifacts" / "checkpoints" / "final"}
+    for name, section in (("heldout", ENDS), ("prefixed", {**ENDS, "prefix": "7"})):
+        for step, inputs in ((0, {}), (4, final)):
+            options = {"environment": section, "inputs": inputs, "checkpoint": "rl" if inputs else "model"}
+            apart = run_task(
+                tmp_path / f"{name}{step}", "evaluate", tasks=6, max_tokens=9, temperature=0.8, **options
+            )
+            found = summary(apart)
+            bounds = [figures(evaluated, f"eval/{name}/pass@1{one}")[step] for one in ("", "/low", "/high")]
+            assert bounds == [found["pass@1"][one] for one in ("mean", "low", "high")]
+            values = next(
+                line
+                for line in read_json_lines(evaluated / "artifacts" / "evaluations.jsonl")
+                if (line["step"], line["set"]) == (step, name)
+            )
+            assert values["pass@1"] == {task: right / n for task, n, right in found["correct_per_task"]}
+            assert figures(evaluated, f"eval/{name}/length")[step] == found["length"]["mean"]
+
+
+def test_the_best_checkpoint_stays_and_is_handed_on_if_asked(tmp_path: Path) -> None:
+    """With a learning rate that destroys the policy, the best evaluation is an early one."""
+    ruin = {"environment": ENDS, "steps": 6, "lr": 0.3, "warmup": 0, "save_every": 1, "kl": 0.0}
+    last = run_task(tmp_path / "last", "rl", **ruin, eval={**EVAL, "every": 1})
+    best = run_task(tmp_path / "best", "rl", **ruin, eval={**EVAL, "every": 1, "output": "best"})
+    curve = figures(last, "eval/heldout/pass@1")
+    chosen = max(curve, key=lambda step: (curve[step], -step))
+    assert chosen != 6, "the learning rate is to be one that ruins the policy"
+    for bundle, checkpoint, output in ((last, "best", "last"), (best, "final", "best")):
+        found = summary(bundle)
+        assert found["best"]["figure"] == "eval/heldout/pass@1"
+        assert (found["best"]["step"], found["best"]["checkpoint"]) == (chosen, checkpoint)
+        assert found["best"]["interval"]["mean"] == curve[chosen]
+        assert (found["held_out"]["best"], found["held_out"]["output"]) == (chosen, output)
+        state = bundle / "artifacts" / "checkpoints" / f"step-{chosen:06d}" / "weights.safetensors"
+        written = load_file(bundle / "artifacts" / "checkpoints" / checkpoint / "model.safetensors")
+        assert all(np.array_equal(written[name], one) for name, one in load_file(state).items())
+    assert weights_of(last, "best") == weights_of(best)
+    assert weights_of(last) != weights_of(best)
+    assert not (best / "artifacts" / "checkpoints" / "best").exists()
+
+
+def test_it_stops_after_evaluations_without_a_new_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal rewards teach nothing, so no evaluation is better than the first."""
+    same = {"environment": {**DIGITS, "equal": 0.0}, "steps": 12, "save_every": 3}
+    bundle = run_task(tmp_path / "bundle", "rl", **same, eval={**EVAL, "stop_after": 2})
+    found = summary(bundle)
+    assert [line["step"] for line in metrics(bundle)] == [0, 1, 2, 3, 4]
+    assert found["steps"] == 4
+    assert found["held_out"]["stopped"] == (
+        "2 evaluations in a row were not better than that of step 0 by heldout/pass@1"
+    )
+    assert "step 4: stopped: 2 evaluations in a row" in capsys.readouterr().out
+    assert found["best"]["step"] == 0
+
+    again = make_bundle(tmp_path / "again", make_job("rl", **same, eval={**EVAL, "stop_after": 2}))
+    restore_outputs(bundle / "artifacts", again / "artifacts")
+    (again / "artifacts" / "summary.json").unlink()
+    run_in(again)
+    assert compare_artifacts(bundle, again) == []
+
+
+@pytest.mark.parametrize("stage", ["rl", "sft"])
+def test_a_run_that_dies_between_evaluations_ends_the_same(
+    stage: str, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies after a best evaluation was measured and before its checkpoint, and again later."""
+    saves = TrainingLoop._save_when_due
+    inputs = {"data": traces} if stage == "sft" else {}
+    options: dict[str, Any] = {"steps": 6, "save_every": 3, "inputs": inputs, "eval": {**EVAL, **OTHERS}}
+    options |= {"validation": 0.3} if stage == "sft" else {}
+    options |= {"eval": {**options["eval"], "output": "best"}}
+    whole = run_task(tmp_path / "whole", stage, **options)
+    previous: Path | None = None
+    for died_at in (0, 2, 5):
+        bundle = make_bundle(tmp_path / f"died{died_at}", make_job(stage, **options), inputs)
+        if previous:
+            restore_outputs(previous / "artifacts", bundle / "artifacts")
+
+        def dies(loop: TrainingLoop, step: int, died_at: int = died_at) -> None:
+            if step == died_at:
+                raise KeyboardInterrupt
+            saves(loop, step)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(TrainingLoop, "_save_when_due", dies)
+            run_in(bundle)
+        previous = bundle
+    last = make_bundle(tmp_path / "last", make_job(stage, **options), inputs)
+    assert previous is not None
+    restore_outputs(previous / "artifacts", last / "artifacts")
+    run_in(last)
+    assert compare_artifacts(whole, last) == []
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert (whole / "artifacts" / name).read_bytes() == (last / "artifacts" / name).read_bytes()
+
+
+def test_training_that_leaves_held_out_tasks_behind_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training tasks are always right and held-out ones never: the run says so by itself."""
+    split = {"id": "factory", "factory": "task_environments:OnlyTraining"}
+    bundle = run_task(
+        tmp_path / "bundle", "rl", environment=split, steps=3, eval={**EVAL, "every": 1, "tasks": 20}
+    )
+    (warning,) = summary(bundle)["held_out"]["warnings"]
+    assert warning.startswith(
+        "training passes 100.0% (51.0% to 100.0%) and held-out tasks 0.0% (0.0% to 16.1%)"
+    )
+    out = capsys.readouterr().out
+    assert out.count("warning: step 2: training passes 100.0%") == 1
+    assert "warning: step 3" not in out
+    assert [row["training"] and row["training"]["mean"] for row in summary(bundle)["held_out"]["curve"]] == [
+        None, 1.0, 1.0, 1.0,
+    ]  # fmt: skip
+
+
+def test_traces_held_out_of_the_data_are_not_trained_on(traces: Path, tmp_path: Path) -> None:
+    only = {"every": 3, "tasks": 0}
+    inputs = {"data": traces}
+    bundle = run_task(tmp_path / "bundle", "sft", inputs=inputs, validation=0.3, eval=only, lr=0.02)
+    found = summary(bundle)
+    assert found["traces"] + found["validation_traces"] == 40
+    loss = figures(bundle, "eval/data/loss")
+    assert list(loss) == [0, 3, 6]
+    assert loss[6] < loss[0]
+    assert found["best"]["figure"] == "eval/data/loss"
+    assert found["held_out"]["sets"]["data"]["change"]["high"] < 0
+    values = [
+        line["loss"]
+        for line in read_json_lines(bundle / "artifacts" / "evaluations.jsonl")
+        if not line["step"]
+    ]
+    assert len(values[0]) == found["validation_traces"]
+    assert np.mean(list(values[0].values())) == pytest.approx(loss[0])
+    uniform = np.log(
+        load_file(bundle / "artifacts/checkpoints/final/model.safetensors")[
+            "model.embed_tokens.weight"
+        ].shape[0]
+    )
+    assert loss[0] == pytest.approx(uniform, rel=0.2)  # an untrained model guesses
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("rl", {"eval": {}, "keep": {"best": "reward"}}, "remove keep.best"),
+        ("sft", {"validation": 0.1}, "set eval too"),
+        ("selfplay", {"eval": {}}, "selfplay evaluates by matches"),
+        ("rl", {"eval": {"sets": {"data": {}}}}, "a set cannot be called 'data'"),
+        ("rl", {"eval": {"best": "heldout/loss/more"}}, "should match pattern"),
+    ],
+)
+def test_what_contradicts_is_refused(task: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make_job(task, **options)
+
+
+def test_too_few_held_out_tasks_end_the_stage_before_it_trains(tmp_path: Path) -> None:
+    few = {**DIGITS, "limit": 12}
+    with pytest.raises(RequestError, match=r"digits gave \d of 100 held-out tasks"):
+        run_task(tmp_path / "bundle", "rl", environment=few, eval={**EVAL, "tasks": 100})
+    assert metrics(tmp_path / "bundle") == []
+
+
+def test_the_plan_tells_of_the_evaluations_and_their_memory() -> None:
+    job = make_job("sft", steps=25, eval={**EVAL, **OTHERS, "every": 10, "stop_after": 3})
+    plan = load_plugin("sft").plan(job)
+    assert plan["evaluation"] == (
+        "every 10 steps, 4 times; 6 tasks x 4 of heldout, prefixed: 192 answers; best by heldout/pass@1;"
+        " the stage hands on the last checkpoint; stops after 3 evaluations without a new best"
+    )
+    assert "engine" in plan["memory"].persistent  # type: ignore[attr-defined]
+    assert "engine" not in load_plugin("sft").plan(make_job("sft", steps=25))["memory"].persistent  # type: ignore[attr-defined]
