@@ -70,14 +70,17 @@ def with_source(name: str, term: RewardFunction, base: Path, where: KeyPath = ("
     return term.model_copy(update={"source": read_code(term.function, base, path)})
 
 
-def file_source(reference: str, base: Path) -> str:
+def file_source(reference: str, base: Path, place: str) -> str:
     """The text of the file of file.py:name (relative to `base`), named outside of a recipe.
+
+    Args:
+        place: name of the option or argument in messages.
 
     Raises:
         RequestError: when the file cannot be read, is not Python, or does not define the name.
     """
     try:
-        return read_code(reference, base, ("environment",))
+        return read_code(reference, base, (place,))
     except ProblemsError as error:
         raise_first(error.problems, lambda _: reference)
 

@@ -280,7 +280,7 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     from perilune.recipe.reward_files import file_source
 
     if names_file(name):
-        own = {"id": name, SOURCE: file_source(name, Path.cwd())}
+        own = {"id": name, SOURCE: file_source(name, Path.cwd(), "environment")}
     else:
         identifier, _, family = name.partition("/")
         own = {"id": identifier} | ({family_field(identifier): family} if family else {})

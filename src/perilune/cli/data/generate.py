@@ -42,7 +42,9 @@ def generate(
     environment: EnvironmentId,
     out: Out,
     *,
-    teacher: Annotated[str, typer.Option(help="The teacher that writes the records.")] = "",
+    teacher: Annotated[
+        str, typer.Option(help="The teacher that writes the records: a name, or file.py:Class.")
+    ] = "",
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     options: TeacherOptions = [],  # noqa: B006  # likewise
     strategies: Strategies = [],  # noqa: B006  # likewise
@@ -69,6 +71,8 @@ def generate(
     from perilune.data.generators import make_teacher
     from perilune.data.generators.collection import TeacherGenerator
     from perilune.environments.core.registry import make_environment
+    from perilune.extensions import CodeFile, names_file
+    from perilune.recipe.reward_files import file_source
     from perilune.verifiers import Scorer
 
     section = section_of(environment, settings)
@@ -79,10 +83,11 @@ def generate(
         generator: Generator
         if teacher:
             extra = settings_of(options, "--option")
-            writer = make_teacher(teacher, settings_of(strategies, "--strategy"), extra)
-            generator = TeacherGenerator(
-                writer, made, scorer.score, seed, section=section, extra={"options": extra}
-            )
+            code = file_source(teacher, Path.cwd(), "--teacher") if names_file(teacher) else None
+            named = teacher if code is None else CodeFile(name=teacher, source=code)
+            writer = make_teacher(named, settings_of(strategies, "--strategy"), extra)
+            told = {"options": extra, **({} if code is None else {"code": code})}
+            generator = TeacherGenerator(writer, made, scorer.score, seed, section=section, extra=told)
         else:
             from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
 

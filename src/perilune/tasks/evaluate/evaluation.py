@@ -86,7 +86,7 @@ def _record(workspace: Workspace, summary: Mapping[str, Any], own: Mapping[str, 
         0,
         **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")},
         **{f"environment/{part}/pass@1": found for part, found in parts.items()},
-        **own,
+        **{f"own/{name}": value for name, value in own.items()},
     )
     held_out = f"{summary['tasks'] + summary['tasks_without_verdict']} held-out tasks"
     workspace.log(f"pass@1 {summary['pass@1']['mean']:.3f} on {held_out} of {summary['environment']}")

@@ -80,7 +80,7 @@ class Recorder:
             **self._gold.observe(step, [group.episodes for group in groups]),
             **term_means(episodes),
             **environment_figures([group.episodes for group in groups]),
-            **self._own.figures(episodes),
+            **{f"own/{name}": value for name, value in self._own.figures(episodes).items()},
             **uniform_figures([group.episodes for group in groups]),
             "collapse_alarm": self._watch_collapse(step, mean, dead),
         }

@@ -41,7 +41,7 @@ class OwnMetrics:
         self._failed: set[str] = set()
 
     def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """`own/NAME` for each metric that returns a finite number. A metric that fails is left out."""
+        """The value of each metric that returns a finite number. A metric that fails is left out."""
         found = {}
         for name, function in self._functions.items():
             try:
@@ -50,7 +50,7 @@ class OwnMetrics:
                     continue
                 if not math.isfinite(value):
                     raise ValueError(f"it returned {value}")
-                found[f"own/{name}"] = float(value)
+                found[name] = float(value)
             except Exception as error:
                 if name not in self._failed:
                     self._log(f"warning: metric {name!r} failed: {type(error).__name__}: {error}")
