@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from perilune.recipe.axes import Axis, Settings
     from perilune.recipe.schema import Recipe
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 MOST_LISTED = 100  # arms that --plan lists
 
 

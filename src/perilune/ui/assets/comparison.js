@@ -42,7 +42,7 @@
       key,
       title,
       note: more.note,
-      x: { domain: [low - pad, high + pad], format, tick: format, zero: more.zero },
+      x: { domain: [low - pad, high + pad], format, tick: data.isShare ? Format.percentTick : format, zero: more.zero },
       rows: rows.map(([arm, place, found]) => ({
         label: arm.label,
         strong: place === data.best,
