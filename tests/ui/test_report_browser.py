@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from make_experiment import AFTER_SFT, SyntheticExperiment
 
+from perilune.control.queries.comparison import Arm, Comparison, Difference, Member
+from perilune.control.queries.lookup import StageStatus
 from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.files import write_json_lines
+from perilune.metrics.across_seeds import compare_over_seeds
+from perilune.metrics.bootstrap import Interval
+from perilune.ui.comparison import build_comparison
 from perilune.ui.report import build_report
 from perilune.ui.view import ExperimentView
 
@@ -312,4 +318,39 @@ def test_thousands_of_points_are_drawn_quickly(browser: Any, tmp_path: Path) -> 
     assert drawn.count("L") > 200
     assert "every 10th of 20000 steps" in page.locator("#curves").inner_text()
     assert window.errors == []
+    page.close()
+
+
+def compared(folder: Path) -> Comparison:
+    """Two arms of three seeds each, with curves; the first has a hostile label."""
+    arms = []
+    for place, label in enumerate(("<img src=x>", "rl.lr=3e-05")):
+        members = []
+        for seed in range(3):
+            attempt = folder / f"{place}-{seed}"
+            rows = [{"step": step, "reward": 0.1 * step + place + 0.01 * seed} for step in range(1, 9)]
+            write_json_lines(attempt / "artifacts" / "metrics.jsonl", rows)
+            stage = StageStatus(
+                "X", "words", "rl", "rl", attempt.name, "succeeded", "", "", 1, attempt, "", "", "", 0.0, 1.0,
+                None, {},
+            )  # fmt: skip
+            members.append(Member(attempt.name, seed, (stage,), Interval(0.3 + place / 9, 0.2, 0.5), {}))
+        difference = Difference(compare_over_seeds({"b": [0.1, 0.12, 0.11]})["b"], None, 0) if place else None
+        arms.append(
+            Arm(label, {"rl.lr": place}, tuple(members), Interval(0.3 + place / 9, 0.2, 0.5), difference)
+        )
+    return Comparison("words-1", "after.pass@1", ("rl.lr",), tuple(arms), 0)
+
+
+def test_a_comparison_is_drawn_without_an_error(browser: Any, tmp_path: Path) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    window = Window(page, build_comparison(compared(tmp_path), tmp_path / "page.html"))
+    assert window.errors == [] and len(window.requests) == 1
+    sections = [section.get_attribute("id") for section in page.query_selector_all("main > section")]
+    assert sections == ["arms", "curves", "experiments"]
+    assert window.count('[data-chart="rl-reward"] svg path.line') == 2
+    assert window.count('[data-chart="rl-reward"] svg path.area') == 2
+    assert window.count('[data-chart="differences"] svg path.whisker') == 1
+    assert window.count("main img") == 0 and "<img src=x>" in page.locator("main").inner_text()
+    assert "rl.lr=3e-05" in window.hover("rl-reward", 0.5)
     page.close()
