@@ -34,6 +34,29 @@ def test_fields_of_the_environment_are_written(here, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "written"),
+    [
+        (
+            '{"prompt": "2+2=", "completion": "4"}',
+            'task: sft, checkpoint: model, data: "./own.jsonl", steps: 8',
+        ),
+        (
+            '{"chosen": "2+2= 4", "rejected": "2+2= 5"}',
+            'task: preference, checkpoint: model, data: "./own.jsonl"',
+        ),
+    ],
+)
+def test_own_data_gives_the_task(here, tmp_path: Path, row: str, written: str) -> None:
+    (tmp_path / "own.jsonl").write_text(f"{row}\n" * 40)
+    done = here("new", "mine", "--model", "tiny", "--from", "./own.jsonl")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "mine.yaml").read_text()
+    assert written in text and "environment:" not in text
+    other = here("new", "other", "--model", "tiny", "--from", "./own.jsonl", "--task", "rl")
+    assert other.returncode == 2 and "are for task" in other.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("new", *FLAGS), "NAME is missing"),

@@ -18,6 +18,8 @@ from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 from perilune.recipe.staging import staged
+from perilune.tasks.supervised import tokens
+from perilune.ui.overview import data_words
 
 CHATS = [
     {"messages": [
@@ -62,6 +64,7 @@ def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
     assert told["traces"] == 12 and told["data"]["rows"] == 12
     answers = [text["content"] for row in CHATS for text in row["messages"][1::2]]
     assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
+    assert data_words(told).startswith(f"12 rows, {told['data']['tokens']:,} tokens, ")  # in the report
     assert len(metrics(bundle)) == 2
 
 
@@ -98,6 +101,20 @@ def test_the_plan_counts_rows_and_tokens(tmp_path: Path) -> None:
     lines(tmp_path / "pairs.jsonl", PAIRS)
     (stage,) = derive(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
     assert stage["derived"]["data"].startswith("pairs.jsonl: 12 rows, ")
+
+
+def test_of_a_large_file_the_plan_counts_some_tokens_and_checks_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "MOST_CHECKED", 5)
+    path = lines(tmp_path / "chats.jsonl", CHATS)
+    loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
+    (stage,) = derive(loaded)
+    assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows; the first 5 rows, ")
+    lines(path, [*CHATS, {"messages": []}])
+    with pytest.raises(RequestError) as caught:
+        derive(loaded)
+    assert caught.value.where == f"stages.own: {path}:13"
 
 
 def test_a_wrong_row_stops_the_plan_with_file_and_line(tmp_path: Path) -> None:

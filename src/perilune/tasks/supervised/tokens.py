@@ -125,7 +125,8 @@ class RowReader:
         read: Callable[[Row], object] = comparison if pairs else demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
-            raise RequestError("there are no rows to train on", where=str(path))
+            why = " because all are too long" if self.dropped else ""
+            raise RequestError(f"there are no rows to train on{why}", where=str(path))
         return total
 
     @property
