@@ -15,9 +15,11 @@ from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
 from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
+from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 from perilune.recipe.staging import staged
+from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.supervised import tokens
 from perilune.ui.overview import data_words
 
@@ -66,6 +68,24 @@ def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
     assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
     assert data_words(told).startswith(f"12 rows, {told['data']['tokens']:,} tokens, ")  # in the report
     assert len(metrics(bundle)) == 2
+
+
+def test_bytes_encode_what_characters_cannot(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", [{"prompt": "naïve", "completion": " 東京 🙂"}] * 4)
+    path = recipe(tmp_path, "sft", "chats.jsonl")
+    with pytest.raises(RequestError, match="cannot encode 'ï'") as caught:
+        derive(load_recipe(path))
+    assert "model.tokenizer: bytes" in caught.value.remedy
+    loaded = load_recipe(path, ["model.tokenizer=bytes"])
+    derive(loaded)
+    job, files = staged(job_for(loaded, loaded.stage("own")))
+    freeze(job, files, tmp_path / "bundle")
+    bundle = run_in(tmp_path / "bundle")
+    decoder, tokenizer = load_checkpoint(bundle / "artifacts/checkpoints/final")
+    assert tokenizer.decode(tokenizer.encode("naïve 東京 🙂\n<eos>")) == "naïve 東京 🙂\n<eos>"
+    assert decoder.config.vocab_size == tokenizer.vocab_size == model_config(job).vocab_size == 258
+    told = summary(bundle)["data"]
+    assert told["learned"] == 4 * (len(" 東京 🙂".encode()) + 1)
 
 
 @pytest.mark.parametrize("task", ["preference", "reward_model"])

@@ -38,6 +38,10 @@ class ModelSpec(Frozen):
     path: str | None = Field(
         None, description="Hugging Face folder, GGUF file, fetched model, or id of a model in the local cache"
     )
+    tokenizer: Literal["characters", "bytes"] | None = Field(
+        None,
+        description="tokens of a new model: characters (printable ASCII; the default) or bytes (any text)",
+    )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
         {}, description="values of the template's variables, such as `enable_thinking: false`"
@@ -47,6 +51,8 @@ class ModelSpec(Frozen):
     def _one_source(self) -> ModelSpec:
         if (self.preset is None) == (self.path is None):
             raise ValueError("needs exactly one of preset and path")
+        if self.tokenizer is not None and self.preset is None:
+            raise ValueError("tokenizer is for a new model; a model at a path has its own")
         return self
 
 

@@ -38,7 +38,7 @@ class NewModel(Stage[NewModelSpec]):
         from perilune.models.checkpoints.loading import new_model, save_checkpoint
         from perilune.models.text.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer.characters()
+        tokenizer = Tokenizer.for_new_model(workspace.job.model)
         decoder = new_model(spec.preset, tokenizer, workspace.job.seed)
         save_checkpoint(workspace.root / self.output, decoder, tokenizer)
         parameters = sum(parameter.numel() for parameter in decoder.parameters())

@@ -22,7 +22,7 @@ def recipe_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
         RequestError: when the tokenizer cannot be read, or as `with_recipe_template`.
     """
     folder = model.get("path")
-    return with_recipe_template(Tokenizer.load(folder) if folder else Tokenizer.characters(), model)
+    return with_recipe_template(Tokenizer.load(folder) if folder else Tokenizer.for_new_model(model), model)
 
 
 def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:

@@ -25,6 +25,7 @@ from perilune.models.text.token_bytes import Boundaries, token_bytes
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
 _TEMPLATE_FILE = "chat_template.jinja"
+_SPECIALS = ("<pad>", "<eos>")  # of new tokenizers
 
 
 class Tokenizer:
@@ -108,14 +109,35 @@ class Tokenizer:
         The default alphabet, newline and printable ASCII, makes 98 tokens. Encoding another character is an
         error; there is no `<unk>`.
         """
-        specials = ("<pad>", "<eos>")
-        vocabulary = {token: index for index, token in enumerate((*specials, *alphabet))}
-        if len(vocabulary) != len(specials) + len(alphabet):
+        vocabulary = {token: index for index, token in enumerate((*_SPECIALS, *alphabet))}
+        if len(vocabulary) != len(_SPECIALS) + len(alphabet):
             raise ValueError("the alphabet repeats a character")
         backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         backend.decoder = decoders.Fuse()
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+        return cls._new(backend)
+
+    @classmethod
+    def byte_level(cls) -> Tokenizer:
+        """A tokenizer with one token per byte of UTF-8, which encodes any text.
+
+        `<pad>` is 0, `<eos>` is 1, then the 256 bytes by their names in GPT-2's byte-level alphabet.
+        """
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {token: index for index, token in enumerate((*_SPECIALS, *alphabet))}
+        backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls._new(backend)
+
+    @classmethod
+    def for_new_model(cls, model: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer of a new model, as `tokenizer` of a recipe's model section says."""
+        return cls.byte_level() if model.get("tokenizer") == "bytes" else cls.characters()
+
+    @classmethod
+    def _new(cls, backend: tokenizers.Tokenizer) -> Tokenizer:
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": "<pad>",
@@ -305,7 +327,7 @@ class Tokenizer:
                     return RequestError(
                         f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}",
                         where=self._where,
-                        remedy="use a tokenizer whose vocabulary has this character, or change the text",
+                        remedy="model.tokenizer: bytes encodes any text with a new model; or change the text",
                     )
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from perilune.models.decoder import Decoder
     from perilune.models.text.tokenizer import Tokenizer
 
+BYTE_TOKENS = 258  # of `Tokenizer.byte_level`
 LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 SLOTS = 256  # most samples in flight
 CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys and values
@@ -53,7 +54,8 @@ def model_config(job: Job) -> DecoderConfig:
 def section_config(model: Mapping[str, Any]) -> DecoderConfig:
     """As `model_config`, from the recipe's model section."""
     if model.get("preset"):
-        return PRESETS[model["preset"]]
+        preset = PRESETS[model["preset"]]
+        return preset.replace(vocab_size=BYTE_TOKENS) if model.get("tokenizer") == "bytes" else preset
     file = Path(model["path"]) / "config.json"
     return DecoderConfig.from_hf(read_json(file), where=str(file))
 

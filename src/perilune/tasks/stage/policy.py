@@ -125,7 +125,7 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
     if workspace.has_input(MODEL):
         decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device, base=base)
     else:
-        tokenizer = Tokenizer.characters()
+        tokenizer = Tokenizer.for_new_model(model)
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
         narrow_base(decoder, base)
     tokenizer = with_recipe_template(tokenizer, model)

@@ -113,7 +113,8 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     from perilune.models.text.tokenizer import Tokenizer
 
     folder = workspace.starting_checkpoint()
-    tokenizer = Tokenizer.characters() if folder is None else Tokenizer.load(folder)
+    new = Tokenizer.for_new_model(workspace.job.model)
+    tokenizer = new if folder is None else Tokenizer.load(folder)
     if not workspace.has_input("checkpoint"):
         tokenizer = with_recipe_template(tokenizer, workspace.job.model)
     ends = () if folder is None else _end_tokens(folder)
