@@ -15,10 +15,11 @@ from perilune.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Sampled tokens and wall-clock seconds. The time includes prompts; the tokens do not."""
+    """Sampled tokens, wall-clock and processor seconds. The times include prompts; the tokens do not."""
 
     tokens: int
     seconds: float
+    processor: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,7 +47,7 @@ def measure_throughput(
     engine.sample(prompts, samples, SamplingParams(max_tokens=2))
 
     tokens = 0
-    start = time.perf_counter()
+    start, began = time.perf_counter(), time.process_time()
 
     def count(finished: int, total: int) -> None:
         nonlocal tokens
@@ -57,7 +58,7 @@ def measure_throughput(
     with contextlib.suppress(_TimeIsOver):
         while True:
             engine.sample(prompts, samples, SamplingParams(max_tokens=max_tokens), count)
-    return Throughput(tokens, time.perf_counter() - start)
+    return Throughput(tokens, time.perf_counter() - start, time.process_time() - began)
 
 
 class _TimeIsOver(Exception):  # noqa: N818 - nothing went wrong

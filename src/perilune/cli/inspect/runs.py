@@ -63,6 +63,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show evaluate
     perilune show quickstart/rl --json
     """
+    from perilune.cli.train.estimate import compared
     from perilune.control.queries.lookup import find_run, run_document
 
     control = open_control()
@@ -85,6 +86,9 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     for warning in document["summary"].get("warnings") or ():
         echo(wrapped(f"  warning    {warning}", indent=13))
     for name, value in _figures(document["summary"]).items():
+        echo(f"  {name:<22} {value}")
+    folder = control.home.experiment(document["experiment_id"])
+    for name, value in compared(folder, document["stage"], document["summary"]).items():
         echo(f"  {name:<22} {value}")
     for line in _held_out(document["summary"].get("held_out")):
         echo(f"  {line}")

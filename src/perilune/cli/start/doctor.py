@@ -18,6 +18,7 @@ from perilune.errors import RequestError, WorkFailedError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from perilune.cli.start.calibration import Calibration
     from perilune.execution.readiness import Finding
 
 MEASUREMENT_SECONDS = 10.0
@@ -54,10 +55,12 @@ class Diagnosis:
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurement of ten seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements of twenty seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, print the command that fixes each problem, and measure the sampling speed.
+    """Check this machine, print the command that fixes each problem, and measure its speed.
+
+    The measurements calibrate the times that `perilune run --plan` estimates.
 
     Exits with 1 when something that Perilune requires is missing.
 
@@ -66,17 +69,43 @@ def doctor(
     perilune doctor --json
     """
     seconds = 0.0 if quick else MEASUREMENT_SECONDS
+    calibrated: Sequence[Calibration] = ()
     if as_json:
         diagnosis = diagnose(seconds)
-        print_json(asdict(diagnosis))
+        calibrated = calibrate_home(diagnosis, seconds)
+        print_json(asdict(diagnosis) | {"calibration": [asdict(one) for one in calibrated]})
     else:
         from rich.console import Console
 
         with Console(stderr=True).status("Checking this machine") as status:
             diagnosis = diagnose(seconds, say=status.update)
+            status.update("Calibrating the estimates of --plan")
+            calibrated = calibrate_home(diagnosis, seconds)
         show(diagnosis, Console())
+        if calibrated:
+            Console().print("The estimates of perilune run --plan are calibrated.", highlight=False)
     if not diagnosis.usable:
         raise typer.Exit(1)
+
+
+def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
+    """Measure the speeds from which `--plan` estimates times, for `seconds`, and keep them in the home."""
+    if not seconds or not diagnosis.usable:
+        return []
+    import torch
+
+    from perilune.bundle.machine import usable_threads
+    from perilune.cli.start.calibration import calibrate, save
+    from perilune.control.record.home import Home
+
+    before, found = torch.get_num_threads(), []
+    settings = sorted({1, usable_threads()})
+    for threads in settings:
+        torch.set_num_threads(threads)
+        found.append(calibrate(threads, seconds / len(settings)))
+    torch.set_num_threads(before)
+    save(Home.open().root, found)
+    return found
 
 
 def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> Diagnosis:

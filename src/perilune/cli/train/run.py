@@ -123,6 +123,8 @@ def run_recipe(
 
     recipe = load_recipe(name, changes)
     derived = derive(recipe, where.template, check=plan_only)
+    if where.template is None:
+        _add_times(recipe, derived)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
@@ -134,6 +136,19 @@ def run_recipe(
         run_stages(recipe, where.template, _with_changes(command, changes), changes, as_json=as_json)
 
 
+def _add_times(recipe: Recipe, derived: Sequence[dict[str, Any]]) -> None:
+    """Add the estimated time of each stage on this machine to what is derived from the recipe."""
+    from perilune.cli.train.estimate import estimate
+    from perilune.cli.units import duration
+    from perilune.control.record.home import Home
+
+    seconds = estimate(recipe, Home.open().root)
+    for stage in derived:
+        if stage["name"] in seconds:
+            stage["seconds"] = round(seconds[stage["name"]], 1)
+            stage["derived"]["time"] = f"about {duration(stage['seconds'])}, by this machine's calibration"
+
+
 def run_stages(
     recipe: Recipe, template: Template | None, again: str, changes: Sequence[str] = (), *, as_json: bool
 ) -> None:
@@ -143,6 +158,7 @@ def run_stages(
         again: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
     """
+    from perilune.cli.train.estimate import estimate, keep_estimate
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.models.native.build import missing_kernels, native
 
@@ -150,6 +166,8 @@ def run_stages(
         sys.stderr.write(f"{missing_kernels(native().reason)}\n")
     control = Control()
     experiment = open_experiment(control, recipe, changes)
+    if template is None:
+        keep_estimate(control.home.experiment(experiment), estimate(recipe, control.home.root))
     run_experiment(control, experiment, recipe, template, again, as_json=as_json)
 
 
