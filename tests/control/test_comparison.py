@@ -57,6 +57,8 @@ def experiment(
             _summary(name, passed or [], tasks.format(seed=seed)),
         )
         lines = [{"step": step, "reward": lr * step * (seed + 1)} for step in range(1, 5)]
+        for line in lines[1::2]:
+            line |= {"eval/heldout/pass@1": 1e4 * lr, "eval/heldout/pass@1/low": 0.0}
         if name == "rl":
             path = control.home.attempt(run_id, 1) / "artifacts" / "metrics.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -142,18 +144,21 @@ def test_curves_are_means_over_seeds_with_their_intervals(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
     ids = all_of(control, (0, 1, 2))
-    (chart,) = charts_of(compare_experiments(control, ids))
+    held_out, chart = charts_of(compare_experiments(control, ids))
+    assert (held_out.title, held_out.curves[0].step) == ("heldout/pass@1", [2, 4])
     assert (chart.stage, chart.metric, len(chart.curves)) == ("rl", "reward", 2)
     assert chart.curves[0].step == [1, 2, 3, 4]
     assert chart.curves[0].mean == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5])
     half = 4.302652729911275 * 1e-5 / 3**0.5  # t(0.975, 2) times the standard error of 1e-5, 2e-5, 3e-5
     assert chart.curves[0].low[0] == pytest.approx(2e-5 - half)
+    _, alone = charts_of(compare_experiments(control, ids[:3]))  # seeds of one setting
+    assert alone.curves == [chart.curves[0]]
     code, out, _ = perilune("report", *ids, "--out", str(tmp_path / "page.html"))
     assert code == 0 and "page.html" in out
     page = (tmp_path / "page.html").read_text()
     assert "default-src 'none'" in page and "rl.lr=3e-05" in page
     out = perilune("compare", *ids)[1]
-    assert "Reward of rl" in out and "▁" in out and "█" in out
+    assert "heldout/pass@1 of rl" in out and "▁" in out and "█" in out
 
 
 def test_a_hostile_name_stays_inside_its_json(control: Control, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ CURVES = {
     "dead_groups": "Dead groups",
     "grad_norm": "Gradient norm",
 }
-HELDOUT = "heldout"  # keys of metrics that start with it come first
+HELDOUT = "eval/"  # begins the keys of evaluations during training, eval/heldout/pass@1
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,16 @@ def charts_of(found: Comparison) -> list[Chart]:
     for stage in dict.fromkeys(
         one.name for arm in found.arms for member in arm.members for one in member.stages
     ):
-        if len({_runs(arm, stage) for arm in found.arms}) == 1:  # one run, or none
+        if (
+            len(found.arms) > 1 and len({_runs(arm, stage) for arm in found.arms}) == 1
+        ):  # shared, or not begun
             continue
         columns = [[_columns(member, stage) for member in arm.members] for arm in found.arms]
         for metric in _metrics(columns):
             curves = [_curve(place, runs, metric) for place, runs in enumerate(columns)]
             known = [one for one in curves if one is not None]
             if any(len(one.step) > 1 for one in known):
-                title = CURVES.get(metric, metric.replace("_", " "))
+                title = CURVES.get(metric, metric.removeprefix(HELDOUT).replace("_", " "))
                 charts.append(Chart(stage, metric, title, known))
     return charts
 
@@ -149,7 +151,8 @@ def _columns(member: Member, stage: str) -> Columns:
 def _metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
     """The metrics that some run has: those on held-out tasks first."""
     there = dict.fromkeys(name for arm in columns for run in arm for name in run)
-    return [*(one for one in there if one.startswith(HELDOUT)), *(one for one in CURVES if one in there)]
+    held_out = [one for one in there if one.startswith(HELDOUT) and not one.endswith(("/low", "/high"))]
+    return [*held_out, *(one for one in CURVES if one in there)]
 
 
 def _curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
