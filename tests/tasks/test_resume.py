@@ -96,7 +96,7 @@ def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Pat
     """train(30) is train(15), SIGKILL, resume: weights, optimizer state, figures, episodes, to the byte."""
     inputs = {"data": traces} if task == "sft" else {}
     options: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep": KEEP}
-    options |= {"kl": 0.05} if task == "rl" else {}
+    options |= {"kl": 0.05, "eval": {"every": 4, "tasks": 4, "samples": 2}} if task == "rl" else {}
     whole = run_task(tmp_path / "whole", task, inputs=inputs, **options)
     job = make_job(task, inputs=inputs, **options)
 
