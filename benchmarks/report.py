@@ -26,6 +26,7 @@ from connect_four_view import view as connect_four_view
 from measured_views import generate_view, quickstart_view, trl_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
+from smollm2_view import view as smollm2_view
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,6 +40,7 @@ VIEWS = {
     "algorithms": algorithms_view,
     "connect_four": connect_four_view,
     "selfplay": selfplay_view,
+    "smollm2": smollm2_view,
 }
 ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
 MOST_ROWS = 40  # rows of a table that a page shows

@@ -1,0 +1,64 @@
+"""What the recipes for SmolLM2-135M-Instruct reach, over seeds.
+
+    perilune model fetch smollm2-135m
+    python benchmarks/smollm2.py --recipes instructions lora --seeds 0 1 2
+
+Runs the bundled recipes in smollm2/ in PERILUNE_HOME, where stages that have finished are not run again.
+Results are added to results/smollm2.json, and replace those of the same recipe and seed. A recipe takes about
+ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.recipe.load import bundled_recipe
+from recipe_runs import document, options, run_recipe, write
+
+RECIPES = ("arithmetic", "instructions", "preference")
+
+
+def main() -> None:
+    parser = options(__doc__, "smollm2")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    arguments = parser.parse_args()
+    home = Path(os.environ.get("PERILUNE_HOME", Path.home() / ".perilune"))
+    for recipe in arguments.recipes:
+        for seed in arguments.seeds:
+            began = time.monotonic()
+            stages = run_recipe(bundled_recipe(f"smollm2/{recipe}"), seed, home=home)
+            made = document("smollm2.py", sys.argv[1:], began)
+            add(arguments.out, recipe, seed, {name: figures(one) for name, one in stages.items()}, made)
+
+
+def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a stage that the page shows: of an evaluation, or of training."""
+    summary = stage["summary"]
+    found = {key: summary[key] for key in ("pass@1", "greedy", "length") if key in summary}
+    found["seconds"] = round(summary["seconds"])
+    if "forgetting" in summary:
+        text = summary["forgetting"]["text"]["perplexity"]
+        found["perplexity of English"] = [text["before"], text["after"]]
+        found["KL to the start, nats per answer"] = summary["forgetting"]["kl"]["per_answer"]["mean"]
+        found["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)
+    return found
+
+
+def add(path: Path, recipe: str, seed: int, stages: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Put a run into the result, in the place of an earlier run of the same recipe and seed."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    others = [one for one in runs if (one["recipe"], one["seed"]) != (recipe, seed)]
+    run = {"recipe": recipe, "seed": seed, "stages": stages, **made}
+    write(path, {"runs": sorted([*others, run], key=lambda one: (RECIPES.index(one["recipe"]), one["seed"]))})
+    rates = {name: round(one["pass@1"]["mean"], 3) for name, one in stages.items() if "pass@1" in one}
+    print(f"{recipe}, seed {seed}: {rates}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
