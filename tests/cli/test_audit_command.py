@@ -23,7 +23,7 @@ model: {preset: tiny}
 environment: {id: jsonl, path: sums.jsonl, match: null, heldout: {share: 0.4}}
 rewards: {box: {function: "mine.py:last_box", weight: 2.0}}
 stages:
-  - {name: base, task: evaluate, checkpoint: model}
+  - {name: base, task: evaluate, checkpoint: model, tasks: 8}
 """
 ENVIRONMENT = """
 from perilune.environments.core.protocol import Score, Task, Transcript

@@ -29,11 +29,17 @@ SMALL = {
     "sft": {"steps": 2, "batch_size": 8},
     "rl": {"steps": 2, "prompts": 2},
     "evaluate": {"tasks": 4},
+    "preference": {"steps": 2, "batch_size": 4},
     "connect_four": {"steps": 2, "learning.games": 32},
     "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
 SEEDS = re.compile(r"--seeds \S+")
+
+
+def smaller(value: Any, own: Any) -> Any:
+    """The value, unless that of the page is smaller."""
+    return min(value, own) if isinstance(own, int) else value
 
 
 class Runner:
@@ -111,7 +117,8 @@ class Runner:
         recipe = load_recipe(bundled_recipe(str(named)) if bundled else self.folder / named)
         changes = ["resources.threads=1"]
         for stage in recipe.stages:
-            changes += [f"{stage.name}.{key}={value}" for key, value in SMALL.get(stage.task, {}).items()]
+            for key, value in SMALL.get(stage.task, {}).items():
+                changes.append(f"{stage.name}.{key}={smaller(value, stage.spec.get(key))}")
         words += [part for change in changes for part in ("--set", change)]
         return SEEDS.sub("--seeds 1", f"{shlex.join(words)} {line[command.end() :]}")
 

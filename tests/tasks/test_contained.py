@@ -111,7 +111,7 @@ def test_rows_that_are_malformed(tmp_path: Path, policy: str, caplog: pytest.Log
 
 def test_a_record_that_is_malformed_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text('{"messages": []}\n')
-    with pytest.raises(RequestError, match=r"data:1: the field 'environment' is missing"):
+    with pytest.raises(RequestError, match=r"data:1: column 'messages' is not a list of messages"):
         run_task(tmp_path / "sft", "sft", inputs={"data": tmp_path / "records.jsonl"})
 
 
