@@ -22,6 +22,7 @@ from perilune.recipe.schema import job_for
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
+    from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe
 
 FILE = "estimate.json"  # in the folder of an experiment
@@ -53,10 +54,13 @@ def estimate(recipe: Recipe, home: Path) -> dict[str, float]:
     if calibration is None or recipe.model is None or recipe.resources.device == "cuda":
         return {}
     from perilune.models.memory import card_of
+    from perilune.models.text.tokenizer import Tokenizer
     from perilune.tasks.stage.memory_plan import section_config
 
     found = {}
-    parameters = card_of(section_config(recipe.model.model_dump())).parameters
+    model = recipe.model.model_dump()
+    parameters = card_of(section_config(model)).parameters
+    tokenizer = Tokenizer.load(Path(model["path"])) if model["path"] else Tokenizer.for_new_model(model)
     answer = _teacher_answer(recipe)
     for stage in recipe.stages:
         job = job_for(recipe, stage)
@@ -64,7 +68,7 @@ def estimate(recipe: Recipe, home: Path) -> dict[str, float]:
             continue  # files of the user's own, whose lengths are not read here
         imitates = stage.task in IMITATING or stage.spec.get("checkpoint") != "model"
         try:
-            work = _work(job, _lengths(job, answer if imitates else None))
+            work = _work(job, _lengths(job, tokenizer, answer if imitates else None))
         except RequestError:  # of an environment whose tasks cannot be read here
             continue
         if work is not None:
@@ -117,12 +121,8 @@ def _with_evaluations(work: Work, job: Job, lengths: Lengths) -> Work:
     )
 
 
-def _lengths(job: Job, answer: float | None) -> Lengths:
+def _lengths(job: Job, tokenizer: Tokenizer, answer: float | None) -> Lengths:
     """The mean prompt of the first tasks; the answer is as long as allowed unless it is given."""
-    from perilune.models.text.tokenizer import Tokenizer
-
-    path = job.model.get("path")
-    tokenizer = Tokenizer.load(Path(path)) if path else Tokenizer.characters()
     tasks = list(islice(make_environment(job.environment).tasks("train", job.seed), TRIED))
     prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
     most = float(job.spec.get("max_tokens") or 64)

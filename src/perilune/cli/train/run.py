@@ -24,11 +24,20 @@ if TYPE_CHECKING:
 
 GONE_SECONDS = 15.0  # to wait for proof that rented machines are gone
 
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe: rl.steps=10. Repeatable."),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Short for --set seed=N.")]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON document.")]
 
 
@@ -41,21 +50,14 @@ class Destination:
 
 
 def run(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
-    ],
+    recipe: RecipeArgument,
     *,
     set_: SetOption = None,
     seed: SeedOption = None,
     template: Annotated[
         str | None, typer.Option(metavar="ID", help="Where runs go; see perilune templates list.")
     ] = None,
-    with_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
-        ),
-    ] = None,
+    with_: WithOption = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print what would be done, where and at what cost, and exit.")
     ] = False,

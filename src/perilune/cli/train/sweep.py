@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.output import echo, print_json
-from perilune.cli.train.run import Destination, JsonOption, destination, start_in_background
+from perilune.cli.train.run import (
+    Destination,
+    JsonOption,
+    RecipeArgument,
+    WithOption,
+    destination,
+    start_in_background,
+)
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import duration, plural
 from perilune.errors import RequestError, WorkFailedError
@@ -61,9 +68,7 @@ def overrides_of(settings: Settings, seed: int) -> list[str]:
 
 
 def sweep(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
-    ],
+    recipe: RecipeArgument,
     *,
     set_: Annotated[
         list[str] | None,
@@ -96,12 +101,7 @@ def sweep(
         str | None,
         typer.Option(metavar="ID", help="Where runs go, with its slots; see perilune templates list."),
     ] = None,
-    with_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with", metavar="KEY=VALUE", help="Set a key that the template's allowed_overrides lists."
-        ),
-    ] = None,
+    with_: WithOption = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the sweep. Default: that of the recipe, numbered.")
     ] = None,
