@@ -472,3 +472,46 @@ def test_a_pattern_that_exceeds_its_matching_limit_is_an_error() -> None:
     tokenizer = Tokenizer(backend, {"eos_token": "<eos>"})
     with pytest.raises(RequestError, match="tokenizer"):
         tokenizer.encode("a" * 200 + "c")
+
+
+TEXTS = [
+    "Πόσο κάνει 12+34; Κάνει 46.",
+    "Πόσο κάνει 56+78; Κάνει 134.",
+    "3 加 4 等于多少？",
+    "5 加 6 等于多少？",
+] * 4
+BPE = Tokenizer.trained(TEXTS, 512)
+
+
+@given(st.text(max_size=40))
+def test_a_trained_tokenizer_encodes_any_text(text):
+    encodable = text.encode("utf-8", "ignore").decode()
+    assert BPE.decode(BPE.encode_completion(encodable)) == encodable
+
+
+def test_a_trained_tokenizer_is_shorter_and_keeps_digits_apart():
+    assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0].encode()) / 2
+    assert len(BPE.encode("1234")) == 4
+    assert BPE.eos_token_id not in BPE.encode("<eos>")
+    assert (BPE.pad_token_id, BPE.eos_token_id) == (0, 1) and 258 < BPE.vocab_size <= 512
+
+
+def test_the_same_texts_train_the_same_tokenizer(tmp_path):
+    """Also in another process, where Rust's hash maps are in another order."""
+    BPE.save(tmp_path / "here")
+    code = "import sys; from perilune.models.text.tokenizer import Tokenizer as T;"
+    code += f"T.trained({TEXTS!r}, 512).save(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, timeout=120)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
+
+
+def test_a_trained_tokenizer_loads_in_transformers_and_has_a_form_in_gguf(tmp_path):
+    from perilune.models.gguf.vocabulary import vocabulary_metadata
+
+    BPE.save(tmp_path)
+    theirs = transformers_tokenizer(tmp_path)
+    text = f"{TEXTS[0]}\n{TEXTS[2]} naïve <x> 1234  two spaces"
+    assert theirs(text)["input_ids"] == BPE.encode(text) == Tokenizer.load(tmp_path).encode(text)
+    assert theirs.decode(BPE.encode_completion(text), skip_special_tokens=True) == text
+    assert vocabulary_metadata(tmp_path, BPE.vocab_size)["tokenizer.ggml.pre"] == "smollm"

@@ -15,6 +15,7 @@ from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
 from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
+from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
@@ -73,10 +74,10 @@ def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
 def test_bytes_encode_what_characters_cannot(tmp_path: Path) -> None:
     lines(tmp_path / "chats.jsonl", [{"prompt": "naïve", "completion": " 東京 🙂"}] * 4)
     path = recipe(tmp_path, "sft", "chats.jsonl")
-    with pytest.raises(RequestError, match="cannot encode 'ï'") as caught:
-        derive(load_recipe(path))
-    assert "model.tokenizer: bytes" in caught.value.remedy
-    loaded = load_recipe(path, ["model.tokenizer=bytes"])
+    with pytest.raises(RequestError, match=r"no token for 'ï' in .*chats.jsonl:1"):
+        load_recipe(path, ["model.tokenizer=characters"])
+    loaded = load_recipe(path)
+    assert loaded == load_recipe(path, ["model.tokenizer=bytes"]).model_copy(update={"model": loaded.model})
     derive(loaded)
     job, files = staged(job_for(loaded, loaded.stage("own")))
     freeze(job, files, tmp_path / "bundle")
@@ -86,6 +87,35 @@ def test_bytes_encode_what_characters_cannot(tmp_path: Path) -> None:
     assert decoder.config.vocab_size == tokenizer.vocab_size == model_config(job).vocab_size == 258
     told = summary(bundle)["data"]
     assert told["learned"] == 4 * (len(" 東京 🙂".encode()) + 1)
+
+
+def test_bpe_is_trained_on_the_file_and_stays_with_the_checkpoint(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Πόσο κάνει {n} συν {n};", "completion": f"Κάνει {2 * n}."} for n in range(12)]
+    lines(tmp_path / "chats.jsonl", rows)
+    path = recipe(tmp_path, "sft", "chats.jsonl")
+    loaded = load_recipe(path, ["model.tokenizer=bpe", "model.vocab_size=512", "own.steps=40"])
+    (planned,) = derive(loaded)
+    job, files = staged(job_for(loaded, loaded.stage("own")))
+    digests = []
+    for name in ("first", "second"):
+        freeze(job, files, tmp_path / name)
+        bundle = run_in(tmp_path / name)
+        final = bundle / "artifacts/checkpoints/final"
+        digests.append([sha256_file(final / file) for file in ("tokenizer.json", "model.safetensors")])
+    decoder, tokenizer = load_checkpoint(final)
+    assert digests[0] == digests[1]
+    assert 258 < decoder.config.vocab_size == tokenizer.vocab_size <= 512
+    assert summary(bundle)["last"]["loss"] < 0.5
+    assert f"{summary(bundle)['data']['tokens']:,} tokens" in planned["derived"]["data"]
+    options = {"tasks": 4, "samples": 1, "max_tokens": 24}
+    questions = lines(
+        tmp_path / "q.jsonl", [{"prompt": r["prompt"], "answer": r["completion"]} for r in rows]
+    )
+    environment = {"id": "jsonl", "path": str(questions), "heldout": {"share": 0.5}}
+    told = run_task(
+        tmp_path / "e", "evaluate", inputs={"checkpoint": final}, environment=environment, **options
+    )
+    assert summary(told)["pass@1"]
 
 
 @pytest.mark.parametrize("task", ["preference", "reward_model"])

@@ -11,6 +11,9 @@ from perilune.files import with_field
 
 SCHEMA_VERSION = 1
 
+Preset = Literal["tiny", "small", "base", "medium", "large"]
+PRESET = "built-in architecture with random weights: 0.3, 0.7, 3, 10 or 30 million parameters"
+
 
 class Frozen(BaseModel):
     """An immutable model without unknown keys."""

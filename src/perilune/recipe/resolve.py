@@ -36,6 +36,7 @@ from perilune.recipe.schema import (
     with_rewards,
 )
 from perilune.recipe.source import Document, KeyPath
+from perilune.recipe.tokenizers import with_tokenizer
 
 _BLANK_STAGE = {"name": "blank", "task": "blank"}
 
@@ -69,6 +70,7 @@ def resolve(document: Document, folder: Path) -> Recipe:
             "rewards": _rewards(recipe, document, folder),
         }
         recipe = recipe.model_copy(update=located)
+        recipe = recipe if problems else with_tokenizer(recipe)
     except ProblemsError as found:
         problems += found.problems
     if problems or recipe is None:

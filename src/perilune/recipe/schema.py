@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from perilune.bundle.job import Frozen, Job, Resources
+from perilune.bundle.job import PRESET, Frozen, Job, Preset, Resources
 from perilune.bundle.plugin import (
     complete_spec,
     load_plugin,
@@ -29,18 +29,22 @@ NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 class ModelSpec(Frozen):
     """The model that training starts from: a new one by `preset`, or weights at `path`.
 
-    In a loaded recipe, `path` is an absolute folder and `chat_template` is the text of the template.
+    In a loaded recipe, `path` is an absolute folder, `chat_template` is the text of the template, and
+    `tokenizer` and `vocab_size` are as `with_tokenizer` chose them.
     """
 
-    preset: Literal["tiny", "small"] | None = Field(
-        None, description="built-in architecture with random weights"
-    )
+    preset: Preset | None = Field(None, description=PRESET)
     path: str | None = Field(
         None, description="Hugging Face folder, GGUF file, fetched model, or id of a model in the local cache"
     )
-    tokenizer: Literal["characters", "bytes"] | None = Field(
+    tokenizer: Literal["characters", "bytes", "bpe"] | None = Field(
         None,
-        description="tokens of a new model: characters (printable ASCII; the default) or bytes (any text)",
+        description="tokens of a new model: characters (printable ASCII), bytes (any text), or bpe (any text,"
+        " trained on the `data` of the stage that makes the model). Default: characters, or bytes if a text"
+        " of the recipe has other characters",
+    )
+    vocab_size: int | None = Field(
+        None, ge=512, le=16384, description="most tokens of `tokenizer: bpe`. Default: 2048"
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
@@ -53,6 +57,8 @@ class ModelSpec(Frozen):
             raise ValueError("needs exactly one of preset and path")
         if self.tokenizer is not None and self.preset is None:
             raise ValueError("tokenizer is for a new model; a model at a path has its own")
+        if self.vocab_size is not None and self.tokenizer != "bpe":
+            raise ValueError("vocab_size is for tokenizer: bpe; the others have a fixed number of tokens")
         return self
 
 
@@ -157,9 +163,20 @@ def with_rewards(
     return {**environment, "rewards": terms} if terms else dict(environment)
 
 
+def _model_of(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """The model section of a stage's job, with the preset of the new model that its checkpoint comes from."""
+    if recipe.model is None:
+        return {}
+    model = recipe.model.model_dump()
+    while "checkpoint" in stage.consumes and stage.consumes["checkpoint"] != MODEL:
+        stage = recipe.stage(stage.consumes["checkpoint"])
+    own = stage.spec.get("preset") if recipe.model.preset else None
+    return model if own is None else {**model, "preset": own}
+
+
 def job_for(recipe: Recipe, stage: Stage) -> Job:
     """The job of one stage, without its inputs, which exist once the consumed stages have finished."""
-    model = {} if recipe.model is None else recipe.model.model_dump()
+    model = _model_of(recipe, stage)
     plugin = load_plugin(stage.task)
     return Job(
         task=stage.task,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import PRESET, Frozen, Job, Preset
+from perilune.bundle.plugin import Consumes
+from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS
+from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -18,7 +21,10 @@ if TYPE_CHECKING:
 class NewModelSpec(Frozen):
     """Fields of a new_model stage."""
 
-    preset: Literal["tiny", "small"] = Field(description="built-in architecture")
+    preset: Preset = Field(description=PRESET)
+    data: Annotated[str | None, Consumes("dataset", files=True)] = Field(
+        None, description="traces, or a file of your own, that `tokenizer: bpe` is trained on"
+    )
 
 
 class NewModel(Stage[NewModelSpec]):
@@ -29,16 +35,26 @@ class NewModel(Stage[NewModelSpec]):
     produces = "checkpoint"
 
     def describe(self, spec: NewModelSpec, job: Job) -> Mapping[str, object]:
-        """The shape of the model."""
+        """The shape of the model.
+
+        Raises:
+            RequestError: when there is data, and no tokenizer to train.
+        """
+        if spec.data is not None and not is_trained(job.model):
+            raise RequestError(
+                "data is what `tokenizer: bpe` of the recipe's model is trained on",
+                where="data",
+                remedy="remove it, or set model.tokenizer to bpe",
+            )
         config = PRESETS[spec.preset]
         return {"model": f"{config.num_layers} layers of width {config.hidden_size}"}
 
     def execute(self, spec: NewModelSpec, workspace: Workspace) -> dict[str, Any]:
         """Initialise the weights from the recipe's seed."""
         from perilune.models.checkpoints.loading import new_model, save_checkpoint
-        from perilune.models.text.tokenizer import Tokenizer
 
-        tokenizer = Tokenizer.for_new_model(workspace.job.model)
+        data = workspace.input("data") if workspace.has_input("data") else None
+        tokenizer = new_tokenizer(workspace.job.model, data)
         decoder = new_model(spec.preset, tokenizer, workspace.job.seed)
         save_checkpoint(workspace.root / self.output, decoder, tokenizer)
         parameters = sum(parameter.numel() for parameter in decoder.parameters())

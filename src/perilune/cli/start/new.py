@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from perilune.bundle.job import Preset
 from perilune.cli.arguments import EnvironmentFields
 from perilune.cli.data.environments import section_of
 from perilune.cli.output import echo
@@ -18,7 +19,7 @@ from perilune.errors import RequestError
 Task = Literal["sft", "rl", "preference"]
 
 TEACHERS = {"calculator": "calculator", "open_spiel": "open_spiel", "planning": "planning", "tools": "tools"}
-PRESETS = ("tiny", "small")
+PRESETS = get_args(Preset)
 
 HEAD = """\
 # {name}: {title}.
@@ -103,7 +104,7 @@ def new(
     *,
     model: Annotated[
         str,
-        typer.Option(help="A Hugging Face folder or a cached model id; tiny or small for a new model."),
+        typer.Option(help=f"A Hugging Face folder or a cached model id; a new model: {', '.join(PRESETS)}."),
     ] = "",
     environment: Annotated[
         str, typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum.")
@@ -131,7 +132,9 @@ def new(
     path = Path(f"{name}.yaml")
     if path.exists():
         raise RequestError("the file exists", where=str(path), remedy="another NAME, or remove the file")
-    model = _asked(model, "--model", "model: a folder, a cached model id, tiny or small", "tiny")
+    model = _asked(
+        model, "--model", f"model: a folder, a cached model id, or one of {', '.join(PRESETS)}", "tiny"
+    )
     if data:
         parts = _own_parts(data, task)
     else:

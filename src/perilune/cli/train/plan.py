@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import shown
-from perilune.cli.train.plan_checks import check_job
+from perilune.cli.train.plan_checks import check_job, check_texts
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.recipe.schema import job_for
+from perilune.recipe.tokenizers import foreign_character
 
 if TYPE_CHECKING:
     from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.runs.templates import Template
-    from perilune.recipe.schema import Recipe
+    from perilune.recipe.schema import ModelSpec, Recipe
 
 
 def derive(recipe: Recipe, template: Template | None = None, *, check: bool = False) -> list[dict[str, Any]]:
@@ -29,6 +30,8 @@ def derive(recipe: Recipe, template: Template | None = None, *, check: bool = Fa
         RequestError: when a stage cannot work, naming the stage.
     """
     _try_reward_functions(recipe)
+    if check:
+        check_texts(recipe)
     stages = []
     for stage in recipe.stages:
         try:
@@ -92,6 +95,8 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         )
         asked = f", environment {environment}" if environment else ""
         lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}{asked}"]
+        if recipe.model.preset:
+            lines.append(f"  tokenizer: {_tokenizer(recipe, recipe.model)}")
     labels = [name for stage in stages for name in stage["derived"]]
     width = max((len(label) for label in labels), default=0)
     for stage in stages:
@@ -100,6 +105,17 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
     out.write(shown("\n".join(lines)) + "\n")
     out.flush()
+
+
+def _tokenizer(recipe: Recipe, model: ModelSpec) -> str:
+    """The tokenizer of a new model, and why it was chosen."""
+    match model.tokenizer:
+        case "bpe":
+            most = f"at most {model.vocab_size:,} tokens"
+            return f"bpe, {most}, trained on the data of the stage that makes the model"
+        case "bytes":
+            return f"bytes; {foreign_character(recipe) or 'set in the recipe'}"
+    return "characters; the texts that were looked at are printable ASCII"
 
 
 def print_forecast(forecast: Forecast, out: TextIO) -> None:

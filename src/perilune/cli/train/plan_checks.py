@@ -17,9 +17,36 @@ from perilune.errors import RequestError
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.environments.core.protocol import Outcome, Task
+    from perilune.recipe.schema import Recipe
 
 MOST_TASKS = 4096  # that are made to count them
 TRIED = 8  # training tasks that a teacher is tried on
+
+
+def check_texts(recipe: Recipe) -> None:
+    """Refuse an environment with a text that the tokenizer of the model at `path` cannot encode.
+
+    The tokenizer of a new model is chosen, or refused, when the recipe is loaded.
+
+    Raises:
+        RequestError: naming the character, and the task or the row.
+    """
+    if recipe.model is None or recipe.model.path is None:
+        return
+    from perilune.cli.data.audit import environments_of
+    from perilune.data.texts import environment_texts, first_lacking
+    from perilune.models.text.tokenizer import Tokenizer
+
+    lacks = Tokenizer.load(recipe.model.path).lacks
+    for section in environments_of(recipe):
+        _require_tokens(first_lacking(environment_texts(section), lacks))
+
+
+def _require_tokens(lacking: str | None) -> None:
+    from perilune.models.text.tokenizer import ANY_TEXT
+
+    if lacking is not None:
+        raise RequestError(f"the model's tokenizer has {lacking}", where="model", remedy=ANY_TEXT)
 
 
 def check_job(job: Job) -> list[str]:
@@ -85,9 +112,10 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
     from perilune.data.generators.registry import make_teacher
     from perilune.data.generators.teacher import prepare
     from perilune.environments.core.protocol import Failure
+    from perilune.tasks.datasets.specs import CollectSpec
 
-    spec = job.spec
-    teacher = make_teacher(spec["teacher"], spec["strategies"], spec["options"])
+    spec = CollectSpec.model_validate(job.spec)
+    teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
     environment = make_environment(job.environment)
     prepare(teacher, environment)
     tasks = list(islice(environment.tasks("train", job.seed), TRIED))
@@ -98,6 +126,11 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
             where="teacher",
             remedy="choose another teacher; perilune environments show says which answers it knows",
         )
+    from perilune.data.texts import Text, first_lacking
+    from perilune.models.text.template_facts import recipe_tokenizer
+
+    answers = (Text("the teacher's answers", text) for one in candidates for text in one.transcript.actions)
+    _require_tokens(first_lacking(answers, recipe_tokenizer(job.model).lacks))
     outcomes = _score(job, [(one.task, one.transcript) for one in candidates])
     if not any(not isinstance(one, Failure) and one.reward >= 1 for one in outcomes):
         yield (

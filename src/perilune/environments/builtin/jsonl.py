@@ -72,6 +72,10 @@ class JsonlEnvironment(SingleTurn):
             row = index.row(number)
             yield Task(row.task_id, row.prompt, row.data)
 
+    def characters(self) -> dict[str, str]:
+        """The characters of rows that are not all printable ASCII, each with the FILE:LINE of the first."""
+        return self._index().characters
+
     def _index(self) -> RowIndex:
         return indexed(self.spec.path, self.spec.match, self.spec.broken_rows, self.spec.heldout)
 

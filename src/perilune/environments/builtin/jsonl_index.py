@@ -85,11 +85,14 @@ class RowIndex:
 
     Attributes:
         splits: row numbers of each split, uint32.
+        characters: those of the questions and answers that are not all printable ASCII, each with the place
+            of the first row that has it.
     """
 
     match: Match | None
     files: list[Path] = field(default_factory=list)
     splits: dict[Split, np.ndarray] = field(default_factory=dict)
+    characters: dict[str, str] = field(default_factory=dict)
     _file: array[int] = field(default_factory=lambda: array("I"))
     _line: array[int] = field(default_factory=lambda: array("I"))
     _offset: array[int] = field(default_factory=lambda: array("Q"))
@@ -125,6 +128,10 @@ class RowIndex:
         self._offset.append(offset)
         self._digests += bytes.fromhex(row.task_id)
         self._held_out.append(is_held_out)
+        for text in (*(message["content"] for message in row.prompt), row.data.get("answer", "")):
+            if not (text.isascii() and text.isprintable()):
+                for character in dict.fromkeys(text):
+                    self.characters.setdefault(character, row.place)
 
     def repeated(self) -> list[tuple[int, int]]:
         """Pairs of a row that repeats an earlier prompt and the first row with that prompt, in order."""

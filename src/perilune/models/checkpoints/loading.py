@@ -64,7 +64,7 @@ def load_model(
     """Load the model and the tokenizer of a Hugging Face folder or a GGUF file, or create a small new model.
 
     Args:
-        source: path of the folder or file, or "tiny" or "small" for a new model of that size whose tokens are
+        source: path of the folder or file, or a preset such as "tiny" for a new model whose tokens are
             characters.
         seed: seed of a new model's weights.
         device: device of the weights, which are float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,14 +15,18 @@ SystemUse = Literal["own turn", "in the user's turn", "refused", "ignored"]
 _SYSTEM, _USER = "c41fa6e2-system", "c41fa6e2-user"  # texts that no template contains
 
 
-def recipe_tokenizer(model: Mapping[str, Any]) -> Tokenizer:
+def recipe_tokenizer(model: Mapping[str, Any], texts: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer of a recipe's `model` section, with its chat template; reads no weights.
+
+    Args:
+        texts: as in `Tokenizer.for_new_model`.
 
     Raises:
         RequestError: when the tokenizer cannot be read, or as `with_recipe_template`.
     """
     folder = model.get("path")
-    return with_recipe_template(Tokenizer.load(folder) if folder else Tokenizer.for_new_model(model), model)
+    own = Tokenizer.load(folder) if folder else Tokenizer.for_new_model(model, texts)
+    return with_recipe_template(own, model)
 
 
 def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:

@@ -7,13 +7,13 @@ spelled out in a question or an answer is five characters, not the token that en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from perilune.errors import RequestError
 from perilune.files import read_json, read_regular, write_atomic, write_json
@@ -23,6 +23,8 @@ from perilune.models.text.spelled_tokens import Rendered, SpelledTokens
 from perilune.models.text.token_bytes import Boundaries, token_bytes
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
+
+ANY_TEXT = "tokenizer: bytes or bpe of a new model encodes any text; or change the text"
 
 _TEMPLATE_FILE = "chat_template.jinja"
 _SPECIALS = ("<pad>", "<eos>")  # of new tokenizers
@@ -131,9 +133,39 @@ class Tokenizer:
         return cls._new(backend)
 
     @classmethod
-    def for_new_model(cls, model: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer of a new model, as `tokenizer` of a recipe's model section says."""
-        return cls.byte_level() if model.get("tokenizer") == "bytes" else cls.characters()
+    def trained(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """A byte-level BPE tokenizer that is trained on `texts`. It encodes any text.
+
+        `<pad>` is 0, `<eos>` is 1, then come the 256 bytes, then merges by their frequency, as long as one
+        occurs twice. Each digit is a token of its own. The same texts give the same tokenizer.
+        """
+        backend = tokenizers.Tokenizer(models.BPE())
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(_SPECIALS),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls._new(backend)
+
+    @classmethod
+    def for_new_model(cls, model: Mapping[str, Any], texts: Iterable[str] | None = None) -> Tokenizer:
+        """The tokenizer of a new model, as `tokenizer` of a recipe's model section says.
+
+        Args:
+            texts: what `bpe` is trained on. Without them, the tokens are bytes, which `bpe` starts from.
+        """
+        kind = model.get("tokenizer")
+        if kind == "bpe" and texts is not None:
+            return cls.trained(texts, model["vocab_size"])
+        return cls.characters() if kind in (None, "characters") else cls.byte_level()
 
     @classmethod
     def _new(cls, backend: tokenizers.Tokenizer) -> Tokenizer:
@@ -318,17 +350,23 @@ class Tokenizer:
             raise self._cannot_encode(texts, error) from None
         return [encoding.ids for encoding in encodings]
 
+    def lacks(self, text: str) -> str | None:
+        """The first character of `text` that has no token; None if there is none."""
+        for character in dict.fromkeys(text):
+            try:
+                self._backend.encode(character, add_special_tokens=False)
+            except Exception:
+                return character
+        return None
+
     def _cannot_encode(self, texts: Sequence[str], cause: BaseException) -> RequestError:
         for text in texts:
-            for character in text:
-                try:
-                    self._backend.encode(character, add_special_tokens=False)
-                except Exception:
-                    return RequestError(
-                        f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}",
-                        where=self._where,
-                        remedy="model.tokenizer: bytes encodes any text with a new model; or change the text",
-                    )
+            if (character := self.lacks(text)) is not None:
+                return RequestError(
+                    f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}",
+                    where=self._where,
+                    remedy=ANY_TEXT,
+                )
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)
 
     def _token(self, name: str) -> str | None:

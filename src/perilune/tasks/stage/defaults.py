@@ -15,7 +15,7 @@ from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
 from perilune.bundle.job import Frozen
-from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.decoder_config import DecoderConfig, preset_of
 from perilune.models.memory import card_of, plan_memory
 from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.memory_plan import section_config
@@ -46,7 +46,8 @@ RATES = {
 }
 LORA = 10.0  # factor of the rate for an adapter of a pretrained model
 LARGE = 1_000_000_000  # parameters
-LEAST_PRETRAINED = 10_000_000  # parameters; a smaller model in a folder was made here
+LEAST_PRETRAINED = 10_000_000  # parameters; a smaller model in a folder was made here, as are all presets
+NARROW = 128  # width of a preset up to which `fresh` is the rate
 MOST_WARMUP = 20  # steps
 MOST_TOKENS = 256  # of an answer
 MOST_EXAMPLES = 16  # traces, pairs or tasks of a step
@@ -103,7 +104,7 @@ class ModelDefaults(Frozen):
             source = f"a new model (preset {model['preset']})" if model.get("preset") else "a small model"
             found = {name: Default(value, f"the default for {source}") for name, value in own.items()}
             if "lr" in found:
-                found["lr"] = found["lr"]._replace(value=RATES.get(task, RATES["rl"]).fresh)
+                found["lr"] = _fresh_lr(task, section_config(model), found["lr"].reason)
             return found
         config = section_config(model)
         return {
@@ -115,7 +116,19 @@ def is_pretrained(model: Mapping[str, Any]) -> bool:
     """Whether a recipe's model section names a folder, with a model larger than those that are made here."""
     if not model or model.get("preset"):
         return False
-    return card_of(section_config(model)).parameters >= LEAST_PRETRAINED
+    config = section_config(model)
+    return preset_of(config) is None and card_of(config).parameters >= LEAST_PRETRAINED
+
+
+def _fresh_lr(task: str, config: DecoderConfig, reason: str) -> Default:
+    """The rate of a new model: in inverse proportion to the width of presets that are wider than `NARROW`.
+
+    The best rate of AdamW falls with the width in this way (Yang et al. 2022, muP, table 3).
+    """
+    rate = RATES.get(task, RATES["rl"]).fresh
+    if preset_of(config) is None or config.hidden_size <= NARROW:
+        return Default(rate, reason)
+    return Default(rate * NARROW / config.hidden_size, f"{reason}, for its width of {config.hidden_size}")
 
 
 class _Choice(NamedTuple):

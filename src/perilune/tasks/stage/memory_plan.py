@@ -55,7 +55,8 @@ def section_config(model: Mapping[str, Any]) -> DecoderConfig:
     """As `model_config`, from the recipe's model section."""
     if model.get("preset"):
         preset = PRESETS[model["preset"]]
-        return preset.replace(vocab_size=BYTE_TOKENS) if model.get("tokenizer") == "bytes" else preset
+        sizes = {"bytes": BYTE_TOKENS, "bpe": model.get("vocab_size")}
+        return preset.replace(vocab_size=sizes.get(model.get("tokenizer") or "") or preset.vocab_size)
     file = Path(model["path"]) / "config.json"
     return DecoderConfig.from_hf(read_json(file), where=str(file))
 

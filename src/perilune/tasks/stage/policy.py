@@ -22,6 +22,7 @@ from perilune.models.native.build import missing_kernels, native
 from perilune.models.native.ops import has_tiles
 from perilune.models.text.template_facts import with_recipe_template
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
 
 MODEL = "model"  # the input with the weights of the recipe's model section
 
@@ -125,7 +126,11 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
     if workspace.has_input(MODEL):
         decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device, base=base)
     else:
-        tokenizer = Tokenizer.for_new_model(model)
+        tokenizer = new_tokenizer(model, workspace.input("data") if workspace.has_input("data") else None)
+        if is_trained(model):
+            workspace.log(
+                f"tokenizer: bpe, {tokenizer.vocab_size:,} tokens, trained on the data of this stage"
+            )
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
         narrow_base(decoder, base)
     tokenizer = with_recipe_template(tokenizer, model)

@@ -14,6 +14,7 @@ from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
+from perilune.tasks.stage.new_tokenizer import require_data
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Stage(ABC, Generic[Spec]):
             RequestError: when the settings contradict each other or the job's model or environment.
         """
         spec = read_spec(self.spec, job)
+        require_data(job)
         return {**self.describe(spec, job), **describe_defaults(spec, job)}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:

@@ -94,9 +94,11 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
     """
     lines: dict[str, object] = {}
     for name, path in file_fields(type(spec), job.spec).items():
+        from perilune.data.texts import training_texts
         from perilune.models.text.template_facts import recipe_tokenizer
 
-        reader = spec.reader(recipe_tokenizer(job.model), model_config(job))
+        tokenizer = recipe_tokenizer(job.model, training_texts(Path(path)))
+        reader = spec.reader(tokenizer, model_config(job))
         rows = reader.check(Path(path), pairs=isinstance(spec, PairTrainingSpec))
         checked = (
             reader.describe() if rows <= reader.rows else f"{rows:,} rows; the first {reader.describe()}"

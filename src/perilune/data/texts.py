@@ -1,0 +1,108 @@
+"""The texts that a recipe's model reads and writes: tasks of environments, and rows of own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from perilune.data.examples import Conversation, Example, comparison, demonstration
+from perilune.data.sources import Row, read_rows
+from perilune.environments.core.protocol import Environment, Split, Task
+from perilune.environments.core.registry import make_environment, part_sections
+from perilune.environments.core.replay import conversation
+from perilune.models.text.tokenizer import PRINTABLE_ASCII
+
+TRIED = 32  # tasks of each split
+MOST_TEXTS = 200_000  # that a tokenizer is trained on
+_CHARACTERS = frozenset(PRINTABLE_ASCII)
+
+
+class Text(NamedTuple):
+    """A text, and where it stands: FILE:LINE, or the number of a task and what was said in it."""
+
+    place: str
+    text: str
+
+
+def foreign_character(text: str) -> str | None:
+    """The first character that the character tokenizer of a new model lacks."""
+    return None if _CHARACTERS.issuperset(text) else next(one for one in text if one not in _CHARACTERS)
+
+
+def first_lacking(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
+    """The first character for which `lacks` finds no token, and its place, in words.
+
+    Texts that cannot be read are no error here: the stage that uses them reports it.
+    """
+    try:
+        for place, text in texts:
+            if (character := lacks(text)) is not None:
+                return f"no token for {character!r} in {place}"
+    except Exception:  # an environment's own code may raise anything
+        return None
+    return None
+
+
+def environment_texts(section: Mapping[str, Any]) -> Iterator[Text]:
+    """The messages of an environment's first tasks, with the right answers that it knows.
+
+    An environment that reads the user's own files knows the characters of all rows, and each comes as a text.
+    The parts of a mixture come one by one. The tasks are those of seed 0, so that all seeds of a recipe get
+    the same tokenizer.
+    """
+    for part in part_sections(section).values() or (section,):
+        environment = make_environment(part)
+        for character, place in getattr(environment, "characters", dict)().items():
+            yield Text(place, character)
+        for split in get_args(Split):
+            for number, task in enumerate(islice(environment.tasks(split, 0), TRIED), 1):
+                for message in _messages(environment, task):
+                    place = f"{environment.id}, {split} task {number}, message of the {message['role']}"
+                    yield Text(place, message["content"])
+
+
+def _messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
+    """The conversation with the right answer if the environment knows it, else what the teacher `gold` reads.
+
+    Sessions that do more than compute are not opened.
+    """
+    gold = getattr(environment, "gold", lambda _: None)(task)
+    if gold is not None and getattr(environment, "confined", True):
+        return conversation(environment, task, gold)
+    stated = task.data.get("actions") or (task.data.get("answer"),)
+    answers = [{"role": "assistant", "content": one} for one in stated if isinstance(one, str)]
+    return (*task.prompt, *answers)
+
+
+def data_texts(path: Path) -> Iterator[Text]:
+    """The texts of training rows: of demonstrations, or of preferences.
+
+    Raises:
+        RequestError: naming the file, and the line or row that cannot be read.
+    """
+    for row in read_rows(path):
+        yield from (Text(row.place, text) for example in _examples(row) for text in _parts(example))
+
+
+def training_texts(path: Path) -> Iterator[str]:
+    """The first texts of training rows, for the training of a tokenizer."""
+    return (one.text for one in islice(data_texts(path), MOST_TEXTS))
+
+
+def _examples(row: Row) -> tuple[Example, ...]:
+    if "chosen" not in row.value:
+        return (demonstration(row),)
+    pair = comparison(row)
+    return pair.chosen, pair.rejected
+
+
+def _parts(example: Example) -> Iterator[str]:
+    if isinstance(example, Conversation):
+        for message in (*example.opening, *example.turns):
+            yield message["content"]
+            yield from (json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ()))
+    else:
+        yield from (example.prompt, example.completion)

@@ -1,0 +1,64 @@
+"""Chooses the tokenizer of a new model: characters, or bytes if a text of the recipe has other characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.plugin import environment_fields, file_fields, load_plugin
+from perilune.files import field_of
+from perilune.recipe.problems import Problem, ProblemsError
+from perilune.recipe.schema import Recipe
+
+BPE_TOKENS = 2048  # default of vocab_size
+
+
+def with_tokenizer(recipe: Recipe) -> Recipe:
+    """The recipe with the tokenizer of its new model. Nothing changes if `characters` has all characters.
+
+    Raises:
+        ProblemsError: when the recipe says `characters`, and a text has another one.
+    """
+    model = recipe.model
+    if model is None or model.preset is None or model.tokenizer == "bytes":
+        return recipe
+    if model.tokenizer == "bpe":
+        sized = model.model_copy(update={"vocab_size": model.vocab_size or BPE_TOKENS})
+        return recipe.model_copy(update={"model": sized})
+    reason = foreign_character(recipe)
+    if reason is None:
+        return recipe
+    if model.tokenizer == "characters":
+        remedy = "bytes or bpe, which encode any text; or change the text"
+        raise ProblemsError([Problem(("model", "tokenizer"), f"model.tokenizer: {reason}", remedy)])
+    return recipe.model_copy(update={"model": model.model_copy(update={"tokenizer": "bytes"})})
+
+
+def foreign_character(recipe: Recipe) -> str | None:
+    """The first character that the character tokenizer lacks, and its place, in words; None without."""
+    for texts in _sources(recipe):
+        found: str | None = _texts().first_lacking(texts, _texts().foreign_character)
+        if found is not None:
+            return f"characters has {found}"
+    return None
+
+
+def _sources(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
+    """The texts of the user's own files, then those of each distinct environment."""
+    sections: list[dict[str, Any]] = [recipe.environment]
+    for stage in recipe.stages:
+        spec = load_plugin(stage.task).spec
+        for path in file_fields(spec, stage.spec).values():
+            yield _texts().data_texts(Path(path))
+        own = [stage.environment]
+        for field in environment_fields(spec):
+            own += (field_of(stage.spec, field) or {}).values()
+        sections += [section for section in own if section not in sections]
+    yield from (_texts().environment_texts(section) for section in sections if section)
+
+
+def _texts() -> Any:
+    """Imported by name, because the control plane imports this module and must not depend on environments."""
+    return import_module("perilune.data.texts")

@@ -1,0 +1,59 @@
+"""The tokenizer of a model that a stage makes: `bpe` is trained on the data of that stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.bundle.job import Job
+    from perilune.models.text.tokenizer import Tokenizer
+
+BPE = "bpe"
+MODEL = "model"  # value of a key that takes the model of the recipe
+
+
+def is_trained(model: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer of the recipe's model is trained on data."""
+    return model.get("tokenizer") == BPE
+
+
+def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
+    """The tokenizer of a new model.
+
+    Args:
+        model: the recipe's model section.
+        data: rows that `bpe` is trained on.
+
+    Raises:
+        RequestError: when `bpe` has no data, or a row cannot be read.
+    """
+    from perilune.data.texts import training_texts
+    from perilune.models.text.tokenizer import Tokenizer
+
+    if is_trained(model) and data is None:
+        raise _no_data()
+    return Tokenizer.for_new_model(model, None if data is None else training_texts(data))
+
+
+def require_data(job: Job) -> None:
+    """Refuse a stage that starts from the recipe's model without data to train its tokenizer on.
+
+    Raises:
+        RequestError: when `tokenizer: bpe` has no data there.
+    """
+    starts = MODEL in (job.spec.get("checkpoint"), job.spec.get("teacher")) or job.task == "new_model"
+    if is_trained(job.model) and starts and not job.spec.get("data"):
+        raise _no_data()
+
+
+def _no_data() -> RequestError:
+    return RequestError(
+        "tokenizer: bpe is trained on the data of the stage that makes the model, and this stage has none",
+        where="model.tokenizer",
+        remedy="start from the checkpoint of an sft stage, or of {task: new_model, preset: ..., data: ...};"
+        " tokenizer: bytes needs no data",
+    )

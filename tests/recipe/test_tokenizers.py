@@ -1,0 +1,175 @@
+"""The tokenizer of a new model: bytes where a text of the recipe needs them, refused where it cannot work."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.cli.train.plan import derive, print_plan
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.recipe.load import bundled_recipes, load_recipe
+from perilune.recipe.schema import Recipe, job_for
+from perilune.recipe.tokenizers import foreign_character
+
+ROWS = [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(60)]
+RECIPE = """\
+name: own
+model: {model}
+environment: {environment}
+stages:
+  - {{name: traces, task: collect, teacher: gold, traces: 8}}
+  - {{name: sft, task: sft, data: traces, steps: 2, batch_size: 4{more}}}
+"""
+OWN_ENVIRONMENT = """\
+from perilune.environments import Score, SingleTurn, Task
+
+class Capitals(SingleTurn):
+    id = "capitals"
+
+    def __init__(self, section):
+        pass
+
+    def tasks(self, split, seed):
+        yield Task(f"{split}-0", ({"role": "user", "content": "Greece?"},), {"answer": "Αθήνα"})
+
+    def score(self, task, transcript):
+        return Score(float(transcript.text == task.data["answer"]))
+"""
+
+
+def loaded(
+    folder: Path, rows: list[dict[str, Any]], model: str = "{preset: tiny}", more: str = "", **changes: Any
+) -> Recipe:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = changes.get("environment", "{id: jsonl, path: rows.jsonl}")
+    (folder / "own.yaml").write_text(RECIPE.format(model=model, environment=environment, more=more))
+    return load_recipe(folder / "own.yaml")
+
+
+def tokenizer(recipe: Recipe) -> str | None:
+    assert recipe.model is not None
+    return recipe.model.tokenizer
+
+
+def test_printable_ascii_keeps_characters_and_the_same_job(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, ROWS)
+    assert tokenizer(recipe) is None
+    model = job_for(recipe, recipe.stages[0]).model
+    assert model["tokenizer"] is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Ποια είναι η πρωτεύουσα;", "answer": "x"},
+        {"prompt": "capital?", "answer": "東京"},
+        {"prompt": "a\tb", "answer": "a tab is ASCII, and not printable"},
+    ],
+)
+def test_a_single_row_of_a_file_decides(row: dict[str, Any], tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, [*ROWS, row])
+    assert tokenizer(recipe) == "bytes"
+    assert f"{tmp_path / 'rows.jsonl'}:61" in (foreign_character(recipe) or "")
+
+
+def test_an_environment_that_only_answers_in_other_characters(tmp_path: Path) -> None:
+    (tmp_path / "capitals.py").write_text(OWN_ENVIRONMENT)
+    recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
+    assert tokenizer(recipe) == "bytes"
+    expected = "characters has no token for 'Α' in capitals, train task 1, message of the assistant"
+    assert foreign_character(recipe) == expected
+    print_plan(recipe, derive(recipe), out := StringIO())
+    assert f"tokenizer: bytes; {expected}" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"more": ", environment: {path: greek.jsonl}"},
+        {"more": ", eval: {tasks: 1, sets: {other: {path: greek.jsonl}}}"},
+        {"environment": "{id: mixture, parts: {a: {id: jsonl, path: rows.jsonl},"
+         " b: {id: jsonl, path: greek.jsonl, weight: 0}}}"},
+    ],
+)  # fmt: skip
+def test_every_environment_of_the_recipe_counts(changes: dict[str, str], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} συν ένα;", "answer": str(n + 1)} for n in range(60)]
+    (tmp_path / "greek.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = loaded(tmp_path, ROWS, **changes)
+    assert tokenizer(recipe) == "bytes"
+    assert "greek.jsonl:1" in (foreign_character(recipe) or "")
+
+
+def test_characters_that_are_asked_for_are_refused(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "ναι;", "answer": "ναι"}]
+    with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61") as caught:
+        loaded(tmp_path, rows, "{preset: tiny, tokenizer: characters}")
+    assert caught.value.where.endswith("own.yaml:2") and "bytes or bpe" in caught.value.remedy
+
+
+def test_a_model_at_a_path_is_refused_by_the_plan(tmp_path: Path) -> None:
+    from perilune.models.checkpoints.loading import new_model, save_checkpoint
+
+    characters = Tokenizer.characters()
+    save_checkpoint(tmp_path / "mine", new_model("tiny", characters, 0), characters)
+    rows = [*ROWS, {"prompt": "ναι;", "answer": "ναι"}]
+    recipe = loaded(tmp_path, rows, "{path: mine}")
+    with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61"):
+        derive(recipe, check=True)
+    derive(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
+
+
+def test_a_teacher_is_refused_by_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "teacher.py").write_text(
+        "from perilune.data.generators.scripted import ScriptedTeacher\n"
+        "class Cheerful(ScriptedTeacher):\n"
+        "    name = 'cheerful'\n"
+        "    strategies = {'direct': 1.0}\n"
+        "    def script(self, task, strategy, chance):\n"
+        "        return [task.data['answer'] + ' ✓']\n"
+    )
+    loaded(tmp_path, ROWS)
+    recipe = load_recipe(tmp_path / "own.yaml", [f"traces.teacher={tmp_path}/teacher.py:Cheerful"])
+    with pytest.raises(RequestError, match="no token for '✓' in the teacher's answers") as caught:
+        derive(recipe, check=True)
+    assert "bytes" in caught.value.remedy
+
+
+def test_bpe_needs_data_where_the_model_is_made(tmp_path: Path) -> None:
+    bpe = "{preset: tiny, tokenizer: bpe}"
+    recipe = loaded(tmp_path, ROWS, bpe)
+    derive(recipe)
+    assert recipe.model is not None and recipe.model.vocab_size == 2048
+    text = (tmp_path / "own.yaml").read_text()
+    for stage in (
+        "{name: new, task: new_model, preset: tiny}",
+        "{name: new, task: evaluate, checkpoint: model}",
+    ):
+        (tmp_path / "own.yaml").write_text(f"{text}  - {stage}\n")
+        with pytest.raises(RequestError, match="this stage has none") as caught:
+            derive(load_recipe(tmp_path / "own.yaml"))
+        assert caught.value.where == "stages.new: model.tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{preset: tiny, vocab_size: 1024}", "vocab_size is for tokenizer: bpe"),
+        ("{preset: tiny, tokenizer: bpe, vocab_size: 99}", "vocab_size"),
+        ("{path: here, tokenizer: bpe}", "tokenizer is for a new model"),
+    ],
+)
+def test_a_size_without_bpe_is_refused(model: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=message):
+        loaded(tmp_path, ROWS, model)
+
+
+def test_the_bundled_recipes_keep_their_tokenizers() -> None:
+    for name in bundled_recipes():
+        if "/" not in name:
+            recipe = load_recipe(name)
+            assert recipe.model is None or recipe.model.tokenizer is None, name
