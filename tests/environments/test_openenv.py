@@ -134,7 +134,7 @@ def test_a_server_that_dies_or_is_not_there_costs_the_episode():
         opened(section(url))
     with Scorer(section(url)) as scorer:
         environment = make_environment(section(url))
-        (live,) = Sessions(scorer, environment).open([(next(environment.tasks("train", 0)), 0)])
+        (live,) = Sessions(scorer.processes, environment).open([(next(environment.tasks("train", 0)), 0)])
         assert live.result == Failure("environment", live.result.reason)
 
 

@@ -32,7 +32,7 @@ def test_it_does_what_every_environment_must():
 def test_an_environment_is_played_in_a_confined_process():
     environment, task, session = opened("taskset_guess", seed=3)
     with Scorer(section("taskset_guess")) as scorer:  # each that imports verifiers takes seconds to begin
-        sessions = Sessions(scorer, environment)
+        sessions = Sessions(scorer.processes, environment)
         (live,) = sessions.open([(task, 3)])
         assert live.result == session.observation
         for said in ("0", "4", "8"):

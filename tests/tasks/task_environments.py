@@ -130,10 +130,14 @@ class Talk(MultiTurn):
         action = yield ask(f"luck {luck} ")
         for turn in range(self.turns * self.players):
             player = turn % self.players
+            self.wait(rng, turn)
             worth[player] += any(character.isdigit() for character in action) / self.turns
             if turn + 1 < self.turns * self.players:
                 action = yield self._answer(action, (turn + 1) % self.players)
         yield end_episode(*worth, terms={"digits": sum(worth)}, metrics={"strategy/talk": 1.0})
+
+    def wait(self, rng: KeyedRandom, turn: int) -> None:
+        """Called after each action."""
 
     def _answer(self, action: str, player: int) -> Observation:
         match next(
@@ -152,3 +156,13 @@ class Talk(MultiTurn):
             case "sandbox":
                 raise EpisodeFailedError("sandbox", "no room")
         return ask(f"[{len(action)}]", player=player, role="tool")
+
+
+class Waits(Talk):
+    """As Talk, with actions that end at the first vowel or digit, each followed by a wait of up to 0.1 s."""
+
+    id = "waits"
+    stop_texts = tuple("aeiou0123456789")
+
+    def wait(self, rng: KeyedRandom, turn: int) -> None:
+        time.sleep(rng.integer(100, "wait", turn) / 1000)

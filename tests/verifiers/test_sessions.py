@@ -29,7 +29,7 @@ def scorer():
 
 
 def test_a_session_gives_what_it_gives_in_this_process(scorer):
-    sessions = Sessions(scorer, ECHO)
+    sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 5)])
     mine = ECHO.reset(TASKS[0], 5)
     assert found(live) == mine.observation
@@ -67,7 +67,7 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
     ],
 )
 def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
-    sessions = Sessions(scorer, ECHO)
+    sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(task, 0) for task in TASKS[:3]])
     sessions.step([(live, "a", True) for live in lives])
     sessions.step([(lives[0], "b", True), (lives[1], action, True), (lives[2], "b", True)])
@@ -82,14 +82,14 @@ def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
 
 
 def test_what_a_session_prints_disturbs_nothing(scorer):
-    sessions = Sessions(scorer, ECHO)
+    sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 0)])
     sessions.step([(live, "print", True)])
     assert live.result.messages[0]["content"] == "1 after print"
 
 
 def test_many_sessions_outlive_many_deaths(scorer):
-    sessions = Sessions(scorer, ECHO)
+    sessions = Sessions(scorer.processes, ECHO)
     before = scorer.restarts
     lives = sessions.open([(TASKS[i % 8], i) for i in range(100)])
     sessions.step([(live, f"word {i}", True) for i, live in enumerate(lives)])
@@ -106,7 +106,7 @@ def test_many_sessions_outlive_many_deaths(scorer):
 
 
 def test_what_was_cut_off_is_not_played(scorer):
-    sessions = Sessions(scorer, ECHO)
+    sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
     sessions.step([(lives[0], "end", False), (lives[1], "die", False)])
     assert [found(live) for live in lives] == [Observation(done=True, truncated=True)] * 2
@@ -122,7 +122,7 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
         def score(self, task, transcript):
             return ECHO.score(task, transcript)
 
-    sessions = Sessions(scorer, Same())
+    sessions = Sessions(scorer.processes, Same())
     (live,) = sessions.open([(TASKS[0], 0)])
     assert found(live) == Observation()
     sessions.step([(live, "end", True)])

@@ -27,6 +27,7 @@ from perilune.redaction import redact_document
 
 SUMMARY = "summary.json"
 EVALUATIONS = "evaluations.jsonl"
+SCHEDULE = "schedule.jsonl"
 PROGRESS_INTERVAL = 0.2  # seconds between two writes of runtime/progress.json
 
 
@@ -107,8 +108,8 @@ class Workspace:
         append_json_line(self.artifacts / "timings.jsonl", {"step": step, **seconds})
 
     def rewind(self, step: int) -> None:
-        """Delete metrics and episodes after `step`, before resuming from its checkpoint."""
-        for name in ("metrics.jsonl", "timings.jsonl", EVALUATIONS):
+        """Delete metrics, episodes and the schedule after `step`, before resuming from its checkpoint."""
+        for name in ("metrics.jsonl", "timings.jsonl", SCHEDULE, EVALUATIONS):
             path = self.artifacts / name
             if path.exists():
                 write_json_lines(path, [row for row in read_json_lines(path) if row["step"] <= step])

@@ -157,6 +157,12 @@ class Engine:
         self._outputs.drop(entry, rows)
         return partial
 
+    def sampled_so_far(self, request_id: int) -> dict[int, Completion]:
+        """The unfinished samples of a request that have started, by index. They continue."""
+        entry = self._outputs.entries.get(request_id)
+        rows = [] if entry is None else self._scheduler.rows_of(entry)
+        return {int(self._sequences.sample[row]): self._outputs.so_far(row) for row in rows}
+
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of `request`. Leaving the loop early aborts the request.
 

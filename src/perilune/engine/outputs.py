@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ class TrackedSample:
         params = request.params
         own = request.token_ids[len(request.token_ids) - request.position :]
         return cls(
-            text=None if tokenizer is None else TextStream(tokenizer, params.stop),
+            text=None if tokenizer is None else _text_after(tokenizer, params.stop, own),
             constraint=None if request.constraint is None else request.constraint.start(own),
             raw_logprobs=[] if params.raw_logprobs else None,
             top_logprobs=[] if params.top_logprobs else None,
@@ -79,6 +79,16 @@ class TrackedSample:
             return False
         self.text.push(token, may_stop=may_stop)
         return self.text.stopped
+
+
+def _text_after(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int]) -> TextStream:
+    """The text of a sample after its first tokens, which a resumed request repeats: a stop text may begin in
+    them."""
+    text = TextStream(tokenizer, stop)
+    for token in token_ids:
+        text.push(token, may_stop=False)
+    text.take(last=True)
+    return text
 
 
 def needs_tracking(request: Request) -> bool:
@@ -239,10 +249,20 @@ class OutputProcessor:
             self._streams.pop(entry.id, None)
             self._collections.pop(entry.id, None)
 
-    def completion(self, row: int, reason: FinishReason) -> Completion:
-        """The sample so far."""
-        sequences, tracked = self._sequences, self._tracked.get(row)
+    def so_far(self, row: int) -> Completion:
+        """The tokens, log-probs and versions of an unfinished sample so far."""
+        sequences = self._sequences
         sampled = slice(int(sequences.prompt_length[row]), int(sequences.length[row]))
+        return Completion(
+            sequences.tokens[row, sampled].copy(),
+            sequences.logprobs[row, sampled].copy(),
+            sequences.versions[row, sampled].copy(),
+            "aborted",
+        )
+
+    def completion(self, row: int, reason: FinishReason) -> Completion:
+        """A sample that ends now."""
+        one, tracked = self.so_far(row), self._tracked.get(row)
         text = raw = top = None
         if tracked is not None:
             raw = None if tracked.raw_logprobs is None else np.array(tracked.raw_logprobs, dtype=np.float32)
@@ -250,15 +270,7 @@ class OutputProcessor:
             if tracked.text is not None:
                 tracked.text.finish()
                 text = tracked.text.text
-        return Completion(
-            sequences.tokens[row, sampled].copy(),
-            sequences.logprobs[row, sampled].copy(),
-            sequences.versions[row, sampled].copy(),
-            reason,
-            text,
-            raw,
-            top,
-        )
+        return replace(one, finish_reason=reason, text=text, raw_logprobs=raw, top_logprobs=top)
 
     def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
         """A whole sample as one delta."""

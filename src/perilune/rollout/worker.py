@@ -100,10 +100,10 @@ class RolloutWorker:
         indices = self.ranks.shard(range(first, first + len(tasks)))
         tasks = self.ranks.shard(tasks)
         began = time.perf_counter()
-        sessions = Sessions(self.scorer, self.environment)
+        sessions = Sessions(self.scorer.processes, self.environment)
         with self._scoring(len(tasks) * samples):
-            rollouts = self._open(sessions, tasks, samples, step, indices)
-            self._add_observations(rollouts, params)
+            rollouts = self._begin(sessions, tasks, samples, step, indices)
+            self.observe(rollouts, params)
         watch.scoring += time.perf_counter() - began
         try:
             while due := [one for one in rollouts if not one.is_over]:
@@ -117,7 +117,7 @@ class RolloutWorker:
             group
             for start in range(0, len(rollouts), samples)
             for player in rollouts[start].own_players
-            if (group := self._group(rollouts[start : start + samples], player, params))
+            if (group := self.group(rollouts[start : start + samples], player, params))
         ]
         if self.learned is not None:
             groups = self.learned.rescore(groups)
@@ -126,7 +126,7 @@ class RolloutWorker:
         require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         return groups
 
-    def _open(
+    def _begin(
         self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, indices: Sequence[int]
     ) -> list[Rollout]:
         """Open a session for each rollout. All sessions of a group share one seed, and so one prompt."""
@@ -171,7 +171,7 @@ class RolloutWorker:
         began = time.perf_counter()
         moves = []
         for rollout, context, completion in zip(due, contexts, completions, strict=True):
-            text = self._text(completion)
+            text = self.text(completion)
             rollout.add_completion(context, completion, text)
             if not rollout.is_over:
                 moves.append((rollout.session, text, completion.finish_reason == "stop"))
@@ -179,9 +179,9 @@ class RolloutWorker:
             sessions.step(moves)
             for rollout, completion in zip(due, completions, strict=True):
                 if not rollout.is_over:
-                    check_scored_text(rollout, self._text(completion))
+                    check_scored_text(rollout, self.text(completion))
                     rollout.advance()
-            self._add_observations([one for one in due if not one.is_over], params)
+            self.observe([one for one in due if not one.is_over], params)
         watch.scoring += time.perf_counter() - began
 
     def _sample(
@@ -200,7 +200,7 @@ class RolloutWorker:
             batches.setdefault(key, []).append((rollout, context))
         for (by_opponents, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
             engine = self.opponents.engine if by_opponents and self.opponents else self.engine
-            own = self._with_stop(params, pairs[0][0].task)
+            own = self.with_stop(params, pairs[0][0].task)
             if due[0].actions:
                 prompts = [Prompt(context, rollout.turn_key) for rollout, context in pairs]
                 groups = engine.sample(prompts, 1, own, progress)
@@ -212,7 +212,7 @@ class RolloutWorker:
                 sampled |= {rollout: by_key[rollout.key][rollout.sample] for rollout, _ in pairs}
         return [sampled[rollout] for rollout in due]
 
-    def _add_observations(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
+    def observe(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
         """Append new messages for the players to move; truncate rollouts without room for another turn."""
         encoded: dict[tuple[tuple[str, str], ...], list[int]] = {}
         prompts: dict[tuple[int, int, int], list[int]] = {}
@@ -237,7 +237,7 @@ class RolloutWorker:
             if rollout.actions and not rollout.is_over and not self._has_room(rollout, params):
                 rollout.truncate()
 
-    def _with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
+    def with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
         """The parameters with the stop texts of the task's environment."""
         stop = self._stop_texts(task)
         return replace(params, stop=(*params.stop, *stop)) if stop else params
@@ -257,10 +257,10 @@ class RolloutWorker:
     def _scoring(self, moves: int) -> Waiting:
         return Waiting("scoring", STALL + 2 * moves * self.scorer.item_seconds)
 
-    def _text(self, completion: Completion) -> str:
+    def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def _group(self, rollouts: Sequence[Rollout], player: int, params: SamplingParams) -> tuple[Episode, ...]:
+    def group(self, rollouts: Sequence[Rollout], player: int, params: SamplingParams) -> tuple[Episode, ...]:
         """The player's episodes. Rollouts in which it never moved are left out, but for failures.
 
         Failures are recorded once, for the first of the policy's players.
@@ -271,7 +271,7 @@ class RolloutWorker:
             if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
         ]
         group = tuple(self._episode(one, player) for one in moved)
-        own = self._with_stop(params, rollouts[0].task)
+        own = self.with_stop(params, rollouts[0].task)
         check_group(group, moved, player, own if isinstance(self.engine, Engine) else None)
         return group
 

@@ -96,7 +96,7 @@ def check_environment(
     _check_tasks(result, environment, again, chosen, seed)
     _check_closing(result, environment, chosen)
     with Scorer(section, limits) as scorer, Scorer(section, limits) as other:
-        first, second = Sessions(scorer, environment), Sessions(other, environment)
+        first, second = Sessions(scorer.processes, environment), Sessions(other.processes, environment)
         for task in chosen:
             for name, own_seed, player in _players(environment, task, seed):
                 played = _play(first, environment, task, own_seed, player)

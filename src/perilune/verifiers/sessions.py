@@ -15,7 +15,7 @@ from typing import Any
 from perilune.environments.core.mixture import part_of
 from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
 from perilune.verifiers.process import Call, EnvironmentProcess
-from perilune.verifiers.scorer import ScoreCall, Scorer, fields
+from perilune.verifiers.scorer import ScoreCall, fields
 from perilune.verifiers.worker import TEXT_CHECKSUM, figures
 
 ROLES = frozenset({"system", "user", "tool"})
@@ -45,11 +45,11 @@ class Sessions:
     """Opens, advances and closes many sessions of `environment` at a time.
 
     Args:
-        scorer: runs the sessions in its processes.
+        processes: run the sessions, in turn.
     """
 
-    def __init__(self, scorer: Scorer, environment: Environment) -> None:
-        self._scorer = scorer
+    def __init__(self, processes: Sequence[EnvironmentProcess], environment: Environment) -> None:
+        self._processes = processes
         self._environment = environment
         self._players = getattr(environment, "players", 1)
         self._count = 0
@@ -58,7 +58,7 @@ class Sessions:
         """Open a session for each task and seed."""
         sessions = []
         for task, seed in games:
-            process = self._scorer.processes[self._count % len(self._scorer.processes)]
+            process = self._processes[self._count % len(self._processes)]
             is_held = getattr(part_of(self._environment, task), "max_turns", 1) > 1
             sessions.append(RemoteSession(self._count, task, seed, process, is_held))
             self._count += 1
@@ -85,13 +85,13 @@ class Sessions:
     def close(self, sessions: Sequence[RemoteSession]) -> None:
         """Close these sessions."""
         held = [one for one in sessions if one.generation == one.process.generation]
-        for process in self._scorer.processes:
+        for process in self._processes:
             process.ask([_Close(one) for one in held if one.process is process])
             process.end_sessions(sum(one.is_held for one in sessions if one.process is process))
 
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
         """Make the calls. A process gets its answers to score and its moves of held sessions apart."""
-        for process, is_held in product(self._scorer.processes, (False, True)):
+        for process, is_held in product(self._processes, (False, True)):
             mine = [
                 (call, one)
                 for call, one in zip(calls, sessions, strict=True)

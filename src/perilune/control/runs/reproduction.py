@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from perilune.bundle.compare import Change, compare_artifacts, compare_runs
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
+from perilune.bundle.workspace import SCHEDULE
 from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_from
 from perilune.control.record.ids import new_ulid
@@ -55,6 +57,8 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
     require_verified(first, run.bundle_digest, removed_from(control.home, run_id, run.current_epoch))
     again = control.home.run(run_id) / "reproductions" / new_ulid()
     attempt_copy(control.home.bundle(run_id), again)
+    if (schedule := first / "artifacts" / SCHEDULE).exists():
+        shutil.copyfile(schedule, again / "runtime" / SCHEDULE)  # an asynchronous run follows it
     with (again / "runtime" / "worker.log").open("wb") as log:
         worker = subprocess.Popen(
             [*worker_command(again, 1), "--tied"], stdin=subprocess.DEVNULL, stdout=log, stderr=log

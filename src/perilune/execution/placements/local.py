@@ -28,7 +28,7 @@ EXIT_MARGIN = 10.0  # seconds that a stopping worker may take beyond its task's 
 # Outputs of an earlier attempt that the next one continues from.
 RESTORED = (
     *("checkpoints", "episodes", "traces", "metrics.jsonl"),
-    *("evaluations.jsonl", "timings.jsonl", "reward_audit.json", "summary.json"),
+    *("evaluations.jsonl", "schedule.jsonl", "timings.jsonl", "reward_audit.json", "summary.json"),
 )
 
 

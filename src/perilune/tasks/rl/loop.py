@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ from perilune.rollout.learned_reward import LearnedReward
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.checks.preflight import run_preflight
+from perilune.tasks.rl.asynchronous.sampler import AsynchronousSampler
 from perilune.tasks.rl.metrics import Recorder
 from perilune.tasks.rl.opponents import NoOpponents
-from perilune.tasks.rl.sampling import GroupSampler
+from perilune.tasks.rl.sampling import GroupSampler, GroupSource
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdates
 from perilune.tasks.stage.memory_plan import memory_figures
@@ -42,7 +44,8 @@ def run(
         make_opponents: makes the opponents of the policy; none by default.
         stop_without_signal: stop the run when nearly all groups have had equal rewards for many steps.
     """
-    with open_player(workspace, spec.max_tokens, spec, spec.memory_plan) as opened:
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_player(workspace, spec.max_tokens, spec, spec.memory_plan))
         player = replace(opened, rollouts=replace(opened.rollouts, learned=_reward_model(spec, opened)))
         policy, device = player.policy, player.device
         load_start = partial(load_reference, workspace, device, policy, spec)
@@ -52,8 +55,9 @@ def run(
         loop = TrainingLoop(workspace, learner, spec, policy, rollouts=player.rollouts)
         run_preflight(workspace, spec, policy.decoder.config, device, loop.first)
 
-        sampler = GroupSampler(spec, player, opponents.rollouts, learner.memory)
+        source = stack.enter_context(closing(_source(spec, player, opponents, learner)))
         publisher = Publisher(player.engine, learner, reference)
+        publisher.published |= source.versions
         updates = PolicyUpdates(
             spec,
             learner,
@@ -67,13 +71,14 @@ def run(
 
         def step(done: int, watch: Stopwatch) -> StepReport:
             publisher.publish()
-            groups = publisher.check_versions(sampler.sample(done + 1, watch))
+            groups = publisher.check_versions(source.sample(done + 1, watch))
+            of_source = source.figures(groups)
             with watch.time_learning():
                 weighted, figures = updates.make(groups, done)
-            figures = opponents.after(done + 1, weighted, figures | {"epoch": sampler.epoch})
-            return recorder.record(done + 1, weighted, figures, watch)
+            figures = opponents.after(done + 1, weighted, {**figures, **of_source, "epoch": source.epoch})
+            return recorder.record(done + 1, weighted, figures, watch, source.timing())
 
-        loop.run(step)
+        loop.run(step, source.remember)
     assert player.memory is not None
     return {
         **loop.finish(policy, opponents.write),
@@ -81,6 +86,12 @@ def run(
         **recorder.summary(spec.algorithm, spec.samples),
         "memory": memory_figures(player.memory, device),
     }
+
+
+def _source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:
+    if spec.asynchronous is None:
+        return GroupSampler(spec, player, opponents.rollouts, learner.memory)
+    return AsynchronousSampler(spec, player, learner)
 
 
 def _learner(spec: RLSpec, player: Player) -> Learner:

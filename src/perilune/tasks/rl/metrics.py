@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
@@ -55,7 +56,12 @@ class Recorder:
             self._form.observe(line)
 
     def record(
-        self, step: int, groups: Sequence[WeightedGroup], figures: Mapping[str, float], watch: Stopwatch
+        self,
+        step: int,
+        groups: Sequence[WeightedGroup],
+        figures: Mapping[str, float],
+        watch: Stopwatch,
+        timing: Mapping[str, float] = MappingProxyType({}),
     ) -> StepReport:
         """Write the episodes of a step and return its metrics; empty in processes other than the first.
 
@@ -90,7 +96,7 @@ class Recorder:
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
         shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
         shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
-        return StepReport(line, shown, failure=self._without_signal(step, dead))
+        return StepReport(line, shown, timing, self._without_signal(step, dead))
 
     def _watch_collapse(self, step: int, reward: float, dead: float) -> float:
         if changed := self._collapse.observe(step, reward, dead):

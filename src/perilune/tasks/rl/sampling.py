@@ -6,6 +6,7 @@ version of the weights that sampled them. Weights travel the other way, through 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from perilune.environments.core.protocol import Task
@@ -19,7 +20,44 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player
 
 
-class GroupSampler:
+class GroupSource:
+    """Where the loop gets its groups from.
+
+    Attributes:
+        versions: checksums of the versions that sampled the groups of an earlier attempt.
+    """
+
+    versions: Mapping[int, str] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs of the training tasks."""
+        raise NotImplementedError
+
+    def sample(self, step: int, watch: Stopwatch) -> Groups:
+        """The groups of a step (from 1).
+
+        Raises:
+            WorkFailedError: when sampling fails, or a task repeats within an epoch.
+        """
+        raise NotImplementedError
+
+    def figures(self, groups: Groups) -> Mapping[str, float]:
+        """Reproducible figures of the groups, for metrics.jsonl."""
+        return {}
+
+    def timing(self) -> Mapping[str, float]:
+        """Figures of the last step, for timings.jsonl."""
+        return {}
+
+    def remember(self) -> None:
+        """Put what a resumed run needs into the learner's memory, before a checkpoint."""
+
+    def close(self) -> None:
+        """Release processes and files."""
+
+
+class GroupSampler(GroupSource):
     """Samples the groups of each step, with process rewards if the spec has them.
 
     Args:
@@ -45,11 +83,7 @@ class GroupSampler:
         return self._tasks.epoch
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """Sample the groups of a step (from 1), and refill dead groups if the algorithm does so.
-
-        Raises:
-            WorkFailedError: when sampling fails, or a task repeats within an epoch.
-        """
+        """Sample the groups of a step, and refill dead groups if the algorithm does so."""
         spec, player = self._spec, self._player
         drawn: dict[str, tuple[Task, float]] = {}
 

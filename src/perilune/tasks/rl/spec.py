@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from perilune.learn.process_rewards import ProcessRewardField
 from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
@@ -40,6 +41,10 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
         None, description="draw tasks by their pass rate; {} uses the defaults"
     )
 
+    asynchronous: AsynchronousSettings | None = Field(
+        None, description="sample in separate processes while training; {} uses the defaults"
+    )
+
     @property
     def uses_reference(self) -> bool:
         """Whether training needs the policy that it started from."""
@@ -56,6 +61,30 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             learner=self,
             device=device,
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrects_old_tokens(cls, given: Any) -> Any:
+        """Asynchronous training has off-policy corrections, unless the recipe sets its own."""
+        if not isinstance(given, dict) or given.get("asynchronous") is None or "off_policy" in given:
+            return given
+        settings = AsynchronousSettings.model_validate(given["asynchronous"])
+        return given | {"off_policy": default_corrections(settings)}
+
+    @model_validator(mode="after")
+    def _can_be_asynchronous(self) -> RLSpec:
+        if self.asynchronous is None:
+            return self
+        if self.curriculum is not None:
+            raise ValueError(
+                "asynchronous training cannot draw tasks by a curriculum yet. Remove one of them"
+            )
+        if self.algorithm.refills:
+            raise ValueError(
+                f"{self.algorithm.name} replaces dead groups, which asynchronous training cannot do yet."
+                " Choose another algorithm, or remove asynchronous"
+            )
+        return self
 
     @model_validator(mode="after")
     def _large_enough(self) -> RLSpec:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.bundle.job import Job
-from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.registry import REWARDS, make_environment
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.tasks.rl.spec import RLSpec
@@ -37,6 +37,8 @@ class ReinforcementStage(Stage[Spec]):
                 where=f"stages.{job.stage}.reward_model",
                 remedy="set verifier_weight above 0 to combine them, or remove one of them",
             )
+        if spec.asynchronous is not None:
+            _require_asynchronous(job)
         OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
@@ -49,6 +51,7 @@ class ReinforcementStage(Stage[Spec]):
             "algorithm": f"{_describe(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
+            **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),
             **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
             **training_plan(spec, job, spec.memory_plan(config, longest, job.resources.device)),
         }
@@ -66,6 +69,27 @@ class RL(ReinforcementStage[RLSpec]):
         from perilune.tasks.rl.loop import run
 
         return run(workspace, spec)
+
+
+def _require_asynchronous(job: Job) -> None:
+    """Check that the job's rollouts can run in processes of their own.
+
+    Raises:
+        RequestError: for several training processes, or an environment of several players.
+    """
+    where = f"stages.{job.stage}.asynchronous"
+    if job.resources.processes > 1:
+        raise RequestError(
+            "asynchronous training has one learner process",
+            where=where,
+            remedy="remove resources.processes; `workers` sets the number of rollout processes",
+        )
+    if getattr(make_environment(job.environment), "players", 1) > 1:
+        raise RequestError(
+            "asynchronous training cannot play environments of several players yet",
+            where=where,
+            remedy="remove asynchronous",
+        )
 
 
 def _describe(algorithm: Algorithm) -> str:

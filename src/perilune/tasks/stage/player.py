@@ -83,6 +83,8 @@ def open_player(
     max_tokens: int,
     settings: LearnerSettings | None = None,
     memory: Callable[[DecoderConfig, int, str], StageMemory] | None = None,
+    *,
+    environments: int = 1,
 ) -> Iterator[Player]:
     """Load the stage's checkpoint, open its environment, and set up engine and rollout worker.
 
@@ -91,11 +93,14 @@ def open_player(
         settings: training settings, for a policy that is trained.
         memory: computes the memory plan from the model's configuration, the tokens of the longest episode and
             the type of device. The plan must fit the machine before the engine is made.
+        environments: number of environment processes.
 
     Raises:
         RequestError: when the answers leave no room for a prompt, or the plan does not fit.
     """
-    with Scorer(workspace.job.environment) as scorer:  # its process starts while the model loads
+    with Scorer(
+        workspace.job.environment, workers=environments
+    ) as scorer:  # its process starts while the model loads
         device = prepare_device(workspace)
         policy = load_policy(workspace, device, settings)
         config = policy.decoder.config

@@ -111,17 +111,23 @@ class TrainingLoop:
         if isinstance(spec, EvaluatedSpec) and spec.eval is not None:
             self._record = EvaluationRecord(workspace, spec.eval)
 
-    def run(self, step: Callable[[int, Stopwatch], StepReport | None]) -> None:
+    def run(
+        self,
+        step: Callable[[int, Stopwatch], StepReport | None],
+        before_save: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run the remaining steps and record their reports.
 
         Args:
             step: runs one step, given the number of completed steps and a new stopwatch; returns None to end
                 the loop early.
+            before_save: called before each checkpoint.
 
         Raises:
             WorkFailedError: the failure that a step reports.
         """
         workspace, spec = self._workspace, self._spec
+        self._before_save = before_save
         with self._open_evaluation() as evaluation:
             if evaluation is not None and self.first == 0:
                 self._evaluate_start(evaluation)
@@ -174,6 +180,7 @@ class TrainingLoop:
         if step >= spec.steps or not (is_due or is_best):
             return
         with Waiting("checkpoint"):
+            self._before_save()
             self._learner.save_state(step_directory(workspace, step), {"step": step})
         if not workspace.leads:
             return

@@ -1,0 +1,387 @@
+"""Continuous rollouts: groups begin and end independently, and weights change between two tokens.
+
+`RolloutWorker.play` waits for all episodes of a batch. Here a group starts as soon as it is admitted, each
+turn is one request to the engine, and the environment's steps run in threads, so that a slow tool delays only
+its own episode.
+
+An episode is a function of its key and of the version that sampled each of its tokens. So an episode can be
+resumed from its tokens, and repeated from the versions alone (`Spans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from perilune.data.episode import FinishReason
+from perilune.engine.engine import Engine
+from perilune.engine.request import Completion, Delta, Request, SamplingParams
+from perilune.environments.core.protocol import Task
+from perilune.rollout.checks import check_scored_text
+from perilune.rollout.groups import Groups
+from perilune.rollout.rollout import Rollout
+from perilune.rollout.worker import RolloutWorker, session_seed
+from perilune.verifiers.process import EnvironmentProcess
+from perilune.verifiers.sessions import Sessions
+
+Event = Callable[[], None]
+Spans = list[tuple[int, int]]
+"""The versions that sample an episode's tokens, each with its number of tokens, in order."""
+
+
+@dataclass(slots=True, eq=False)
+class TurnTokens:
+    """The tokens of one turn so far.
+
+    Attributes:
+        finish_reason: None while the turn is being sampled.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """Append sampled tokens."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def with_more(self, more: Completion) -> TurnTokens:
+        """A copy with further tokens."""
+        copy = TurnTokens([*self.token_ids], [*self.logprobs], [*self.versions])
+        copy.extend(more.token_ids.tolist(), more.logprobs.tolist(), more.policy_version.tolist())
+        return copy
+
+    def completion(self) -> Completion:
+        """The finished turn."""
+        assert self.finish_reason is not None
+        return Completion(
+            np.array(self.token_ids, dtype=np.int32),
+            np.array(self.logprobs, dtype=np.float32),
+            np.array(self.versions, dtype=np.int32),
+            self.finish_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A group to play.
+
+    Attributes:
+        key: (step, index): its place in the order of admission.
+        recorded: the turns of each sample that were sampled before, to continue from.
+        spans: the versions that must sample each sample; None to use the current weights.
+        rollouts, played, over: the open episodes and their finished turns by sample, and the number of
+            finished episodes.
+    """
+
+    key: tuple[int, int]
+    task: Task
+    recorded: list[list[TurnTokens]] | None = None
+    spans: list[Spans] | None = None
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    played: dict[int, list[TurnTokens]] = field(default_factory=dict)
+    over: int = 0
+
+    def turns(self, sample: int, current: TurnTokens | None) -> list[TurnTokens]:
+        """The turns of a sample so far, with the one in progress; at least those recorded before."""
+        turns = [*self.played.get(sample, []), *([current] if current else [])]
+        before = self.recorded[sample] if self.recorded else []
+        return turns if len(turns) >= len(before) else before
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn in progress: the tokens it continues, and those sampled so far."""
+
+    group: Group
+    rollout: Rollout
+    context: list[int]
+    key: tuple[int, int, int]
+    sample: int  # index of its random numbers
+    tokens: TurnTokens
+
+
+class ContinuousRollouts:
+    """Plays groups with the engine of `worker`, without waiting for each other.
+
+    Not thread-safe: other threads call `post`.
+
+    Args:
+        worker: its engine must be an `Engine`. It may have no opponents and be one of several processes.
+        deliver: called with each finished group, and its episodes by player.
+    """
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        params: SamplingParams,
+        samples: int,
+        deliver: Callable[[Group, Groups], None],
+    ) -> None:
+        assert isinstance(worker.engine, Engine) and worker.opponents is None
+        self._worker, self._params, self._samples, self._deliver = worker, params, samples, deliver
+        self._engine: Engine = worker.engine
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._groups: dict[tuple[int, int], Group] = {}
+        self._turns: dict[int, dict[int, _Turn]] = {}  # by request of the engine and sample
+        self._held: list[_Turn] = []  # wait for the next weights
+        self._lanes = [_Lane(one, worker, self.post) for one in worker.scorer.processes]
+        self._opened = 0
+
+    def post(self, event: Event) -> None:
+        """Have `advance` call `event`. May be called by any thread."""
+        self._events.put(event)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing can happen before the next weights or the next group."""
+        waiting = sum(group.over + self._held_of(group) for group in self._groups.values())
+        return waiting == self._samples * len(self._groups) and self._events.empty()
+
+    def _held_of(self, group: Group) -> int:
+        return sum(turn.group is group for turn in self._held)
+
+    def advance(self) -> None:
+        """Handle all events, then sample one step. Waits for an event when there is nothing to sample."""
+        try:
+            self._events.get(block=not self._engine.unfinished)()
+            while True:
+                self._events.get(block=False)()
+        except Empty:
+            pass
+        if self._engine.unfinished:
+            for delta in self._engine.step():
+                self._sampled(delta)
+
+    def admit(self, group: Group) -> None:
+        """Open the sessions of a group. Sampling begins when all are open."""
+        self._groups[group.key] = group
+        for sample in range(self._samples):
+            lane = self._lanes[self._opened % len(self._lanes)]
+            self._opened += 1
+            lane.open(group, sample, lambda sample, rollout: self._begun(group, sample, rollout))
+
+    def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
+        """Continue with new weights: `state`, or the decoder's current ones. See `Engine.update_weights`."""
+        self._engine.update_weights(state, version)
+        held, self._held = self._held, []
+        for turn in held:
+            self._request(turn)
+
+    def recorded(self) -> dict[tuple[int, int], list[list[TurnTokens]]]:
+        """The turns sampled so far of every group in flight, by key and sample."""
+        current = {(turn.group.key, turn.rollout.sample): turn.tokens for turn in self._held}
+        for request, turns in self._turns.items():
+            for index, one in self._engine.sampled_so_far(request).items():
+                turn = turns[index]
+                current[turn.group.key, turn.rollout.sample] = turn.tokens.with_more(one)
+        return {
+            key: [group.turns(sample, current.get((key, sample))) for sample in range(self._samples)]
+            for key, group in self._groups.items()
+        }
+
+    # -- a rollout ---------------------------------------------------------------------------------------
+
+    def _begun(self, group: Group, sample: int, rollout: Rollout) -> None:
+        rollout.advance()
+        group.rollouts[sample] = rollout
+        if len(group.rollouts) < self._samples:
+            return
+        rollouts = [group.rollouts[one] for one in range(self._samples)]
+        self._worker.observe(rollouts, self._params)
+        if group.recorded or group.spans or any(one.is_over for one in rollouts):
+            for one in rollouts:
+                self._next(group, one)
+            return
+        turns = [self._turn(group, one) for one in rollouts]
+        self._ask(turns, self._worker.with_stop(self._params, group.task), samples=self._samples)
+
+    def _next(self, group: Group, rollout: Rollout) -> None:
+        """Sample the next turn of a rollout, or end it."""
+        if rollout.is_over:
+            self._end(group, rollout)
+            return
+        turn = self._turn(group, rollout)
+        known = group.recorded[rollout.sample] if group.recorded else []
+        if (number := len(rollout.actions)) < len(known):
+            turn.tokens = known[number]
+        if turn.tokens.finish_reason is None:
+            self._request(turn)
+        else:
+            self._complete(turn)
+
+    def _turn(self, group: Group, rollout: Rollout) -> _Turn:
+        if rollout.actions:
+            key, sample = rollout.turn_key, 0
+        else:
+            key, sample = rollout.key, rollout.sample
+        return _Turn(group, rollout, rollout.trajectory.context(), key, sample, TurnTokens())
+
+    def _request(self, turn: _Turn) -> None:
+        """Ask the engine for the rest of a turn, or as much as the current version may sample of it."""
+        params = self._worker.with_stop(self._params, turn.rollout.task)
+        done = len(turn.tokens.token_ids)
+        most = min(params.max_tokens - done, self._left(turn))
+        if most <= 0:
+            self._held.append(turn)
+            return
+        least = min(max(params.min_tokens - done, 0), most)
+        self._ask([turn], replace(params, max_tokens=most, min_tokens=least), samples=1)
+
+    def _ask(self, turns: list[_Turn], params: SamplingParams, *, samples: int) -> None:
+        first = turns[0]
+        done = first.tokens.token_ids
+        request = Request(
+            first.context + done,
+            params,
+            first.key,
+            samples,
+            position=len(done),
+            first_sample=first.sample,
+        )
+        self._turns[self._engine.add(request, stream=False)] = dict(enumerate(turns))
+
+    def _left(self, turn: _Turn) -> int:
+        """The tokens that the current version may sample of the turn's episode."""
+        if turn.group.spans is None:
+            return self._params.max_tokens
+        rollout = turn.rollout
+        earlier = sum(int(one.mask().sum()) for one in rollout.trajectories)
+        position = earlier + len(turn.tokens.token_ids)
+        for version, count in turn.group.spans[rollout.sample]:
+            if position < count:
+                return count - position if version == self._engine.version else 0
+            position -= count
+        return 0
+
+    def _sampled(self, delta: Delta) -> None:
+        if delta.failure is not None:
+            raise delta.failure
+        turn = self._turns[delta.request_id].pop(delta.sample)
+        turn.tokens.extend(delta.token_ids, delta.logprobs, delta.policy_version)
+        if not self._turns[delta.request_id]:
+            del self._turns[delta.request_id]
+        if delta.finish_reason == "length" and len(turn.tokens.token_ids) < self._params.max_tokens:
+            self._request(turn)
+            return
+        turn.tokens.finish_reason = delta.finish_reason
+        self._complete(turn)
+
+    def _complete(self, turn: _Turn) -> None:
+        """Give a finished turn to the environment."""
+        rollout, completion = turn.rollout, turn.tokens.completion()
+        text = self._worker.text(completion)
+        turn.group.played.setdefault(rollout.sample, []).append(turn.tokens)
+        rollout.add_completion(turn.context, completion, text)
+        if rollout.is_over:
+            self._end(turn.group, rollout)
+            return
+
+        def stepped() -> None:
+            check_scored_text(rollout, text)
+            rollout.advance()
+            if not rollout.is_over:
+                self._worker.observe([rollout], self._params)
+            self._next(turn.group, rollout)
+
+        self._lane_of(rollout).step(rollout, text, completion.finish_reason == "stop", stepped)
+
+    def _lane_of(self, rollout: Rollout) -> _Lane:
+        return next(lane for lane in self._lanes if lane.process is rollout.session.process)
+
+    def _end(self, group: Group, rollout: Rollout) -> None:
+        self._lane_of(rollout).close(rollout)
+        group.over += 1
+        if group.over < self._samples:
+            return
+        del self._groups[group.key]
+        rollouts = [group.rollouts[one] for one in range(self._samples)]
+        players = rollouts[0].own_players
+        groups = [self._worker.group(rollouts, player, self._params) for player in players]
+        self._deliver(group, [one for one in groups if one])
+
+
+class _Lane:
+    """A thread that makes the calls to one environment process, and posts an event after each.
+
+    Answers of single-turn sessions that wait together are scored together. Sessions of several turns may
+    wait for tools, so each of their steps is a call of its own.
+    """
+
+    def __init__(
+        self, process: EnvironmentProcess, worker: RolloutWorker, post: Callable[[Event], None]
+    ) -> None:
+        self.process, self._worker, self._post = process, worker, post
+        self._sessions = Sessions([process], worker.environment)
+        self._work: SimpleQueue[_Move | Event] = SimpleQueue()
+        Thread(target=self._run, name="environment", daemon=True).start()
+
+    def open(self, group: Group, sample: int, done: Callable[[int, Rollout], None]) -> None:
+        """Open a session and pass a new rollout to `done`."""
+        worker, (step, index) = self._worker, group.key
+        key = (worker.seed, step, index)
+
+        def work() -> None:
+            (session,) = self._sessions.open([(group.task, session_seed(key))])
+            players = getattr(worker.environment, "players", 1)
+            rollout = Rollout(session.task, key, sample, session, players)
+            self._post(lambda: done(sample, rollout))
+
+        self._work.put(work)
+
+    def step(self, rollout: Rollout, text: str, finished: bool, done: Event) -> None:
+        """Apply an action, then post `done`."""
+        self._work.put(_Move(rollout, text, finished, done))
+
+    def close(self, rollout: Rollout) -> None:
+        """Close the session of a rollout."""
+        self._work.put(lambda: self._sessions.close([rollout.session]))
+
+    def _run(self) -> None:
+        while True:
+            work = [self._work.get()]
+            while not self._work.empty():
+                work.append(self._work.get())
+            try:
+                self._do(work)
+            except Exception as error:
+                self._post(_raising(error))
+
+    def _do(self, work: Sequence[_Move | Event]) -> None:
+        answers = [one for one in work if isinstance(one, _Move) and not one.rollout.session.is_held]
+        self._step(answers)
+        for one in work:
+            if not isinstance(one, _Move):
+                one()
+            elif one.rollout.session.is_held:
+                self._step([one])
+
+    def _step(self, moves: Sequence[_Move]) -> None:
+        if moves:
+            self._sessions.step([(one.rollout.session, one.text, one.finished) for one in moves])
+        for one in moves:
+            self._post(one.done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    rollout: Rollout
+    text: str
+    finished: bool
+    done: Event
+
+
+def _raising(error: Exception) -> Event:
+    def event() -> Any:
+        raise error
+
+    return event

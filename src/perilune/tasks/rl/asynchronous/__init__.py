@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning: rollout processes sample while the learner trains."""

@@ -1,0 +1,222 @@
+"""The rollout processes of a stage: started, fed with weights and groups, and replaced when one dies.
+
+A lost process costs the episodes that it was sampling. Their groups go to the other processes, or to its
+replacement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perilune.bundle.workspace import Workspace
+from perilune.data.episodes_file import from_bytes
+from perilune.errors import ProcessLostError, WorkFailedError
+from perilune.rollout.groups import Groups
+
+STARTS = 3  # losses in a row, without a finished group, after which the stage fails
+MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
+KEPT_VERSIONS = 2  # weights files; a process may still read the last but one
+
+Key = tuple[int, int]
+
+
+@dataclass(eq=False)
+class _Process:
+    """One rollout process.
+
+    Attributes:
+        groups: the groups that it plays, with their messages.
+        holds: version of its weights, -1 before the first.
+    """
+
+    number: int
+    child: subprocess.Popen[bytes]
+    groups: dict[Key, Mapping[str, Any]] = field(default_factory=dict)
+    holds: int = -1
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError):  # its end is noticed by its reader
+            self.child.stdin.write(json.dumps(message).encode() + b"\n")
+            self.child.stdin.flush()
+
+
+class Fleet:
+    """The rollout processes of a stage.
+
+    Args:
+        count: number of processes.
+
+    Attributes:
+        finished: groups that no step has trained on yet, by key.
+        losses: processes that died so far.
+        lag: seconds between the last publication and the moment when all processes held it.
+    """
+
+    def __init__(self, workspace: Workspace, count: int) -> None:
+        self.finished: dict[Key, Groups] = {}
+        self.losses = 0
+        self.lag = 0.0
+        self._workspace = workspace
+        self._folder = tempfile.TemporaryDirectory(prefix="perilune-rollouts-", dir=_folder())
+        self._weights: dict[str, Any] | None = None
+        self._published = 0.0
+        self._lost_in_a_row = 0
+        self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
+        self._answers: list[Path | int] = []
+        self._processes = [self._start(number) for number in range(count)]
+
+    def close(self) -> None:
+        """End all processes and remove their files."""
+        for one in self._processes:
+            one.child.kill()
+            one.child.wait()
+        self._folder.cleanup()
+
+    # -- messages to the processes -------------------------------------------------------------------------
+
+    def publish(self, state: Mapping[str, Tensor], version: int, checksum: str) -> None:
+        """Give all processes new weights. They swap between two tokens."""
+        folder = Path(self._folder.name)
+        path = folder / f"weights-{version}.safetensors"
+        save_file({name: one.detach().cpu().contiguous() for name, one in state.items()}, path)
+        self._weights = {"weights": str(path), "version": version, "checksum": checksum}
+        self._published = time.monotonic()
+        for one in self._processes:
+            one.send(self._weights)
+        files = sorted(folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns)
+        for old in files[:-KEPT_VERSIONS]:
+            old.unlink()
+
+    def admit(self, message: Mapping[str, Any]) -> None:
+        """Have the process with the fewest groups play one more."""
+        one = min(self._processes, key=lambda process: (len(process.groups), process.number))
+        one.groups[tuple(message["key"])] = message
+        one.send({"admit": {**message, "spool": self._folder.name}})
+
+    def snapshot(self) -> dict[Key, Any]:
+        """The turns sampled so far of all groups in flight, by key."""
+        recorded: dict[Key, Any] = {}
+        for one in list(self._processes):
+            path = Path(self._folder.name) / f"snapshot-{one.number}.json"
+            one.send({"snapshot": str(path)})
+            self._answers = []
+            while path not in self._answers and one in self._processes:
+                self.receive()
+            if one in self._processes:
+                for group in json.loads(path.read_bytes()):
+                    recorded[tuple(group["key"])] = group["samples"]
+        return {key: value for key, value in recorded.items() if key not in self.finished}
+
+    def settle(self, number: int) -> None:
+        """Wait until the processes can do nothing more with their weights and groups."""
+        for one in list(self._processes):
+            one.send({"settle": number})
+            self._answers = []
+            while number not in self._answers:
+                if one not in self._processes:
+                    raise ProcessLostError("a rollout process died while a schedule was followed")
+                self.receive()
+
+    # -- messages from the processes -----------------------------------------------------------------------
+
+    @property
+    def holds(self) -> int:
+        """The oldest version that a process samples with."""
+        return min(one.holds for one in self._processes)
+
+    def receive(self) -> None:
+        """Wait for one message and handle it.
+
+        Raises:
+            WorkFailedError: the failure that a process reports; when processes die again and again.
+        """
+        process, message = self._messages.get()
+        if process not in self._processes:
+            return  # the last words of a process that was replaced
+        if message is None:
+            self._replace(process)
+        elif "group" in message:
+            key = tuple(message["group"])
+            path = Path(message["file"])
+            if process.groups.pop(key, None) is not None:
+                self.finished[key] = _groups(path)
+            path.unlink()
+            self._lost_in_a_row = 0
+        elif "holds" in message:
+            process.holds = message["holds"]
+            if self._weights is not None and self.holds == self._weights["version"]:
+                self.lag = time.monotonic() - self._published
+        elif "failed" in message:
+            raise WorkFailedError(f"a rollout process failed: {message['failed']}")
+        else:
+            (value,) = message.values()
+            self._answers.append(Path(value) if "snapshot" in message else value)
+
+    def _start(self, number: int) -> _Process:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "perilune.tasks.rl.asynchronous.process", str(self._workspace.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        process = _Process(number, child)
+        Thread(target=self._read, args=(process,), name=f"rollout process {number}", daemon=True).start()
+        if self._weights is not None:
+            process.send(self._weights)
+        return process
+
+    def _read(self, process: _Process) -> None:
+        assert process.child.stdout is not None
+        for line in process.child.stdout:
+            self._messages.put((process, json.loads(line)))
+        self._messages.put((process, None))
+
+    def _replace(self, process: _Process) -> None:
+        code = process.child.wait()
+        self.losses += 1
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= STARTS:
+            raise ProcessLostError(
+                f"a rollout process ended with exit code {code}, {STARTS} times without a finished group",
+                remedy="read the log above; out of memory? lower `prompts`, `max_tokens` or `workers`",
+            )
+        groups = list(process.groups.values())
+        self._workspace.log(
+            f"warning: rollout process {process.number} ended with exit code {code};"
+            f" {len(groups)} groups begin again"
+        )
+        self._workspace.event("rollout_process_lost", number=process.number, groups=len(groups))
+        self._processes[self._processes.index(process)] = self._start(process.number)
+        for message in groups:
+            self.admit({**message, "recorded": None})
+
+
+def _groups(path: Path) -> Groups:
+    """The groups of a file, which has all episodes of one task."""
+    return list(_by_group(from_bytes(path.read_bytes())))
+
+
+def _by_group(episodes: list[Any]) -> Iterator[tuple[Any, ...]]:
+    names = dict.fromkeys(one.group_id for one in episodes)
+    for name in names:
+        yield tuple(one for one in episodes if one.group_id == name)
+
+
+def _folder() -> Path | None:
+    return MEMORY if MEMORY.is_dir() else None

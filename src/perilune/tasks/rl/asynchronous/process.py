@@ -1,0 +1,137 @@
+"""A rollout process: `python -m perilune.tasks.rl.asynchronous.process BUNDLE`.
+
+It reads JSON lines from standard input and answers on standard output; its log is standard error:
+
+    {"weights": path, "version": v, "checksum": c}    -> {"holds": v}
+    {"admit": group}                                  -> {"group": [step, index], "file": path} when finished
+    {"snapshot": path}                                -> {"snapshot": path} with the turns sampled so far
+    {"settle": n}                                     -> {"settled": n} once nothing more can happen
+
+It ends when its standard input ends, so it never outlives the learner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from safetensors.torch import load_file
+
+from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.workspace import FollowerWorkspace
+from perilune.data.episodes_file import to_bytes
+from perilune.environments.core.protocol import Task
+from perilune.errors import REPORT_BUG, PeriluneError, WorkFailedError
+from perilune.files import write_atomic
+from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens
+from perilune.rollout.groups import Groups
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.player import Player, open_player
+
+
+class RolloutProcess:
+    """Handles the learner's messages between the steps of the engine."""
+
+    def __init__(self, player: Player, spec: RLSpec, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._player, self._send = player, send
+        self._spool = Path()
+        params = spec.params(player.policy.stop_token_ids)
+        self._rollouts = ContinuousRollouts(player.rollouts, params, spec.samples, self._deliver)
+        self._settle: int | None = None
+        Thread(target=self._read, name="learner", daemon=True).start()
+
+    def run(self) -> None:
+        """Sample until the process is ended."""
+        while True:
+            self._rollouts.advance()
+            if self._settle is not None and self._rollouts.is_idle:
+                self._send({"settled": self._settle})
+                self._settle = None
+
+    def _read(self) -> None:
+        for line in sys.stdin.buffer:
+            self._rollouts.post(partial(self._handle, json.loads(line)))
+        os._exit(0)
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        if "weights" in message:
+            self._load(message)
+        elif "admit" in message:
+            self._admit(message["admit"])
+        elif "snapshot" in message:
+            self._snapshot(Path(message["snapshot"]))
+        else:
+            self._settle = message["settle"]
+
+    def _load(self, message: Mapping[str, Any]) -> None:
+        version, decoder = message["version"], self._player.policy.decoder
+        decoder.load_state_dict(load_file(message["weights"]), strict=False)
+        self._rollouts.update_weights(None, version)
+        if (held := self._player.engine.checksum) != message["checksum"]:
+            raise WorkFailedError(
+                f"version {version} has checksum {message['checksum']}, and the rollout process holds {held}",
+                remedy=REPORT_BUG,
+            )
+        self._send({"holds": version})
+
+    def _admit(self, message: Mapping[str, Any]) -> None:
+        self._spool = Path(message["spool"])
+        known = message["recorded"]
+        spans = message["spans"]
+        self._rollouts.admit(
+            Group(
+                tuple(message["key"]),
+                Task(**message["task"]),
+                None if known is None else [[TurnTokens(**turn) for turn in sample] for sample in known],
+                None if spans is None else [[(v, n) for v, n in sample] for sample in spans],
+            )
+        )
+
+    def _deliver(self, group: Group, groups: Groups) -> None:
+        step, index = group.key
+        path = self._spool / f"{step}-{index}.arrow"
+        write_atomic(path, to_bytes(one for episodes in groups for one in episodes))
+        self._send({"group": group.key, "file": str(path)})
+
+    def _snapshot(self, path: Path) -> None:
+        recorded = [
+            {"key": key, "samples": [[asdict(turn) for turn in sample] for sample in samples]}
+            for key, samples in self._rollouts.recorded().items()
+        ]
+        write_atomic(path, json.dumps(recorded).encode())
+        self._send({"snapshot": str(path)})
+
+
+def main() -> None:
+    """Run a rollout process for the bundle named on the command line."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the stage prints goes to its log
+
+    def send(message: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    workspace = FollowerWorkspace(Path(sys.argv[1]).absolute())
+    learn_secrets(workspace.job.secrets)
+    spec = RLSpec.model_validate(workspace.job.spec)
+    assert spec.asynchronous is not None
+    environments = spec.asynchronous.environments
+    try:
+        with open_player(workspace, spec.max_tokens, spec, environments=environments) as player:
+            RolloutProcess(player, spec, send).run()
+    except Exception as error:
+        traceback.print_exc()
+        send({"failed": str(error) if isinstance(error, PeriluneError) else repr(error)})
+        os._exit(1)  # the thread that reads standard input does not end
+
+
+if __name__ == "__main__":
+    main()

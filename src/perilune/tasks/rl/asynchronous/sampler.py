@@ -1,0 +1,208 @@
+"""The rollout side of asynchronous training, as the learner sees it.
+
+Groups are numbered in the order of their tasks. A group is admitted while
+
+    admitted < (completed steps + staleness + 1) * prompts
+
+and a step trains on the finished groups that were admitted first. Nothing is dropped for its age: that would
+remove long episodes (docs/explanation/asynchronous.md).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from perilune.bundle.workspace import SCHEDULE
+from perilune.data.episodes_file import from_bytes, to_bytes
+from perilune.learn.trainer import Learner
+from perilune.models.checkpoints.checksum import checksum
+from perilune.rollout.failures import require_few_failures
+from perilune.rollout.groups import Groups
+from perilune.rollout.timing import Stopwatch
+from perilune.tasks.process_rewards.rewards import ProcessRewards
+from perilune.tasks.rl.asynchronous.fleet import Fleet, Key
+from perilune.tasks.rl.asynchronous.schedule import Batch, log_batch, read_schedule
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
+from perilune.tasks.rl.sampling import GroupSource
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.player import Player
+from perilune.tasks.stage.training_tasks import TrainingTasks
+from perilune.verifiers.scorer import fields
+from perilune.watchdog import Waiting
+
+MEMORY = "asynchronous"  # key of the learner's memory
+
+
+def may_admit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
+    """The number of groups that may have been admitted after `completed` of `steps` steps."""
+    return prompts * min(completed + settings.staleness + 1, steps)
+
+
+class AsynchronousSampler(GroupSource):
+    """`sample` returns groups that rollout processes have finished.
+
+    Args:
+        learner: its weights are published; its memory keeps what a resumed run needs.
+    """
+
+    def __init__(self, spec: RLSpec, player: Player, learner: Learner) -> None:
+        assert spec.asynchronous is not None
+        self._spec, self._settings, self._player, self._learner = spec, spec.asynchronous, player, learner
+        self._workspace = player.workspace
+        known: dict[str, Any] = learner.memory.get(MEMORY, {})
+        self.versions: dict[int, str] = {
+            int(version): one for version, one in known.get("versions", {}).items()
+        }
+        self._published: int | None = None
+        self._admitted: int = known.get("admitted", 0)
+        self._waiting: dict[int, Any] = {}  # tasks of admitted groups, by number
+        self._tasks = self._restored_tasks(known)
+        self._recorded: Mapping[str, Any] = known.get("recorded", {})
+        schedule = self._workspace.runtime / SCHEDULE
+        self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
+        self._fleet = Fleet(self._workspace, self._settings.workers)
+        for number, stream in known.get("finished", {}).items():
+            self._fleet.finished[self._key(int(number))] = [tuple(from_bytes(base64.b64decode(stream)))]
+        self._process_rewards = ProcessRewards(
+            spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
+        )
+        self._admit_again()
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs of the training tasks."""
+        return self._tasks.epoch
+
+    def close(self) -> None:
+        """End the rollout processes."""
+        self._fleet.close()
+
+    def sample(self, step: int, watch: Stopwatch) -> Groups:
+        """Publish the learner's weights, admit groups, and wait for those of a step."""
+        version, decoder = self._learner.version, self._player.policy.decoder
+        if self._published != version:
+            state = decoder.state_dict()
+            self.versions[version] = checksum(state)
+            self._fleet.publish(state, version, self.versions[version])
+            self._published = version
+        self._admit(may_admit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
+        began = watch.elapsed
+        batch = self._take(step)
+        watch.sampling += watch.elapsed - began
+        groups = [group for _, (_, parts) in batch.items() for group in parts]
+        episodes = [one for group in groups for one in group]
+        watch.tokens += sum(int(one.loss_mask.sum()) for one in episodes)
+        require_few_failures(episodes, self._player.rollouts.scorer.settings, f"step {step}")
+        log_batch(
+            self._workspace.artifacts / SCHEDULE,
+            step,
+            {number: [one for part in parts for one in part] for number, (_, parts) in batch.items()},
+        )
+        if (learned := self._player.rollouts.learned) is not None:
+            groups = learned.rescore(groups)
+        if self._process_rewards.settings is not None:
+            tasks = [task for task, _ in batch.values()]
+            groups = self._process_rewards.reward(tasks, groups, step, watch)
+        return groups
+
+    def figures(self, groups: Groups) -> dict[str, float]:
+        """The share of episodes that several versions sampled."""
+        versions = [np.unique(one.policy_version[one.loss_mask]) for group in groups for one in group]
+        return {"mixed_versions": sum(len(one) > 1 for one in versions) / max(len(versions), 1)}
+
+    def timing(self) -> dict[str, float]:
+        """How long the last publication took to reach all processes, and what is ready for the next step."""
+        return {
+            "publish_lag": self._fleet.lag,
+            "groups_ready": float(len(self._fleet.finished)),
+            "rollout_processes_lost": float(self._fleet.losses),
+        }
+
+    def remember(self) -> None:
+        """Put what a resumed run needs into the learner's memory: groups that no step has trained on."""
+        recorded = self._fleet.snapshot()
+        finished = {
+            str(self._number(key)): base64.b64encode(to_bytes(one for group in groups for one in group))
+            for key, groups in self._fleet.finished.items()
+        }
+        self._learner.memory[MEMORY] = {
+            "admitted": self._admitted,
+            "waiting": sorted(self._waiting),
+            "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
+            "finished": {number: stream.decode() for number, stream in finished.items()},
+            "versions": {str(version): one for version, one in self._recent_versions().items()},
+        }
+
+    # -- admission -------------------------------------------------------------------------------------------
+
+    def _admit(self, most: int) -> None:
+        while self._admitted < most:
+            (task,) = self._tasks.take(1)
+            self._waiting[self._admitted] = task
+            self._send(self._admitted)
+            self._admitted += 1
+
+    def _admit_again(self) -> None:
+        """Continue the groups of an earlier attempt."""
+        for number in self._waiting:
+            if self._key(number) not in self._fleet.finished:
+                self._send(number)
+
+    def _send(self, number: int) -> None:
+        spans = None
+        if self._schedule is not None:
+            spans = next((batch[number] for batch in self._schedule.values() if number in batch), None)
+            if spans is None:
+                return  # no step trained on it
+        self._fleet.admit(
+            {
+                "key": self._key(number),
+                "task": fields(self._waiting[number]),
+                "recorded": self._recorded.get(str(number)),
+                "spans": spans,
+            }
+        )
+
+    def _restored_tasks(self, known: Mapping[str, Any]) -> TrainingTasks:
+        """The stream of tasks after those admitted; the tasks of waiting groups are read again."""
+        waiting = set(known.get("waiting", ()))
+        first = min(waiting, default=self._admitted)
+        tasks = self._player.training_tasks(skip=first)
+        for number, task in enumerate(tasks.take(self._admitted - first), first):
+            if number in waiting:
+                self._waiting[number] = task
+        return tasks
+
+    # -- batches ---------------------------------------------------------------------------------------------
+
+    def _take(self, step: int) -> dict[int, tuple[Any, Groups]]:
+        """Task and groups of each of the step's group numbers, in the order of admission."""
+        with Waiting("rollouts") as wait:
+            if self._schedule is not None:
+                self._fleet.settle(step)
+                numbers = list(self._schedule[step])
+            else:
+                while len(self._fleet.finished) < self._spec.prompts:
+                    self._fleet.receive()
+                    wait.progress()
+                numbers = sorted(map(self._number, self._fleet.finished))[: self._spec.prompts]
+        return {
+            number: (self._waiting.pop(number), self._fleet.finished.pop(self._key(number)))
+            for number in numbers
+        }
+
+    def _recent_versions(self) -> dict[int, str]:
+        """The versions that may have sampled a token of a group in flight."""
+        oldest = max(self.versions, default=0) - 100 * (self._settings.staleness + 1)
+        return {version: one for version, one in self.versions.items() if version >= oldest}
+
+    def _key(self, number: int) -> Key:
+        """The step and index whose random numbers a group uses: those it would have without staleness."""
+        return number // self._spec.prompts + 1, number % self._spec.prompts
+
+    def _number(self, key: Key) -> int:
+        return (key[0] - 1) * self._spec.prompts + key[1]

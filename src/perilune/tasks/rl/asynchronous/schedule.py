@@ -1,0 +1,53 @@
+"""The schedule log: which groups each step trained on, and which version sampled each of their tokens.
+
+The log and the seed determine an asynchronous run. A run writes the log; `perilune reproduce` follows it.
+
+    {"step": 12, "groups": [[40, [[[10, 5], [11, 9]], [[11, 3]]]], ...]}
+
+Each entry of "groups" is the number of a group in the order of admission, and for each of its samples the
+versions with their numbers of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+
+from perilune.data.episode import Episode
+from perilune.errors import RequestError
+from perilune.files import append_json_line, read_json_lines
+from perilune.rollout.continuous import Spans
+
+Batch = dict[int, list[Spans]]
+"""The groups of one step by number, in order, with the spans of each sample."""
+
+
+def log_batch(path: Path, step: int, batch: Mapping[int, Iterable[Episode]]) -> None:
+    """Append the batch of a step to the log."""
+    groups = [[number, [spans_of(one) for one in group]] for number, group in batch.items()]
+    append_json_line(path, {"step": step, "groups": groups})
+
+
+def read_schedule(path: Path) -> dict[int, Batch]:
+    """The batches by step.
+
+    Raises:
+        RequestError: when the file is not a schedule log.
+    """
+    try:
+        return {
+            int(line["step"]): {
+                int(number): [[(int(version), int(count)) for version, count in one] for one in samples]
+                for number, samples in line["groups"]
+            }
+            for line in read_json_lines(path)
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"not a schedule log: {error}", where=str(path)) from None
+
+
+def spans_of(episode: Episode) -> Spans:
+    """The versions that sampled an episode's tokens, each with its number of tokens."""
+    versions = episode.policy_version[episode.loss_mask].tolist()
+    return [(version, sum(1 for _ in run)) for version, run in groupby(versions)]

@@ -1,0 +1,33 @@
+"""The settings of asynchronous training."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen
+from perilune.learn.off_policy import OffPolicySettings
+
+
+class AsynchronousSettings(Frozen):
+    """How far rollouts run ahead of training, and in how many processes."""
+
+    staleness: int = Field(
+        1, ge=0, description="steps by which rollouts may run ahead of training; 0 waits for each update"
+    )
+    workers: int = Field(1, ge=1, description="rollout processes; each has an engine of its own")
+    environments: int = Field(
+        4, ge=1, description="environment processes of each; a slow tool delays the episodes of one"
+    )
+
+    def describe(self) -> str:
+        """The settings, for the plan."""
+        processes = "1 rollout process" if self.workers == 1 else f"{self.workers} rollout processes"
+        return f"up to {self.staleness} steps ahead, {processes} with {self.environments} environments each"
+
+
+def default_corrections(settings: AsynchronousSettings) -> OffPolicySettings:
+    """Truncated importance weights per token, without tokens that are much older than usual.
+
+    Pacing bounds the mean age, not the age of the longest episode's first tokens; those are masked.
+    """
+    return OffPolicySettings(proximal="learner", weight="truncate", max_staleness=4 * settings.staleness + 4)

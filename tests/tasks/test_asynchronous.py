@@ -1,0 +1,115 @@
+"""Asynchronous training: rollout processes, their schedule, and what survives a kill."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from forked import context
+from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_task
+
+from perilune.bundle.compare import compare_artifacts
+from perilune.execution.placements.local import restore_outputs
+from perilune.files import read_json_lines
+
+pytestmark = pytest.mark.slow
+
+CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
+
+
+def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
+    one = run_task(tmp_path / "synchronous", "rl", **CORRECTED)
+    other = run_task(tmp_path / "asynchronous", "rl", asynchronous={"staleness": 0}, **CORRECTED)
+    differences = {one.path for one in compare_artifacts(one, other)}
+    assert differences <= {"artifacts/schedule.jsonl", "artifacts/metrics.jsonl"}
+    for line, again in zip(metrics(one), metrics(other), strict=True):
+        assert again.pop("mixed_versions") == 0
+        assert line == again
+
+
+WAITS = {"id": "factory", "factory": "task_environments:Waits", "episodes": {"max_tokens": 200}}
+OPTIONS: dict[str, Any] = {
+    "environment": WAITS,
+    "asynchronous": {"staleness": 2},
+    "steps": 8,
+    "save_every": 2,
+    "max_tokens": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that wrote its own schedule."""
+    return run_task(tmp_path_factory.mktemp("free") / "bundle", "rl", **OPTIONS)
+
+
+def following(schedule: Path, folder: Path) -> Path:
+    bundle = make_bundle(folder, make_job("rl", **OPTIONS))
+    (bundle / "runtime").mkdir()
+    shutil.copy(schedule / "artifacts" / "schedule.jsonl", bundle / "runtime")
+    return bundle
+
+
+def test_a_run_follows_the_schedule_of_another(free: Path, tmp_path: Path) -> None:
+    assert max(line["staleness_max"] for line in metrics(free)) >= 1
+    assert max(line["mixed_versions"] for line in metrics(free)) > 0
+    assert compare_artifacts(free, run_in(following(free, tmp_path / "again"))) == []
+
+
+def test_a_killed_run_follows_the_schedule_too(free: Path, tmp_path: Path) -> None:
+    attempt = following(free, tmp_path / "0")
+    for number, lines in enumerate((3, 6), 1):
+        process = context.Process(target=run_in, args=(attempt,))
+        process.start()
+        while process.is_alive() and len(metrics(attempt)) < lines:
+            time.sleep(0.01)
+        process.kill()
+        process.join()
+        before, attempt = attempt, following(free, tmp_path / str(number))
+        restore_outputs(before / "artifacts", attempt / "artifacts")
+        assert 0 < len(metrics(attempt)) < OPTIONS["steps"]
+    assert compare_artifacts(free, run_in(attempt)) == []
+
+
+def test_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
+    """Without a schedule, it goes on with the tokens that it had."""
+    attempt = make_bundle(tmp_path / "0", make_job("rl", **OPTIONS))
+    process = context.Process(target=run_in, args=(attempt,))
+    process.start()
+    while process.is_alive() and len(metrics(attempt)) < 5:
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    again = make_bundle(tmp_path / "1", make_job("rl", **OPTIONS))
+    restore_outputs(attempt / "artifacts", again / "artifacts")
+    run_in(again)
+    assert [line["step"] for line in metrics(again)] == list(range(1, 9))
+    assert compare_artifacts(again, run_in(following(again, tmp_path / "2"))) == []
+
+
+def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None:
+    bundle = make_bundle(
+        tmp_path / "bundle", make_job("rl", **{**OPTIONS, "asynchronous": {"staleness": 1, "workers": 2}})
+    )
+    process = context.Process(target=run_in, args=(bundle,))
+    process.start()
+    while len(metrics(bundle)) < 2:
+        time.sleep(0.01)
+    children = [
+        one for one in psutil.Process(process.pid).children() if "asynchronous" in "".join(one.cmdline())
+    ]
+    assert len(children) == 2
+    children[0].kill()
+    process.join()
+    assert process.exitcode == 0
+    tasks = [
+        task for step in range(1, 9) for task in set(episodes(bundle, f"step-{step:06d}.parquet").task_id)
+    ]
+    assert len(tasks) == len(set(tasks)) == 8 * 4
+    assert [line["kind"] for line in read_json_lines(bundle / "runtime" / "events.jsonl")].count(
+        "rollout_process_lost"
+    ) == 1

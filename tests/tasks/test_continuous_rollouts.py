@@ -1,0 +1,119 @@
+"""Continuous rollouts give the episodes of a batch, in any order and after any interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import pytest
+from task_environments import Talk
+from test_several_turns import PARAMS, TALK, TOKENIZER, engine_of, play
+
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import to_bytes
+from perilune.engine.engine import Engine
+from perilune.rollout.continuous import ContinuousRollouts, Group, Spans
+from perilune.rollout.groups import Groups
+from perilune.rollout.worker import RolloutWorker
+from perilune.verifiers import Scorer
+
+SAMPLES = 4
+TASKS = list(islice(Talk(TALK).tasks("train", 0), 6))
+
+
+class Session:
+    """Continuous rollouts of an engine, and the groups that they finished."""
+
+    def __init__(self, engine: Engine, scorer: Scorer) -> None:
+        self.engine = engine
+        self.finished: dict[tuple[int, int], Groups] = {}
+        worker = RolloutWorker(engine, TOKENIZER, scorer, Talk(TALK), 7)
+        self.rollouts = ContinuousRollouts(
+            worker, PARAMS, SAMPLES, lambda group, groups: self.finished.update({group.key: groups})
+        )
+
+    def admit(self, *indices: int, **known: dict[int, object]) -> None:
+        for index in indices:
+            own = {name: values[index] for name, values in known.items()}
+            self.rollouts.admit(Group((1, index), TASKS[index], **own))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.rollouts.advance()
+
+    def all(self, count: int) -> Groups:
+        self.until(lambda: len(self.finished) == count)
+        return [group for key in sorted(self.finished) for group in self.finished[key]]
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Scorer]:
+    with Scorer(TALK, workers=2) as one:
+        yield one
+
+
+def same(one: Groups, other: Groups) -> bool:
+    return to_bytes(e for group in one for e in group) == to_bytes(e for group in other for e in group)
+
+
+def spans_of(episode: Episode) -> Spans:
+    spans: Spans = []
+    for version in episode.policy_version[episode.loss_mask].tolist():
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + 1)
+        else:
+            spans.append((version, 1))
+    return spans
+
+
+def test_an_episode_is_that_of_a_batch(scorer: Scorer) -> None:
+    session = Session(engine_of(TOKENIZER), scorer)
+    session.admit(0, 3, 1)
+    session.until(lambda: len(session.finished) >= 1)
+    session.admit(2, 5, 4)
+    assert same(session.all(6), play({}, engine=engine_of(TOKENIZER)))
+
+
+def swapped(scorer: Scorer, after: int) -> Session:
+    """A session whose engine gets other weights after `after` sampled tokens."""
+    session = Session(engine_of(TOKENIZER), scorer)
+    session.admit(*range(6))
+    session.until(lambda: session.engine.counters.steps >= after)
+    session.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
+    return session
+
+
+def test_the_versions_of_its_tokens_determine_an_episode(scorer: Scorer) -> None:
+    first = swapped(scorer, 5).all(6)
+    versions = {tuple(v for v, _ in spans_of(one)) for group in first for one in group}
+    assert (0, 1) in versions  # weights changed within an episode
+
+    spans = {index: [spans_of(one) for one in group] for index, group in enumerate(first)}
+    again = Session(engine_of(TOKENIZER), scorer)
+    again.admit(4, 0, 5, 3, 1, 2, spans=spans)
+    again.until(lambda: again.rollouts.is_idle)
+    again.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
+    assert same(again.all(6), first)
+
+
+@pytest.mark.parametrize("steps", [2, 9, 30])
+def test_an_interrupted_episode_continues(scorer: Scorer, steps: int) -> None:
+    session = Session(engine_of(TOKENIZER), scorer)
+    session.admit(*range(6))
+    session.until(lambda: session.engine.counters.steps >= steps)
+    recorded = {key[1]: turns for key, turns in session.rollouts.recorded().items()}
+    assert any(turns for group in recorded.values() for turns in group)
+    finished = dict(session.finished)
+
+    other = Session(engine_of(TOKENIZER), scorer)
+    other.finished = finished
+    other.admit(*recorded, recorded=recorded)
+    assert same(other.all(6), play({}, engine=engine_of(TOKENIZER)))
+
+
+def test_an_error_of_a_session_reaches_the_caller(scorer: Scorer) -> None:
+    session = Session(engine_of(TOKENIZER), scorer)
+    lane = session.rollouts._lanes[0]
+    lane._work.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        session.rollouts.advance()
