@@ -6,6 +6,7 @@ version of the weights that sampled them. Weights travel the other way, through 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player
 
 
-class GroupSource:
+class GroupSource(ABC):
     """Where the loop gets its groups from.
 
     Attributes:
@@ -30,17 +31,17 @@ class GroupSource:
     versions: Mapping[int, str] = {}
 
     @property
+    @abstractmethod
     def epoch(self) -> int:
         """Number of completed epochs of the training tasks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """The groups of a step (from 1).
 
         Raises:
             WorkFailedError: when sampling fails, or a task repeats within an epoch.
         """
-        raise NotImplementedError
 
     def figures(self, groups: Groups) -> Mapping[str, float]:
         """Reproducible figures of the groups, for metrics.jsonl."""
@@ -50,10 +51,10 @@ class GroupSource:
         """Figures of the last step, for timings.jsonl."""
         return {}
 
-    def remember(self) -> None:
+    def remember(self) -> None:  # noqa: B027 - most sources need nothing
         """Put what a resumed run needs into the learner's memory, before a checkpoint."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release processes and files."""
 
 
