@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,24 @@ def test_an_evaluation_has_the_figures_of_each_part(tmp_path: Path) -> None:
     for task_id, samples, correct in found["correct_per_task"]:
         rates[task_id.partition("/")[0]].append(correct / samples)
     assert {part: sum(own) / len(own) for part, own in rates.items()} == pytest.approx(passes)
+
+
+def test_evaluations_during_training_have_the_figures_of_each_part(tmp_path: Path) -> None:
+    parts = {"letters": LETTERS, "talk": TALK}
+    bundle = run_task(
+        tmp_path,
+        "rl",
+        environment={"id": "mixture", "parts": parts},
+        eval={"tasks": 4, "samples": 2},
+        steps=1,
+        temperature=1.0,
+    )
+    lines = (bundle / "artifacts" / "evaluations.jsonl").read_text().splitlines()
+    by_task = json.loads(lines[-1])["pass@1"]
+    assert len(by_task) == 4
+    for part in parts:
+        own = [rate for task, rate in by_task.items() if task.partition("/")[0] == part]
+        figure = f"eval/heldout/environment/{part}/pass@1"
+        line = metrics(bundle)[-1]
+        assert line[figure] == pytest.approx(sum(own) / len(own))
+        assert line[f"{figure}/low"] <= line[figure] <= line[f"{figure}/high"]

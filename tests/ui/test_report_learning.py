@@ -117,3 +117,17 @@ def test_a_training_is_judged_against_where_it_started(tmp_path: Path) -> None:
     assert data.climb is not None
     assert (data.climb.before, data.climb.after) == ("of_sft", "of_rl")
     assert [(one.before, one.after) for one in data.comparisons] == [("of_sft", "of_rl")], "not its sibling"
+
+
+def test_the_figures_of_each_environment_reach_the_page(tmp_path: Path) -> None:
+    made = made_with_rl(tmp_path)
+    parts = {
+        "sums": {"tasks": 10, "pass@1": {"mean": 0.75, "low": 0.5, "high": 0.9}},
+        "silent": {"tasks": 0},  # no answer was scored
+    }
+    stages = {one.name: one.attempt_dir for one in made.view().stages}
+    assert stages["after"] is not None
+    rewrite(stages["after"], by_environment=parts)
+    data = collect(made.view())
+    assert [one.by_environment for one in data.evaluations] == [{}, {"sums": (0.75, 0.5, 0.9)}]
+    assert '"sums":[0.75,0.5,0.9]' in render(data).replace(" ", "")

@@ -42,6 +42,7 @@ CURVES = {
     "grad_norm": "Gradient norm",
 }
 HELDOUT = "eval/"  # begins the keys of evaluations during training, eval/heldout/pass@1
+PART = "environment/"  # begins the keys of the parts of a mixture, environment/sums/pass_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ def charts_of(found: Comparison) -> list[Chart]:
             curves = [_curve(place, runs, metric) for place, runs in enumerate(columns)]
             known = [one for one in curves if one is not None]
             if any(len(one.step) > 1 for one in known):
-                title = CURVES.get(metric, metric.removeprefix(HELDOUT).replace("_", " "))
+                name = metric.removeprefix(HELDOUT).removeprefix(PART).replace("_", " ")
+                title = CURVES.get(metric, name)
                 charts.append(Chart(stage, metric, title, known))
     return charts
 
@@ -152,7 +154,8 @@ def _metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
     """The metrics that some run has: those on held-out tasks first."""
     there = dict.fromkeys(name for arm in columns for run in arm for name in run)
     held_out = [one for one in there if one.startswith(HELDOUT) and not one.endswith(("/low", "/high"))]
-    return [*held_out, *(one for one in CURVES if one in there)]
+    parts = [one for one in there if one.startswith(PART) and one.endswith("/pass_rate")]
+    return [*held_out, *(one for one in CURVES if one in there), *parts]
 
 
 def _curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:

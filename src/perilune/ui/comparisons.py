@@ -23,6 +23,7 @@ class Evaluation:
     Attributes:
         label: the judged checkpoint as a label ("untrained", "after sft").
         by_difficulty: (difficulty, tasks, pass@1).
+        by_environment: pass@1 of each part of a mixture, by its name.
         strategies: (share, accuracy; None when never chosen) by name.
         solved: (samples, right samples) by task id.
         greedy: whether the greedy answer was right, by task id.
@@ -40,6 +41,7 @@ class Evaluation:
     tokens_per_second: float | None
     seconds: float | None
     by_difficulty: Sequence[tuple[float, int, float]] = ()
+    by_environment: Mapping[str, Bounds] = field(default_factory=dict)
     strategies: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     solved: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     greedy: Mapping[str, bool] = field(default_factory=dict)
@@ -98,6 +100,11 @@ def read_evaluation(
             for row in summary.get("by_difficulty") or ()
             if row.get("difficulty") is not None
         ),
+        by_environment={
+            str(part): _bounds(found["pass@1"])
+            for part, found in (summary.get("by_environment") or {}).items()
+            if found.get("pass@1")
+        },
         strategies={
             str(name): (float(row["share"]), row.get("accuracy"))
             for name, row in (summary.get("strategies") or {}).items()

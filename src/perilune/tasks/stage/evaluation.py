@@ -102,16 +102,17 @@ class HeldOutEvaluation:
         }
         self._workspace.evaluation(step, held.name, values)
         more = {"length": found["length"]["mean"], "truncated": found["truncated"]}
-        return self._with_intervals(held.name, values) | {
-            f"{EVAL}{held.name}/{name}": value for name, value in more.items()
-        }
+        figures = self._with_intervals(held.name, values)
+        for part, own in found.get("by_environment", {}).items():
+            if "pass@1" in own:  # a part without a scored answer has none
+                figures |= _bounds(f"{held.name}/environment/{part}/pass@1", Interval(**own["pass@1"]))
+        return figures | {f"{EVAL}{held.name}/{name}": value for name, value in more.items()}
 
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for figure, by_example in values.items():
             found = bootstrap_problems(list(by_example.values()), seed=self._workspace.job.seed)
-            key = f"{EVAL}{name}/{figure}"
-            figures |= {key: found.mean, f"{key}/low": found.low, f"{key}/high": found.high}
+            figures |= _bounds(f"{name}/{figure}", found)
         return figures
 
 
@@ -274,6 +275,12 @@ class EvaluationRecord:
                 row[name] = _document(found.get(step))
             curve.append(row)
         return curve
+
+
+def _bounds(figure: str, found: Interval) -> dict[str, float]:
+    """The metrics of a figure: its mean and the bounds of its interval."""
+    key = f"{EVAL}{figure}"
+    return {key: found.mean, f"{key}/low": found.low, f"{key}/high": found.high}
 
 
 def _document(interval: Interval | None) -> dict[str, float] | None:

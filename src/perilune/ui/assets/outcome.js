@@ -122,11 +122,37 @@ const Outcome = ((data) => {
       }),
     );
     const unpaired = data.comparisons.filter((comparison) => !Object.keys(comparison.differences).length);
+    const parts = [...new Set(data.evaluations.flatMap((one) => Object.keys(one.by_environment)))];
+    const mixtures = data.evaluations.filter((one) => Object.keys(one.by_environment).length);
+    const byEnvironment = () =>
+      Charts.lines({
+        key: "environments",
+        title: "pass@1 on held-out tasks by environment",
+        note: "The environments of the mixture, with 95% intervals from resampling tasks.",
+        height: 260,
+        x: { categories: mixtures.map((one) => one.label) },
+        y: { ...unit, ticks: 5 },
+        series: parts.map((name, index) => {
+          const values = mixtures.map((one) => one.by_environment[name] || [null, null, null]);
+          return {
+            name,
+            x: mixtures.map((_, place) => place),
+            y: values.map((value) => value[0]),
+            low: values.map((value) => value[1]),
+            high: values.map((value) => value[2]),
+            color: (index % 6) + 1,
+            points: true,
+          };
+        }),
+        valueLabels: true,
+        showLegend: true,
+      });
     return section(
       "evaluations",
       "Evaluations",
       "The same held-out tasks before and after each stage. pass@1 is the chance that one sample is right; pass@k that at least one of k is; greedy takes the likeliest token each time. A model that only becomes surer raises pass@1 towards pass@k; one that learns something new raises pass@k too.",
       table(columns, data.evaluations, "Evaluations in stage order"),
+      mixtures.length ? h("div", { class: "tiles" }, byEnvironment()) : null,
       forest.length
         ? [
             part(
