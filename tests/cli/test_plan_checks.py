@@ -1,4 +1,4 @@
-"""What `perilune run --plan` refuses or warns about, and the times that it estimates."""
+"""What `perilune run --plan` refuses or warns about."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from perilune.cli.start.calibration import Calibration, Speed, load, save
-from perilune.cli.train.estimate import Lengths, _work, compared, estimate, keep_estimate
 from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import Recipe, job_for
+from perilune.recipe.schema import Recipe
 
 RECIPE = """name: pens
 model: {{preset: tiny}}
@@ -83,45 +81,3 @@ def test_a_learning_rate_far_from_the_default_is_a_warning(tmp_path: Path, lr: s
     stages = {stage["name"]: stage["derived"] for stage in derive(loaded(tmp_path, lr=lr))}
     assert stages["sft"]["warning"].startswith(text)
     assert "warning" not in stages["rl"]
-
-
-def test_the_time_is_that_of_the_tokens(tmp_path: Path) -> None:
-    """With a second per sampled token, and half of one per trained token, of a model of any size."""
-    recipe = loaded(tmp_path)
-    speeds = (Speed(1_000, 1.0, 0.5), Speed(1_000_000, 1.0, 0.5))
-    assert estimate(recipe, tmp_path) == {}
-    save(tmp_path, [Calibration(1, 100.0, speeds, 0.0)])
-    kept = load(tmp_path, 1)
-    assert kept == Calibration(1, 100.0, speeds, 0.0)
-    assert load(tmp_path, 7) is None
-
-    found = estimate(recipe, tmp_path)
-    assert found.keys() == {"sft", "rl", "after"}
-    work = _work(job_for(recipe, recipe.stage("rl")), Lengths(8.0, 3.0))
-    assert work is not None
-    # 5 steps of 4 x 4 answers; 2 evaluations of 4 x 4 answers
-    assert (work.sampled, work.learned, work.forward) == (
-        5 * 16 * 3 + 2 * 16 * 3,
-        5 * 4 * 8 + 5 * 16 * 3,
-        5 * 4 * 8 + 2 * 4 * 8,
-    )
-    prompt = found["sft"] - 100.0  # 10 steps of 4 traces, half of a second per token
-    assert 40 * 0.5 * 5 <= prompt <= 40 * 0.5 * 40
-
-
-def test_a_power_law_joins_the_measured_sizes() -> None:
-    found = Calibration(1, 0.0, (Speed(100, 1.0, 2.0), Speed(10_000, 10.0, 2.0)), 0.0)
-    assert found.per_token("sampling", 1_000) == pytest.approx(10**0.5)
-    assert found.per_token("sampling", 1_000_000) == pytest.approx(100.0)
-    assert found.per_token("learning", 12_345) == pytest.approx(2.0)
-
-
-def test_the_error_of_an_estimate_is_told_once_the_stage_has_ended(tmp_path: Path) -> None:
-    summary = {"seconds": 120.0, "memory": {"planned_bytes": 2 << 30, "peak_bytes": 1 << 30}}
-    assert compared(tmp_path, "rl", summary).keys() == {"memory"}
-    keep_estimate(tmp_path, {"rl": 100.0})
-    assert compared(tmp_path, "rl", summary) == {
-        "time": "estimated 100 s, took 120 s (+20%)",
-        "memory": "planned 2.00 GiB, peak 1.00 GiB (-50%)",
-    }
-    assert compared(tmp_path, "rl", {}) == {}

@@ -104,6 +104,7 @@ def test_the_document_names_everything_that_was_left(document: dict, tmp_path: P
     assert document["bundles"]["rl"] == str(tmp_path / "rl")
     assert document["stages"][4] == {
         "name": "rl", "task": "rl", "run": "RUN-rl", "state": "succeeded", "attempts": 1, "seconds": 7.0,
+        "estimated": None, "memory": None, "compared": {},
         "warnings": ["only 0.0% of answers have the form"],
     }  # fmt: skip
     assert document["stages"][0]["warnings"] == []

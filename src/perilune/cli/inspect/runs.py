@@ -63,7 +63,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show evaluate
     perilune show quickstart/rl --json
     """
-    from perilune.cli.train.estimate import compared
+    from perilune.cli.train.estimate import compared, kept_estimate
     from perilune.control.queries.lookup import find_run, run_document
 
     control = open_control()
@@ -87,8 +87,9 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         echo(wrapped(f"  warning    {warning}", indent=13))
     for name, value in _figures(document["summary"]).items():
         echo(f"  {name:<22} {value}")
-    folder = control.home.experiment(document["experiment_id"])
-    for name, value in compared(folder, document["stage"], document["summary"]).items():
+    took = document["ended"] and document["ended"] - document["created"]
+    estimated = kept_estimate(control.home.experiment(document["experiment_id"])).get(document["stage"])
+    for name, value in compared(estimated, took, document["summary"]).items():
         echo(f"  {name:<22} {value}")
     for line in _held_out(document["summary"].get("held_out")):
         echo(f"  {line}")
@@ -135,6 +136,9 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             lines[name] = f"{value:,}" if type(value) is int else str(value)
         elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
             lines[name] = interval(value)
+    for part, found in (summary.get("by_environment") or {}).items():
+        if "pass@1" in found:  # a part without a scored answer has none
+            lines[f"pass@1 in {part}"] = interval(found["pass@1"])
     return lines
 
 

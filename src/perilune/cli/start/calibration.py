@@ -1,137 +1,284 @@
 """The speed of this machine: measured by `perilune doctor`, kept in the home, used by `perilune run --plan`.
 
-Speeds are processor seconds divided by the number of threads. On an idle machine that is wall-clock time, and
-other load changes it little.
+Work with a model takes a constant time and a time for each token, and both grow with the model. What a stage
+takes beside that is measured on the stages of a small recipe.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import platform
-import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perilune.errors import RequestError
-from perilune.files import read_json, write_json
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import read_json, read_json_lines, write_json
 
 if TYPE_CHECKING:
+    from perilune.data.episode import Episode
+    from perilune.models.config.decoder_config import DecoderConfig
     from perilune.models.decoder import Decoder
 
 FILE = "calibration.json"  # in the home
-START = "import perilune.tasks.rl.loop, perilune.environments, reasoning_gym"  # what most stages import
-BATCH, LENGTH, PROMPT = 32, 48, 16  # sequences of a training step, their tokens, and those of their prompts
+ROWS = (8, 128)  # sequences of the measured decode steps
+TOKENS = (384, 1536)  # of the measured optimizer steps
+SAMPLES, LENGTH, PROMPT = 8, 48, 8  # episodes of a group, tokens of an answer and of a prompt
+NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
+ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
+PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
+
+RECIPE = """name: calibration
+model: {preset: tiny}
+environment: {id: jsonl, path: sums.jsonl, match: number}
+rewards: {verifier: 1.0, spread: {function: "spread.py:spread", format: text, weight: 0.1}}
+resources: {threads: 1}
+stages:
+  - {name: collect, task: collect, teacher: gold, traces: 32}
+  - {name: sft, task: sft, data: collect, steps: 1, batch_size: 4}
+  - {name: rl, task: rl, checkpoint: sft, steps: 20, prompts: 2, samples: 2, max_tokens: 4}
+  - {name: evaluate, task: evaluate, checkpoint: rl, tasks: 4, samples: 3, max_tokens: 4}
+  - {name: many, task: evaluate, checkpoint: rl, tasks: 32, samples: 31, max_tokens: 4}
+"""
+
+REWARD = """def spread(completions, **columns):  # different rewards, without which rl stops
+    return [sum(map(ord, text)) % 7 for text in completions]
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds per sampled token and per trained token of a model."""
+    """Seconds of work with a model: a constant, and a time for each token.
+
+    Attributes:
+        decode: of a decode step, and of each sequence in it.
+        update: of an optimizer step of supervised training, and of each token in it.
+        reinforce: the same of reinforcement learning, with its checks.
+    """
 
     parameters: int
-    sampling: float
-    learning: float
+    decode: tuple[float, float]
+    update: tuple[float, float]
+    reinforce: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Seconds that stages take beside the work with the model.
+
+    Attributes:
+        stages: of a whole stage beside its steps, by task: its process, imports, files and checks.
+        step: of a step of reinforcement learning, for its metrics and checks.
+        turn: of each sampled answer, for its episode; without the scorer's process.
+    """
+
+    stages: Mapping[str, float]
+    step: float
+    turn: float
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The speeds of a machine with a number of threads.
+    """The speeds of a device of this machine: "cuda", or a number of threads.
 
     Attributes:
-        start: seconds in which a stage starts: Python and its imports.
         speeds: of models of growing size.
         measured: when, in seconds since 1970.
     """
 
-    threads: int
-    start: float
+    device: str
     speeds: tuple[Speed, ...]
+    overhead: Overhead
     measured: float
 
-    def per_token(self, kind: str, parameters: int) -> float:
-        """Seconds per token of `kind` (sampling, learning): a power law through the two nearest sizes."""
+    def seconds(self, kind: str, parameters: int) -> tuple[float, float]:
+        """The times of `kind` (a field of `Speed`) for a model: power laws through the two nearest sizes."""
         ordered = sorted(self.speeds, key=lambda one: abs(math.log(one.parameters / parameters)))[:2]
         low, high = sorted(ordered, key=lambda one: one.parameters)
-        slope = math.log(getattr(high, kind) / getattr(low, kind)) / math.log(
-            high.parameters / low.parameters
+        share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
+        constant, token = (
+            float(small * (large / small) ** share)
+            for small, large in zip(getattr(low, kind), getattr(high, kind), strict=True)
         )
-        return float(getattr(low, kind) * (parameters / low.parameters) ** slope)
+        return constant, token
 
 
-def calibrate(threads: int, seconds: float) -> Calibration:
-    """Measure with torch's current number of threads, which is `threads`, for about `seconds` in all."""
+def calibrate(devices: Sequence[str], seconds: float) -> list[Calibration]:
+    """Measure a small recipe, and each device ("cuda", or a number of threads) for a share of `seconds`."""
+    import torch
+
+    overhead, before = measure_overhead(), torch.get_num_threads()
+    found = []
+    for device in devices:
+        if device != "cuda":
+            torch.set_num_threads(int(device))
+        speeds = measure_speeds(device, seconds / len(devices))
+        found.append(Calibration(device, speeds, overhead, time.time()))
+    torch.set_num_threads(before)
+    return found
+
+
+def measure_speeds(device: str, seconds: float) -> tuple[Speed, ...]:
+    """The speeds of models of three sizes with torch's current number of threads."""
     from perilune.models.checkpoints.loading import new_model
-    from perilune.models.config.decoder_config import PRESETS
     from perilune.models.text.tokenizer import Tokenizer
 
-    medium = PRESETS["small"].replace(
-        hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6, num_kv_heads=2
-    )
-    models = [new_model(config, Tokenizer.characters(), seed=0) for config in (PRESETS["tiny"], medium)]
-    share = seconds / (2 * len(models))
-    speeds = tuple(
-        Speed(
-            sum(one.numel() for one in model.parameters()),
-            _sampling(model, share, threads),
-            _learning(model, share, threads),
-        )
-        for model in models
-    )
-    return Calibration(threads, _start(), speeds, time.time())
+    models = [new_model(config, Tokenizer.characters(), seed=0) for config in _configs()]
+    share = seconds / (6 * len(models))
+    clock = time.process_time if device == "1" else time.perf_counter  # other load changes the former little
+    speeds = []
+    for model in models:
+        model.to("cuda" if device == "cuda" else "cpu")
+        decode = _line(ROWS, partial(_decode, model, share, clock))
+        update = _line(TOKENS, partial(_update, model, share, clock))
+        reinforce = _line(TOKENS, partial(_reinforce, model, share, clock))
+        parameters = sum(one.numel() for one in model.parameters())
+        speeds.append(Speed(parameters, decode, update, reinforce))
+    return tuple(speeds)
 
 
-def _sampling(model: Decoder, seconds: float, threads: int) -> float:
+def _configs() -> list[DecoderConfig]:
+    """Models of 0.3, 8 and 30 million parameters."""
+    from perilune.models.config.decoder_config import PRESETS
+
+    small = PRESETS["small"].replace(num_kv_heads=2)
+    return [
+        PRESETS["tiny"],
+        small.replace(hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6, head_dim=64),
+        small.replace(hidden_size=640, intermediate_size=1792, num_layers=7, num_heads=10, head_dim=64),
+    ]
+
+
+def _line(sizes: tuple[int, int], measure: Callable[[int], float]) -> tuple[float, float]:
+    """The constant and the slope of a time that grows with a size, through two sizes."""
+    low, high = map(measure, sizes)
+    slope = max((high - low) / (sizes[1] - sizes[0]), NEGLIGIBLE)
+    return max(low - slope * sizes[0], NEGLIGIBLE), slope
+
+
+def _decode(model: Decoder, seconds: float, clock: Callable[[], float], rows: int) -> float:
+    """Seconds of a decode step."""
     from perilune.engine.throughput import measure_throughput
 
-    found = measure_throughput(model, seconds=seconds)
-    return found.processor / threads / found.tokens
+    found = measure_throughput(model, seconds=seconds, groups=rows // 8)
+    spent = found.processor if clock is time.process_time else found.seconds
+    return spent / (found.tokens / rows)
 
 
-def _learning(model: Decoder, seconds: float, threads: int) -> float:
-    import numpy as np
-
-    from perilune.data.episode import Episode, unsampled_tokens
+def _update(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
+    """Seconds of an optimizer step of supervised training: packing, forward and backward pass, update."""
     from perilune.learn.algorithms import algorithm
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
 
-    rows = np.random.default_rng(0).integers(model.config.vocab_size, size=(BATCH, LENGTH), dtype=np.int32)
-    episodes = [
-        Episode(
-            episode_id=str(index),
-            group_id=str(index),
-            task_id=str(index),
-            environment="",
-            seed=0,
-            messages=(),
-            prompt_ids=row[:PROMPT],
-            **unsampled_tokens(row[PROMPT:]),
-        )
-        for index, row in enumerate(rows)
-    ]
+    episodes = [one for group in _groups(model, tokens) for one in group]
     learner, weigh = Learner(model), algorithm("sft")
 
     def step() -> None:
         learner.forward_backward(pack([weigh(episodes, max_tokens=0)], 4096))
         learner.optim_step(1e-5)
 
+    return _each(step, seconds, clock)
+
+
+def _reinforce(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
+    """Seconds of an optimizer step of GRPO, with its checks."""
+    from perilune.learn.trainer import Learner
+    from perilune.tasks.rl.spec import RLSpec
+    from perilune.tasks.rl.update import PolicyUpdates
+
+    spec = RLSpec(checkpoint="", lr=1e-5, prompts=tokens // (SAMPLES * LENGTH), samples=SAMPLES)
+    updates = PolicyUpdates(spec, Learner(model, spec), None)
+    groups = _groups(model, tokens)
+    return _each(lambda: updates.make(groups, 1), seconds, clock)
+
+
+def _groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
+    """Groups of sampled episodes that feed about so many tokens."""
+    import numpy as np
+
+    from perilune.data.episode import Episode
+    from perilune.engine.engine import Engine
+    from perilune.engine.request import Prompt, SamplingParams
+
+    shape = (tokens // (SAMPLES * LENGTH), PROMPT)
+    ids = np.random.default_rng(0).integers(model.config.vocab_size, size=shape, dtype=np.int32)
+    prompts = [Prompt(row.tolist(), (0, 0, index)) for index, row in enumerate(ids)]
+    engine = Engine(model, slots=len(prompts) * SAMPLES)
+    sampled = engine.sample(prompts, SAMPLES, SamplingParams(max_tokens=LENGTH))
+    return [
+        tuple(
+            Episode(
+                episode_id=f"{number}/{sample}",
+                group_id=str(number),
+                task_id=str(number),
+                environment="",
+                seed=0,
+                messages=(),
+                prompt_ids=row,
+                token_ids=one.token_ids,
+                loss_mask=np.ones(len(one.token_ids), np.bool_),
+                logprobs=one.logprobs,
+                policy_version=one.policy_version,
+                finish_reason="stop",
+                reward=float(sample % 2),
+            )
+            for sample, one in enumerate(group)
+        )
+        for number, (row, group) in enumerate(zip(ids, sampled, strict=True))
+    ]
+
+
+def _each(step: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
+    """Seconds of each of the steps that fit into `seconds`."""
     step()  # allocates memory and chooses kernels
-    began, until, steps = time.process_time(), time.perf_counter() + seconds, 0
+    began, until, steps = clock(), time.perf_counter() + seconds, 0
     while steps == 0 or time.perf_counter() < until:
         step()
         steps += 1
-    return (time.process_time() - began) / threads / (steps * BATCH * LENGTH)
+    return (clock() - began) / steps
 
 
-def _start() -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", START], check=False, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def measure_overhead() -> Overhead:
+    """Run a small recipe in a home of its own, and measure what its stages take beside the work.
+
+    Raises:
+        WorkFailedError: when the recipe fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
+        recipe = Path(folder) / "calibration.yaml"
+        recipe.write_text(RECIPE)
+        (Path(folder) / "spread.py").write_text(REWARD)
+        sums = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(400))
+        (Path(folder) / "sums.jsonl").write_text("".join(sums))
+        command = [sys.executable, "-m", "perilune.cli.main", "run", str(recipe), "--json"]
+        home = {"PERILUNE_HOME": str(Path(folder) / "home")}
+        done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
+        document = json.loads(done.stdout)
+        took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
+        lines = {name: _timings(Path(bundle)) for name, bundle in document["bundles"].items()}
+    (few,), (many,) = lines["evaluate"], lines.pop("many")
+    turn = (many["processor"] - few["processor"]) / (ANSWERS[1] - ANSWERS[0])
+    lines["evaluate"] = []  # its few answers take no time
+    steps = {name: sum(line[part] for line in found for part in PARTS) for name, found in lines.items()}
+    stages = {name: took[name] - seconds for name, seconds in steps.items()}
+    return Overhead(stages, median(line["other"] for line in lines["rl"]), max(turn, NEGLIGIBLE))
+
+
+def _timings(bundle: Path) -> list[dict[str, Any]]:
+    path = bundle / "artifacts" / "timings.jsonl"
+    return list(read_json_lines(path)) if path.exists() else []
 
 
 def _machine() -> str:
@@ -144,20 +291,19 @@ def _machine() -> str:
 def save(home: Path, found: Sequence[Calibration]) -> None:
     """Keep the calibrations of this machine in the home, those of other machines untouched."""
     document = _document(home)
-    document[_machine()] = {str(one.threads): asdict(one) for one in found}
+    document[_machine()] = {one.device: asdict(one) for one in found}
     write_json(home / FILE, document)
 
 
-def load(home: Path, threads: int) -> Calibration | None:
-    """The calibration of this machine with that many threads (0: all cores), or None."""
-    from perilune.bundle.machine import usable_threads
-
-    found = _document(home).get(_machine(), {}).get(str(threads or usable_threads()))
-    return (
-        None
-        if found is None
-        else Calibration(**{**found, "speeds": tuple(Speed(**s) for s in found["speeds"])})
-    )
+def load(home: Path, device: str) -> Calibration | None:
+    """The calibration of a device of this machine ("cuda", or a number of threads), or None."""
+    found = _document(home).get(_machine(), {}).get(device)
+    try:
+        kinds = ("decode", "update", "reinforce")
+        speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]
+        return Calibration(device, tuple(speeds), Overhead(**found["overhead"]), found["measured"])
+    except (TypeError, KeyError):  # none, or written by an earlier version
+        return None
 
 
 def _document(home: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from perilune.cli.start.calibration import Calibration
     from perilune.execution.readiness import Finding
 
-MEASUREMENT_SECONDS = 10.0
+MEASUREMENT_SECONDS = 10.0  # of the sampling speed, and as many of the calibration of each device
+BUSY = 0.5  # load for each core from which the calibration is too slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ class Diagnosis:
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the measurements of twenty seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the measurements, which take about a minute.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check this machine, print the command that fixes each problem, and measure its speed.
@@ -68,7 +72,7 @@ def doctor(
     perilune doctor
     perilune doctor --json
     """
-    seconds = 0.0 if quick else MEASUREMENT_SECONDS
+    seconds, load = 0.0 if quick else MEASUREMENT_SECONDS, os.getloadavg()[0]
     calibrated: Sequence[Calibration] = ()
     if as_json:
         diagnosis = diagnose(seconds)
@@ -83,27 +87,32 @@ def doctor(
             calibrated = calibrate_home(diagnosis, seconds)
         show(diagnosis, Console())
         if calibrated:
-            Console().print("The estimates of perilune run --plan are calibrated.", highlight=False)
+            Console().print(
+                f"The estimates of perilune run --plan are calibrated{_busy(load)}.", highlight=False
+            )
     if not diagnosis.usable:
         raise typer.Exit(1)
 
 
+def _busy(load: float) -> str:
+    from perilune.bundle.machine import usable_threads
+
+    if load < BUSY * usable_threads():
+        return ""
+    return f", but other programs were running (load {load:.1f}): measure again when the machine is idle"
+
+
 def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
-    """Measure the speeds from which `--plan` estimates times, for `seconds`, and keep them in the home."""
+    """Measure what `--plan` estimates times from, each device for `seconds`, and keep it in the home."""
     if not seconds or not diagnosis.usable:
         return []
-    import torch
-
     from perilune.bundle.machine import usable_threads
     from perilune.cli.start.calibration import calibrate, save
     from perilune.control.record.home import Home
 
-    before, found = torch.get_num_threads(), []
-    settings = sorted({1, usable_threads()})
-    for threads in settings:
-        torch.set_num_threads(threads)
-        found.append(calibrate(threads, seconds / len(settings)))
-    torch.set_num_threads(before)
+    gpu = ["cuda"] if any(one.device == "cuda" for one in diagnosis.rollouts) else []
+    devices = [*map(str, sorted({1, usable_threads()})), *gpu]
+    found = calibrate(devices, seconds * len(devices))
     save(Home.open().root, found)
     return found
 

@@ -1,168 +1,240 @@
-"""How long the stages of a recipe take on this machine, estimated from its calibration before they run.
+"""How long the stages of a recipe take on this machine, and their peak memory, estimated before they run.
 
-The work of a stage is counted in tokens: sampled ones, and those of forward and backward passes. Their number
-is known but for the length of answers. It is taken from the answers that the recipe's teacher writes to the
-first tasks; without a teacher, answers count as long as they may be.
+The work of a stage (`work`) depends on the lengths of its episodes (`lengths`). The calibration of this
+machine and a trial of the environment say how long each part of it takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from perilune.bundle.machine import usable_threads
+from perilune.bundle.plugin import load_plugin
 from perilune.cli.start.calibration import Calibration, load
-from perilune.environments.core.registry import make_environment
+from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 from perilune.recipe.schema import job_for
 
 if TYPE_CHECKING:
-    from perilune.bundle.job import Job
+    from perilune.bundle.job import Job, Resources
+    from perilune.cli.train.lengths import Expected
+    from perilune.cli.train.trial import Trial
+    from perilune.cli.train.work import Work
+    from perilune.control.runs.experiments import Control
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe
 
 FILE = "estimate.json"  # in the folder of an experiment
-TRIED = 8  # training tasks whose length is measured
-IMITATING = ("sft", "preference", "reward_model")  # stages whose answers are those of data
 FORWARD = 1 / 3  # time of a forward pass, in that of a training step
+LIKE = {  # whose overhead a stage has, if not that of its own kind
+    "selfplay": "rl",
+    **dict.fromkeys(("preference", "reward_model", "distill", "flywheel", "new_model"), "sft"),
+    **dict.fromkeys(("rejection_sampling", "pairs"), "evaluate"),
+}
+
+
+Tried = dict[str, "Trial | None"]
+"""Trials by environment, model and teacher; None for an environment that cannot be tried here."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Mean tokens of a prompt and of an answer."""
+class Estimate:
+    """The estimate for a stage.
 
-    prompt: float
-    answer: float
+    Attributes:
+        seconds: from its submission to its end; `low` and `high` are its range.
+        memory: peak bytes of its process; None for a stage without a memory plan.
+        basis: how the lengths of its answers are known, in words.
+        at_most: whether `high` is a limit, and nothing else is known.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    memory: int | None
+    basis: str
+    at_most: bool = False
+
+    def __str__(self) -> str:
+        middle = f"at most {duration(self.high)}" if self.at_most else f"about {duration(self.seconds)}"
+        if not self.at_most and self.high > 1.1 * self.low:
+            middle += f" ({duration(self.low)} to {duration(self.high)})"
+        memory = "" if self.memory is None else f", {size(self.memory)} of memory"
+        return f"{middle}{memory}" + (f"; {self.basis}" if self.basis else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Tokens of a stage: sampled, trained on, and computed in forward passes alone."""
-
-    sampled: float = 0.0
-    learned: float = 0.0
-    forward: float = 0.0
+def device_of(resources: Resources) -> str:
+    """The device of a recipe, as calibrations name it: "cuda", or a number of threads."""
+    if resources.device == "cuda" or (resources.device == "auto" and Path("/dev/nvidia0").exists()):
+        return "cuda"
+    return str(resources.threads or usable_threads())
 
 
-def estimate(recipe: Recipe, home: Path) -> dict[str, float]:
-    """Seconds of each stage whose work can be counted; empty without a calibration or a language model."""
-    calibration = load(home, recipe.resources.threads)
-    if calibration is None or recipe.model is None or recipe.resources.device == "cuda":
+def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estimate]:
+    """The estimate for each stage whose work can be counted.
+
+    Empty without a calibration of the recipe's device, and without a language model.
+
+    Args:
+        tried: trials of environments that were made before; new ones are added.
+    """
+    calibration = load(control.home.root, device_of(recipe.resources))
+    if calibration is None or recipe.model is None:
         return {}
+    from perilune.cli.train.lengths import expected_lengths
     from perilune.models.memory import card_of
-    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.tasks.stage.memory_plan import section_config
 
-    found = {}
     model = recipe.model.model_dump()
     parameters = card_of(section_config(model)).parameters
-    tokenizer = Tokenizer.load(Path(model["path"])) if model["path"] else Tokenizer.for_new_model(model)
-    answer = _teacher_answer(recipe)
+    tokenizer = recipe_tokenizer(model)
+    trials = _trials(recipe, tokenizer, tried)
+    expected = expected_lengths(control, recipe, trials, tokenizer)
+    found = {}
     for stage in recipe.stages:
-        job = job_for(recipe, stage)
-        if not job.environment:
-            continue  # files of the user's own, whose lengths are not read here
-        imitates = stage.task in IMITATING or stage.spec.get("checkpoint") != "model"
-        try:
-            work = _work(job, _lengths(job, tokenizer, answer if imitates else None))
-        except RequestError:  # of an environment whose tasks cannot be read here
-            continue
-        if work is not None:
-            found[stage.name] = _seconds(work, calibration, parameters)
+        if stage.name in expected:
+            times = _times(calibration, parameters, trials.get(stage.name), expected[stage.name])
+            one = _estimate(job_for(recipe, stage), expected[stage.name], times, calibration)
+            if one is not None:
+                found[stage.name] = one
     return found
 
 
-def _seconds(work: Work, calibration: Calibration, parameters: int) -> float:
-    sampling, learning = (calibration.per_token(kind, parameters) for kind in ("sampling", "learning"))
-    return calibration.start + work.sampled * sampling + (work.learned + FORWARD * work.forward) * learning
+def _trials(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, Trial]:
+    """A trial of the environment of each stage; each environment is tried once with each teacher."""
+    from perilune.cli.train.trial import try_environment
+
+    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    teachers = [job for job in jobs.values() if job.task == "collect"]
+    found = {}
+    for name, job in jobs.items():
+        if not job.environment:
+            continue
+        teacher = next((one for one in teachers if one.environment == job.environment), None)
+        asked = {} if teacher is None else {key: teacher.spec[key] for key in teacher.spec if key != "traces"}
+        key = repr((job.environment, job.model, asked))
+        if key not in tried:
+            try:
+                tried[key] = try_environment(job.environment, job.seed, tokenizer, teacher)
+            except RequestError:  # its tasks cannot be read here
+                tried[key] = None
+        if (trial := tried[key]) is not None:
+            found[name] = trial
+    return found
 
 
-def _work(job: Job, lengths: Lengths) -> Work | None:
-    spec, prompt = job.spec, lengths.prompt
-    answer = min(lengths.answer, spec["max_tokens"]) if "max_tokens" in spec else lengths.answer
-    match job.task:
-        case "rl" | "distill":
-            tasks = spec["steps"] * spec["prompts"]
-            fed = tasks * (prompt + spec["samples"] * answer)
-            passes = spec.get("epochs_per_batch", 1)
-            extra = fed if job.task == "distill" or spec.get("kl") else 0.0
-            work = Work(tasks * spec["samples"] * answer, passes * fed, tasks * prompt + extra)
-        case "sft":
-            work = Work(learned=spec["steps"] * spec["batch_size"] * (prompt + answer))
-        case "preference" | "reward_model":
-            work = Work(learned=spec["steps"] * spec["batch_size"] * (prompt + 2 * answer))
-        case "evaluate":
-            work = Work(spec["tasks"] * (spec["samples"] + 1) * answer, forward=2 * spec["tasks"] * prompt)
-        case "rejection_sampling" | "pairs":
-            work = Work(spec["tasks"] * spec["samples"] * answer, forward=spec["tasks"] * prompt)
-        case "flywheel":
-            sampled = spec["tasks"] * spec["samples"] + 4 * spec["heldout"]
-            learned = spec["updates"] * spec["batch_size"] * (prompt + answer)
-            work = Work(spec["steps"] * sampled * answer, spec["steps"] * learned)
-        case _:
-            return None
-    return _with_evaluations(work, job, lengths)
+def _times(
+    calibration: Calibration, parameters: int, trial: Trial | None, expected: Expected
+) -> Mapping[str, float]:
+    """Seconds of each unit of work."""
+    decode, sampled = calibration.seconds("decode", parameters)
+    update, learned = calibration.seconds("update", parameters)
+    reinforce, reinforced = calibration.seconds("reinforce", parameters)
+    overhead = calibration.overhead
+    return {
+        "decode": decode,
+        "sampled": sampled,
+        "update": update,
+        "learned": learned,
+        "reinforce": reinforce,
+        "reinforced": reinforced,
+        "forward": FORWARD * learned,
+        "turn": overhead.turn,
+        "step": overhead.step,
+        "row": expected.low.reading,
+        "task": 0.0 if trial is None else trial.task,
+        "episode": 0.0 if trial is None else trial.episode,
+        "trace": 0.0 if trial is None else trial.trace,
+    }
 
 
-def _with_evaluations(work: Work, job: Job, lengths: Lengths) -> Work:
-    if not job.spec.get("eval"):
-        return work
-    from perilune.tasks.stage.evaluation_settings import EvaluationSettings
+def _estimate(
+    job: Job, expected: Expected, times: Mapping[str, float], calibration: Calibration
+) -> Estimate | None:
+    from perilune.cli.train.work import work_of
 
-    settings = EvaluationSettings.model_validate(job.spec["eval"])
-    tasks = len(settings.steps(job.spec["steps"])) * len(settings.sections(job.environment)) * settings.tasks
-    answer = min(lengths.answer, settings.max_tokens or lengths.answer)
-    return Work(
-        work.sampled + tasks * settings.samples * answer, work.learned, work.forward + tasks * lengths.prompt
-    )
-
-
-def _lengths(job: Job, tokenizer: Tokenizer, answer: float | None) -> Lengths:
-    """The mean prompt of the first tasks; the answer is as long as allowed unless it is given."""
-    tasks = list(islice(make_environment(job.environment).tasks("train", job.seed), TRIED))
-    prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
-    most = float(job.spec.get("max_tokens") or 64)
-    return Lengths(fmean(prompts) if prompts else 0.0, most if answer is None else answer)
-
-
-def _teacher_answer(recipe: Recipe) -> float | None:
-    """Mean tokens of the answers of the recipe's first teacher, in characters of a new model's vocabulary."""
-    stage = next((one for one in recipe.stages if one.task == "collect"), None)
-    if stage is None or recipe.model is None or not recipe.model.preset:
+    start = calibration.overhead.stages.get(LIKE.get(job.task, job.task))
+    ends = list(zip((expected.low, expected.high), expected.live, strict=True))
+    works = [work_of(job, lengths, live=live, rows=expected.rows) for lengths, live in ends]
+    if start is None or None in works:
         return None
-    from perilune.data.generators.registry import make_teacher
-    from perilune.data.generators.teacher import prepare
-
-    job = job_for(recipe, stage)
-    teacher = make_teacher(stage.spec["teacher"], stage.spec["strategies"], stage.spec["options"])
-    environment = make_environment(job.environment)
-    prepare(teacher, environment)
-    tasks = islice(environment.tasks("train", job.seed), 8 * TRIED)
-    answers = [len(one.text) + 1 for one in teacher.candidates(tasks, job.seed) if not one.earlier]
-    return fmean(answers) if answers else None
+    low, high = (start + _seconds(work, times) for work in works if work is not None)
+    seconds = high if expected.at_most else (low + high) / 2
+    return Estimate(seconds, low, high, _memory(job, expected), expected.basis, expected.at_most)
 
 
-def keep_estimate(folder: Path, seconds: Mapping[str, float]) -> None:
+def _seconds(work: Work, times: Mapping[str, float]) -> float:
+    return sum(amount * times[name] for name, amount in work.items())
+
+
+def _memory(job: Job, expected: Expected) -> int | None:
+    """The peak with the expected lengths. The plan of the stage has room for the longest ones."""
+    from perilune.models.memory import MemoryPlan, cache_bytes
+    from perilune.tasks.stage.memory_plan import StageMemory, model_config
+
+    planned = dict(load_plugin(job.task).plan(job)).get("memory")
+    if not isinstance(planned, StageMemory):
+        return None
+    lengths, spec = expected.high, job.spec
+    episodes = spec.get("prompts", spec.get("tasks", 0)) * spec.get("samples", 0)
+    rows = spec.get("batch_size", 0) * (1 if job.task == "sft" else 2) or episodes
+    tokens = int(rows * (lengths.prompt + lengths.fed))
+    plan = planned.replan(max(1, min(tokens, planned.token_budget))) if planned.token_budget else planned
+    persistent = dict(plan.persistent)
+    if "cache" in persistent and episodes:
+        length = int(lengths.prompt + lengths.fed) + 1
+        persistent["cache"] = min(persistent["cache"], cache_bytes(model_config(job), episodes, length))
+    return MemoryPlan(persistent, plan.transient).total
+
+
+def total(found: Mapping[str, Estimate]) -> Estimate:
+    """The estimate for all stages, one after the other."""
+    every = list(found.values())
+    memory = max((one.memory or 0 for one in every), default=0) or None
+    seconds, low, high = (
+        sum(ends) for ends in zip(*((one.seconds, one.low, one.high) for one in every), strict=True)
+    )
+    return Estimate(seconds, low, high, memory, "", any(one.at_most for one in every))
+
+
+def estimate_document(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    """The estimate as JSON: of all stages, and of each by its name."""
+    stages = {name: asdict(one) for name, one in found.items()}
+    return {"total": asdict(total(found)), "stages": stages} if found else {}
+
+
+def keep_estimate(folder: Path, found: Mapping[str, Estimate]) -> None:
     """Write the estimate of an experiment, to compare it with what happens."""
-    if seconds:
-        write_json(folder / FILE, dict(seconds))
+    if found:
+        write_json(folder / FILE, {name: asdict(one) for name, one in found.items()})
 
 
-def compared(folder: Path, stage: str, summary: Mapping[str, Any]) -> dict[str, str]:
-    """The estimated time of a stage beside its seconds, and its planned memory beside the peak, as lines."""
+def kept_estimate(folder: Path) -> dict[str, Estimate]:
+    """The estimate of an experiment by stage; empty without one."""
+    try:
+        return {name: Estimate(**one) for name, one in dict(read_json(folder / FILE)).items()}
+    except (RequestError, OSError, TypeError):  # none, or of an earlier version
+        return {}
+
+
+def compared(estimated: Estimate | None, seconds: float | None, summary: Mapping[str, Any]) -> dict[str, str]:
+    """The estimated time of a stage beside the real one, and its memory beside the peak, as lines."""
     lines = {}
-    took = summary.get("seconds")
-    expected = read_json(folder / FILE).get(stage) if (folder / FILE).exists() else None
-    if expected and took:
-        lines["time"] = f"estimated {expected:,.0f} s, took {took:,.0f} s ({took / expected - 1:+.0%})"
-    memory = summary.get("memory")
-    if memory:
-        planned, peak = memory["planned_bytes"], memory["peak_bytes"]
-        lines["memory"] = (
-            f"planned {planned / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB ({peak / planned - 1:+.0%})"
-        )
+    if estimated is not None and seconds:
+        off = f"{seconds / estimated.seconds - 1:+.0%}"
+        lines["time"] = f"estimated {estimated.seconds:,.0f} s, took {seconds:,.0f} s ({off})"
+    if memory := summary.get("memory"):
+        plan, peak = memory["planned_bytes"], memory["peak_bytes"]
+        expected = estimated.memory if estimated is not None and estimated.memory else plan
+        word = "planned" if expected == plan else "estimated"
+        lines["memory"] = f"{word} {_gib(expected)}, peak {_gib(peak)} ({peak / expected - 1:+.0%})"
     return lines
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

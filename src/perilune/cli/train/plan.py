@@ -15,6 +15,7 @@ from perilune.recipe.schema import job_for
 from perilune.recipe.tokenizers import foreign_character
 
 if TYPE_CHECKING:
+    from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import ModelSpec, Recipe
@@ -116,6 +117,24 @@ def _tokenizer(recipe: Recipe, model: ModelSpec) -> str:
         case "bytes":
             return f"bytes; {foreign_character(recipe) or 'set in the recipe'}"
     return "characters; the texts that were looked at are printable ASCII"
+
+
+def print_estimate(
+    recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None, out: TextIO
+) -> None:
+    """Print what all stages take together, or why that is unknown."""
+    from perilune.cli.train.estimate import total
+
+    if recipe.model is None:
+        return
+    if estimated:
+        missing = [stage.name for stage in recipe.stages if stage.name not in estimated]
+        without = f"; not estimated: {', '.join(missing)}" if missing else ""
+        fact = f"{total(estimated)}{without}"
+    else:
+        there = "" if template is None or template.placement.name == "local" else " there"
+        fact = f"unknown: no calibration of this device. Run `perilune doctor`{there}"
+    out.write(shown(f"  {'time':<9}{fact}") + "\n")
 
 
 def print_forecast(forecast: Forecast, out: TextIO) -> None:

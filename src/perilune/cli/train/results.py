@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from perilune.cli.output import as_markup, table_console
@@ -13,6 +15,7 @@ from perilune.cli.output import as_markup, table_console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
 
@@ -20,9 +23,17 @@ OMITTED = ("kind", "correct_per_task")  # of the summary of an evaluation; the r
 
 
 def results_document(
-    recipe: Recipe, experiment: str, stages: Sequence[StageStatus], *, seconds: float, report: Path | None
+    recipe: Recipe,
+    experiment: str,
+    stages: Sequence[StageStatus],
+    *,
+    seconds: float,
+    report: Path | None,
+    estimated: Mapping[str, Estimate] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All results as one JSON document. `stages` are those of `recipe`, in the same order."""
+    from perilune.cli.train.estimate import compared
+
     summaries = {one.name: one.summary for one in stages}
     return {
         "experiment": experiment,
@@ -36,6 +47,9 @@ def results_document(
                 "state": one.state,
                 "attempts": one.attempts,
                 "seconds": one.seconds,
+                "estimated": asdict(estimated[one.name]) if one.name in estimated else None,
+                "memory": one.summary.get("memory"),
+                "compared": compared(estimated.get(one.name), one.seconds, one.summary),
                 "warnings": list(one.summary.get("warnings") or ()),
             }
             for one in stages
@@ -85,6 +99,7 @@ def print_results(document: Mapping[str, Any]) -> None:
     for one in document["calibrations"]:
         for sentence in one["sentences"]:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
+    _print_estimates(console, document["stages"])
     console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):
         if path:
@@ -169,6 +184,19 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
         found = [(one.get("strategies") or {}).get(name) for one in evaluations]
         row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
     return table
+
+
+def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> None:
+    """Print how long the stages took and how much memory, beside the estimates, if there are any."""
+    timed = [one for one in stages if one["estimated"] and one["seconds"]]
+    if not timed:
+        return
+    expected = sum(one["estimated"]["seconds"] for one in timed)
+    took = sum(one["seconds"] for one in timed)
+    console.print(f"time: estimated {expected:,.0f} s, took {took:,.0f} s ({took / expected - 1:+.0%})")
+    largest = max(timed, key=lambda one: (one["memory"] or {}).get("peak_bytes", 0))
+    if "memory" in largest["compared"]:
+        console.print(as_markup(f"memory of {largest['name']}: {largest['compared']['memory']}"))
 
 
 def _print_held_out(console: Console, found: Mapping[str, Any]) -> None:

@@ -7,9 +7,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
+    from perilune.cli.train.estimate import Estimate, Tried
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
@@ -125,42 +127,55 @@ def run_recipe(
 
     recipe = load_recipe(name, changes)
     derived = derive(recipe, where.template, check=plan_only)
-    if where.template is None:
-        _add_times(recipe, derived)
+    estimated = estimate_here(recipe, where.template)
+    for stage in derived:
+        if stage["name"] in estimated:
+            stage["derived"]["expected"] = str(estimated[stage["name"]])
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
         audit = _with_changes(shlex.join(["perilune", "environments", "audit", name]), changes)
-        _print_forecast(recipe, derived, where.template, audit, as_json=as_json)
+        _print_forecast(recipe, derived, where.template, estimated, audit, as_json=as_json)
     elif detach:
         _detach(recipe, changes, _with_changes(command, changes), where, as_json=as_json)
     else:
-        run_stages(recipe, where.template, _with_changes(command, changes), changes, as_json=as_json)
+        again = _with_changes(command, changes)
+        run_stages(recipe, where.template, again, changes, estimated=estimated, as_json=as_json)
 
 
-def _add_times(recipe: Recipe, derived: Sequence[dict[str, Any]]) -> None:
-    """Add the estimated time of each stage on this machine to what is derived from the recipe."""
+def estimate_here(
+    recipe: Recipe, template: Template | None, tried: Tried | None = None
+) -> dict[str, Estimate]:
+    """The estimate for each stage, if runs go to a process on this machine and it is calibrated.
+
+    Args:
+        tried: trials of environments, to share them between recipes.
+    """
     from perilune.cli.train.estimate import estimate
-    from perilune.cli.units import duration
-    from perilune.control.record.home import Home
+    from perilune.control.runs.experiments import Control
 
-    seconds = estimate(recipe, Home.open().root)
-    for stage in derived:
-        if stage["name"] in seconds:
-            stage["seconds"] = round(seconds[stage["name"]], 1)
-            stage["derived"]["time"] = f"about {duration(stage['seconds'])}, by this machine's calibration"
+    if template is not None and (template.placement.name != "local" or template.container is not None):
+        return {}
+    return estimate(Control(), recipe, {} if tried is None else tried)
 
 
 def run_stages(
-    recipe: Recipe, template: Template | None, again: str, changes: Sequence[str] = (), *, as_json: bool
+    recipe: Recipe,
+    template: Template | None,
+    again: str,
+    changes: Sequence[str] = (),
+    *,
+    estimated: Mapping[str, Estimate] = MappingProxyType({}),
+    as_json: bool,
 ) -> None:
     """Run all stages of a recipe and print the results.
 
     Args:
         again: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
+        estimated: what is expected of the stages, to compare it with what happens.
     """
-    from perilune.cli.train.estimate import estimate, keep_estimate
+    from perilune.cli.train.estimate import keep_estimate
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.models.native.build import missing_kernels, native
 
@@ -168,19 +183,25 @@ def run_stages(
         sys.stderr.write(f"{missing_kernels(native().reason)}\n")
     control = Control()
     experiment = open_experiment(control, recipe, changes)
-    if template is None:
-        keep_estimate(control.home.experiment(experiment), estimate(recipe, control.home.root))
+    keep_estimate(control.home.experiment(experiment), estimated)
     run_experiment(control, experiment, recipe, template, again, as_json=as_json)
 
 
 def _print_forecast(
-    recipe: Recipe, derived: list[dict[str, Any]], template: Template | None, audit: str, *, as_json: bool
+    recipe: Recipe,
+    derived: list[dict[str, Any]],
+    template: Template | None,
+    estimated: Mapping[str, Estimate],
+    audit: str,
+    *,
+    as_json: bool,
 ) -> None:
     """Print the dry run of `--plan`; `audit` is the command that audits the rewards."""
     from dataclasses import asdict
 
     from perilune.cli.data.audit import grades_of, print_grades
-    from perilune.cli.train.plan import print_forecast
+    from perilune.cli.train.estimate import estimate_document
+    from perilune.cli.train.plan import print_estimate, print_forecast
     from perilune.control.queries.forecast import forecast
     from perilune.control.runs.experiments import Control, stage_plans
 
@@ -188,8 +209,10 @@ def _print_forecast(
     if as_json:
         placed = None if template is None else template.model_dump(mode="json")
         document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
-        print_json(document | {"forecast": asdict(ahead), "reward_audits": grades_of(recipe)})
+        document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
+        print_json(document | {"reward_audits": grades_of(recipe)})
     else:
+        print_estimate(recipe, estimated, template, sys.stdout)
         print_forecast(ahead, sys.stdout)
         print_grades(recipe, audit)
 
@@ -211,6 +234,7 @@ def run_experiment(
         asked: as in `perilune.control.runs.experiments.advance`.
     """
     from perilune.cli.inspect.report import experiment_view
+    from perilune.cli.train.estimate import kept_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
     from perilune.control.queries.lookup import stage_statuses
@@ -228,7 +252,10 @@ def run_experiment(
         problem = problem or error
     seconds = time.monotonic() - began
     _wait_for_termination(control)
-    document = results_document(recipe, experiment, statuses, seconds=seconds, report=report)
+    estimated = kept_estimate(control.home.experiment(experiment))
+    document = results_document(
+        recipe, experiment, statuses, seconds=seconds, report=report, estimated=estimated
+    )
     if as_json:
         typer.echo(json.dumps(document))  # on one line
     elif failure is None:

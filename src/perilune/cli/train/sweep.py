@@ -18,6 +18,7 @@ from perilune.cli.train.run import (
     RecipeArgument,
     WithOption,
     destination,
+    estimate_here,
     start_in_background,
 )
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
@@ -25,6 +26,8 @@ from perilune.cli.units import duration, plural
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
+    from perilune.cli.train.estimate import Tried
+    from perilune.control.queries.sweep_forecast import ArmForecast
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import ArmState, Sweep
     from perilune.control.runs.templates import Template
@@ -210,6 +213,8 @@ def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *
     runs = sum(ahead.to_run.values())
     first = next(iter(recipes.values()))
     price = forecast(control, stage_plans(first, template), template).cost
+    calibrated = _estimated_seconds(list(recipes.values()), ahead.arms, template)
+    seconds = ahead.seconds if calibrated is None else calibrated
     arms = [
         {"settings": list(settings), "seed": seed, **asdict(one)}
         for (settings, seed), one in zip(recipes, ahead.arms, strict=True)
@@ -220,7 +225,7 @@ def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *
         "search": request.search,
         "slots": template.slots,
         "to_run": dict(ahead.to_run),
-        "seconds": ahead.seconds,
+        "seconds": seconds,
         "highest_cost": None if price is None or not price.attempt else price.attempt * runs,
     }
     if as_json:
@@ -238,20 +243,37 @@ def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *
     if request.search is not None:
         echo(f"  Optuna proposes {request.search - 1} further arms from the results")
     at_once = f"{template.slots} at once" if template.slots else "all at once"
-    echo(f"  time  {_time(ahead.seconds, template.slots or runs)}; {at_once}")
+    basis = "by this machine's calibration"
+    if calibrated is None:
+        basis = "if each stage takes as long as it took on average before"
+    echo(f"  time  {_time(seconds, template.slots or runs, basis)}; {at_once}")
     if price is not None:
         cost = price.problem if not price.attempt else f"{price.attempt * runs:.4g} at most, without retries"
         echo(f"  cost  {cost}")
 
 
-def _time(seconds: float | None, slots: int) -> str:
+def _estimated_seconds(
+    recipes: Sequence[Recipe], arms: Sequence[ArmForecast], template: Template
+) -> float | None:
+    """The estimated time of all stages to run, one after the other; None if one cannot be estimated."""
+    tried: Tried = {}
+    seconds = 0.0
+    for recipe, arm in zip(recipes, arms, strict=True):
+        found = estimate_here(recipe, template, tried) if arm.to_run else {}
+        if not found.keys() >= set(arm.to_run):
+            return None
+        seconds += sum(found[stage].seconds for stage in arm.to_run)
+    return seconds
+
+
+def _time(seconds: float | None, slots: int, basis: str) -> str:
     if seconds is None:
-        return "unknown, because a stage of this recipe has never been finished here"
+        return (
+            "unknown: no calibration of this device, and no finished run of every stage. Run perilune doctor"
+        )
     if seconds == 0:
         return "nothing is left to run"
-    return (
-        f"about {duration(seconds / max(1, slots))}, if each stage takes as long as it took on average before"
-    )
+    return f"about {duration(seconds / max(1, slots))}, {basis}"
 
 
 def _detach(control: Control, found: Sweep, command: Sequence[str], *, as_json: bool) -> None:

@@ -22,6 +22,7 @@ class ArmForecast:
 
     Attributes:
         experiment: its id if it was submitted before.
+        to_run: stages that it still has to run.
         shared: stages that an earlier arm of the sweep runs too.
         done: other stages that have finished.
     """
@@ -30,6 +31,7 @@ class ArmForecast:
     stages: int
     shared: int
     done: int
+    to_run: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Templa
         finished = {one.name for one in statuses if one.state == RunState.SUCCEEDED}
         keys = stage_keys(stage_plans(recipe, template))
         fresh = {name for name, key in keys.items() if key not in seen}
-        for name in fresh - finished:
+        left = tuple(name for name in keys if name in fresh - finished)
+        for name in left:
             to_run[name] = to_run.get(name, 0) + 1
-        arms.append(ArmForecast(experiment, len(keys), len(keys) - len(fresh), len(fresh & finished)))
+        shared = len(keys) - len(fresh)
+        arms.append(ArmForecast(experiment, len(keys), shared, len(fresh & finished), left))
         seen |= set(keys.values())
     return SweepForecast(tuple(arms), to_run, _seconds(control, recipes[0].name, to_run))
 

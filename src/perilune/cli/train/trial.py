@@ -1,0 +1,217 @@
+"""Lengths of episodes and times of environments, tried out while a recipe is planned.
+
+A teacher writes a few traces, which the scorer verifies. Their tokens are the lengths to expect of a policy
+that imitates them. Rows of the user's own files are read the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, cycle, islice
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from perilune.environments.core.registry import make_environment
+from perilune.verifiers.sessions import Sessions
+
+if TYPE_CHECKING:
+    from perilune.bundle.job import Job
+    from perilune.environments.core.protocol import Environment, Task
+    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.tasks.supervised.tokens import Tokens
+    from perilune.verifiers import Scorer
+
+SECONDS = 0.7  # of each measurement
+TRIED = 64  # traces
+ROWS = 2000  # of a user's file
+WARM = 4  # before the clock starts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of an episode or a row.
+
+    Attributes:
+        fed: mean tokens after the prompt.
+        sampled: mean tokens that the policy writes, of those.
+        longest: most tokens that it writes in any of the episodes.
+        turns: mean number of its turns.
+        reading: seconds to read a row as tokens.
+    """
+
+    prompt: float
+    fed: float
+    sampled: float
+    longest: float
+    turns: float = 1.0
+    reading: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An environment, tried out.
+
+    Attributes:
+        lengths: of the teacher's traces; None without a teacher.
+        prompt: mean tokens of a task's prompt.
+        trace: seconds in which a teacher writes a trace and the scorer verifies it.
+        task: seconds in which the environment makes a task.
+        episode: seconds to play and score an episode.
+    """
+
+    lengths: Lengths | None
+    prompt: float
+    trace: float
+    task: float
+    episode: float
+
+
+def try_environment(
+    section: Mapping[str, Any], seed: int, tokenizer: Tokenizer, collect: Job | None
+) -> Trial:
+    """Try an environment with the teacher of a collect stage, if there is one, or with the answer "0"."""
+    from perilune.verifiers import Scorer
+
+    environment = make_environment(section)
+    coming = environment.tasks("train", seed)
+    tasks, task_seconds = _timed(lambda count: list(islice(coming, count)))
+    prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
+    lengths, trace = None, 0.0
+    games = [Game(task, 0, ("0",)) for task in tasks]
+    with Scorer(section) as scorer:
+        if collect is not None:
+            lengths, trace, games = _traces(collect, environment, scorer, tokenizer)
+        sessions, waiting = Sessions(scorer.processes, environment), cycle(games)
+        _, episode = (
+            _timed(lambda count: _play(sessions, list(islice(waiting, count)))) if games else ((), 0.0)
+        )
+    return Trial(lengths, fmean(prompts) if prompts else 0.0, trace, task_seconds, episode)
+
+
+class Game(NamedTuple):
+    """A task with the actions of an episode."""
+
+    task: Task
+    seed: int
+    actions: Sequence[str]
+
+
+def _traces(
+    job: Job, environment: Environment, scorer: Scorer, tokenizer: Tokenizer
+) -> tuple[Lengths | None, float, list[Game]]:
+    """The lengths of a teacher's traces, the seconds of each, and the games that they record."""
+    from perilune.data.generators.registry import make_teacher
+    from perilune.data.generators.teacher import prepare, verify_candidates
+    from perilune.data.records import TraceRecord
+    from perilune.data.sources import Row
+    from perilune.environments.core.replay import conversation
+    from perilune.tasks.datasets.collect import prepend_systems
+
+    teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
+    prepare(teacher, environment)
+    converse = partial(conversation, environment)
+    coming = prepend_systems(
+        teacher.candidates(environment.tasks("train", job.seed), job.seed), job.spec["system"]
+    )
+    games: list[Game] = []
+
+    def write(count: int) -> list[TraceRecord]:
+        chunk = list(islice(coming, count))
+        games.extend(Game(one.task, one.seed, one.transcript.actions) for one in chunk)
+        found = verify_candidates(
+            chunk, scorer.score, environment=environment.id, seed=job.seed, converse=converse
+        )
+        return [one for one in found if isinstance(one, TraceRecord)]
+
+    kept, seconds = _timed(write)
+    rows = [
+        Row(str(index), {"messages": [dict(message) for message in one.messages]})
+        for index, one in enumerate(kept)
+    ]
+    return lengths_of_rows(rows, tokenizer), seconds, games
+
+
+def _play(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
+    """Play the games to their ends or their last actions."""
+    opened = sessions.open([(game.task, game.seed) for game in games])
+    for turn in range(max(len(game.actions) for game in games)):
+        moves = [
+            (session, game.actions[turn], True)
+            for session, game in zip(opened, games, strict=True)
+            if turn < len(game.actions) and not getattr(session.result, "done", True)
+        ]
+        sessions.step(moves)
+    sessions.close(opened)
+    return games
+
+
+def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = False) -> Lengths | None:
+    """The lengths of rows of training data, of the user's own or of a stage's; None without a row."""
+    from perilune.tasks.supervised.tokens import RowReader
+
+    reader, coming = RowReader(tokenizer, positions=1 << 30), iter(rows)
+    read: Callable[[Iterable[Any]], Iterable[Any]] = reader.comparisons if pairs else reader.demonstrations
+    few = list(islice(coming, WARM))
+    warm = len(list(read(few)))  # imports modules
+    began = time.process_time()
+    found = list(read(chain(few, coming)))
+    reading = (time.process_time() - began) / max(1, reader.rows - warm)
+    sides: list[Tokens] = [side for one in found for side in one[-2 if pairs else -1 :]]
+    if not sides:
+        return None
+    answers = [sum(one.loss_mask) for one in sides]
+    return Lengths(
+        prompt=fmean(len(one.prompt_ids) for one in sides),
+        fed=fmean(len(one.token_ids) for one in sides),
+        sampled=fmean(answers),
+        longest=max(answers),
+        turns=fmean(map(_turns, sides)),
+        reading=reading,
+    )
+
+
+def lengths_of_file(path: Path, tokenizer: Tokenizer, *, pairs: bool) -> Lengths | None:
+    """The lengths of the first rows of the user's own file."""
+    from perilune.data.sources import read_rows
+
+    return lengths_of_rows(islice(read_rows(path), ROWS), tokenizer, pairs=pairs)
+
+
+def _turns(tokens: Tokens) -> int:
+    """Runs of learned tokens: the turns of the policy."""
+    mask = tokens.loss_mask
+    return sum(now and not before for before, now in zip([False, *mask], mask, strict=False))
+
+
+def _timed(work: Callable[[int], Sequence[T]]) -> tuple[list[T], float]:
+    """The results of `work(count)`, and the processor seconds for each of them.
+
+    The first calls import modules and start processes, and then show how many items fit into `SECONDS`.
+    """
+    found = list(work(WARM))
+    began = time.monotonic()
+    found += work(WARM)
+    each = (time.monotonic() - began) / WARM
+    began = processor_seconds()
+    measured = work(max(WARM, min(TRIED, int(SECONDS / max(each, 1e-6)))))
+    spent = max(0.0, processor_seconds() - began)
+    return [*found, *measured], spent / max(1, len(measured))
+
+
+def processor_seconds() -> float:
+    """Of this process and of the processes that it started, including those that have ended."""
+    import psutil
+
+    spent = 0.0
+    for one in psutil.Process().children(recursive=True):
+        try:
+            spent += sum(one.cpu_times()[:4])
+        except psutil.Error:  # it has just ended
+            continue
+    return time.process_time() + spent

@@ -1,0 +1,169 @@
+"""The time and memory that `perilune run --plan` estimates, from what they are made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perilune.cli.start.calibration import Calibration, Overhead, Speed, _line, load, save
+from perilune.cli.train.estimate import Estimate, compared, estimate, keep_estimate, kept_estimate, total
+from perilune.cli.train.lengths import Expected, _as_before
+from perilune.cli.train.plan import print_estimate
+from perilune.cli.train.trial import Lengths
+from perilune.cli.train.work import work_of
+from perilune.control.runs.experiments import Control
+from perilune.recipe.load import load_recipe
+from perilune.recipe.schema import Recipe, job_for
+
+RECIPE = """name: pens
+model: {preset: tiny}
+environment: {id: jsonl, path: pens.jsonl, match: number}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: traces, task: collect, teacher: gold, traces: 8}
+  - {name: sft, task: sft, data: traces, steps: 10, batch_size: 4}
+  - {name: untrained, task: evaluate, checkpoint: model, tasks: 4, samples: 2, max_tokens: 10}
+  - name: rl
+    task: rl
+    checkpoint: sft
+    steps: 5
+    prompts: 4
+    samples: 4
+    max_tokens: 10
+    eval: {tasks: 4}
+  - {name: after, task: evaluate, checkpoint: rl, tasks: 4, samples: 2, max_tokens: 10}
+"""
+OWN = """name: own
+model: {preset: tiny}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: sft, task: sft, data: rows.jsonl, steps: 10, batch_size: 2}
+  - {name: dpo, task: preference, checkpoint: sft, data: pairs.jsonl, steps: 10, batch_size: 2}
+"""
+LENGTHS = Lengths(prompt=8.0, fed=5.0, sampled=3.0, longest=4.0, turns=2.0)
+
+
+def calibration(**seconds: float) -> Calibration:
+    """The named parts take so many seconds, all others none."""
+    kinds = {"decode": "sampled", "update": "learned", "reinforce": "reinforced"}
+    pairs = {kind: tuple(seconds.get(name, 1e-12) for name in (kind, token)) for kind, token in kinds.items()}
+    stages = dict.fromkeys(("collect", "sft", "rl", "evaluate"), seconds.get("start", 0.0))
+    overhead = Overhead(stages, seconds.get("step", 0.0), seconds.get("turn", 0.0))
+    return Calibration("1", tuple(Speed(size, **pairs) for size in (1_000, 1_000_000)), overhead, 0.0)
+
+
+def pens(folder: Path) -> Recipe:
+    rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
+    (folder / "pens.jsonl").write_text("".join(rows))
+    (folder / "pens.yaml").write_text(RECIPE)
+    return load_recipe(folder / "pens.yaml")
+
+
+def test_the_work_of_a_stage_is_counted(tmp_path: Path) -> None:
+    recipe = pens(tmp_path)
+    work = work_of(job_for(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
+    assert work is not None
+    rollouts, judged = 5 * 16, 2 * 16  # of 5 steps, and of the evaluations before and after
+    assert work["sampled"] == (rollouts + judged) * 3
+    assert work["turn"] == (rollouts + judged) * 2
+    assert work["episode"] == rollouts + judged
+    assert work["decode"] == (5 + 2) * 4  # episodes advance together
+    assert work["reinforced"] == 0.5 * (5 * 4 * 8 + rollouts * 5)
+    assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * 2  # prompts, observations
+
+    sft = work_of(job_for(recipe, recipe.stage("sft")), LENGTHS, rows=8)
+    assert sft == {"update": 10, "learned": 10 * 4 * 13, "row": 8, "forward": 0}
+
+
+def test_a_line_goes_through_two_sizes() -> None:
+    assert _line((10, 30), lambda size: 2.0 + 0.5 * size) == pytest.approx((2.0, 0.5))
+    constant, slope = _line((10, 30), lambda size: 5.0 - 0.1 * size)  # noise
+    assert 0 < slope < 1e-6 and constant == pytest.approx(4.0)
+
+
+def test_a_power_law_joins_the_measured_sizes() -> None:
+    speeds = tuple(Speed(size, (1.0, size), (2.0, 2.0), (1.0, 1.0)) for size in (100, 10_000))
+    found = Calibration("1", speeds, Overhead({}, 0.0, 0.0), 0.0)
+    assert found.seconds("decode", 1_000) == pytest.approx((1.0, 1_000.0))
+    assert found.seconds("decode", 1_000_000) == pytest.approx((1.0, 1_000_000.0))
+    assert found.seconds("update", 12_345) == pytest.approx((2.0, 2.0))
+
+
+def test_an_estimate_has_a_range_where_lengths_may_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    control, recipe = Control(), pens(tmp_path)
+    assert estimate(control, recipe, {}) == {}
+    kept = calibration(sampled=1.0, start=100.0)
+    save(control.home.root, [kept])
+    assert load(control.home.root, "1") == kept
+    assert load(control.home.root, "cuda") is None
+
+    found = estimate(control, recipe, {})
+    assert found.keys() == {"traces", "sft", "untrained", "rl", "after"}
+    assert 100.0 <= found["traces"].seconds < 101.0
+    untrained = found["untrained"]
+    assert untrained.at_most and untrained.high == pytest.approx(100.0 + 12 * 10, abs=1.0)
+    assert "at most 3:40" in str(untrained)
+    # The answers of the teacher are 2 or 3 tokens long, with the token that ends them.
+    rl = found["rl"]
+    assert 100.0 + 112 * 2 < rl.low < rl.seconds < rl.high < 100.0 + 112 * 3.01
+    assert found["after"].low == pytest.approx(100.0 + 12 * (rl.low - 100) / 112, rel=0.02)
+    memory = found["sft"].memory
+    assert memory is not None and 400 << 20 < memory < 600 << 20
+    every = total(found)
+    assert every.seconds == pytest.approx(sum(one.seconds for one in found.values()))
+
+
+def test_the_lengths_of_own_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    (tmp_path / "own.yaml").write_text(OWN)
+    rows = [{"prompt": "1+1=", "completion": "2" * 9}, {"prompt": "1+1=", "completion": "2" * 29}]
+    pairs = [{"prompt": f"{one}=", "chosen": "3" * 9, "rejected": "4" * 19} for one in range(40)]
+    for name, lines in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    control = Control()
+    save(control.home.root, [calibration(learned=1.0)])
+    found = estimate(control, load_recipe(tmp_path / "own.yaml"), {})
+    assert found["sft"].seconds == pytest.approx(10 * 2 * (4 + 20), abs=0.1)
+    reference = 40 * (2.75 + 10 + 20) / 3  # a forward pass over all pairs
+    assert found["dpo"].seconds == pytest.approx(10 * 2 * (2.75 + 10 + 20) + reference, abs=0.1)
+    assert found["sft"].basis == "rows of rows.jsonl"
+
+
+def test_a_finished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_for(recipe := pens(tmp_path), recipe.stage("rl"))
+    artifacts = tmp_path / "artifacts"
+    artifacts.mkdir()
+    (artifacts / "summary.json").write_text("{}")
+    steps = [{"step": number, "length": 6.0, "tokens": 24} for number in (1, 2)]
+    lines = [{"step": 0, "eval/heldout/pass@1": 0.5}, *steps]
+    (artifacts / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("perilune.cli.train.lengths._finished_run", lambda *_: tmp_path)
+    control: Any = SimpleNamespace()
+    found = _as_before(control, "pens", job, Expected(LENGTHS, LENGTHS, (0.5, 1.0)))
+    assert (found.low, found.low.sampled, found.low.fed, found.low.longest) == (found.high, 6.0, 8.0, 8.0)
+    assert found.live == (0.25, 0.25)  # 24 of 4 x 4 x 6 tokens were trained on
+
+
+def test_the_error_of_an_estimate_is_told_once_the_stage_has_ended(tmp_path: Path) -> None:
+    summary = {"memory": {"planned_bytes": 2 << 30, "peak_bytes": 1 << 30}}
+    assert compared(None, 120.0, summary) == {"memory": "planned 2.00 GiB, peak 1.00 GiB (-50%)"}
+    assert kept_estimate(tmp_path) == {}
+    keep_estimate(tmp_path, {"rl": Estimate(100.0, 90.0, 110.0, 1 << 30, "")})
+    assert compared(kept_estimate(tmp_path)["rl"], 120.0, summary) == {
+        "time": "estimated 100 s, took 120 s (+20%)",
+        "memory": "estimated 1.00 GiB, peak 1.00 GiB (+0%)",
+    }
+
+
+def test_a_device_without_a_calibration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    print_estimate(pens(tmp_path), {}, None, sys.stdout)
+    assert "unknown: no calibration of this device. Run `perilune doctor`" in capsys.readouterr().out
