@@ -7,7 +7,7 @@ import json
 import re
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from perilune.bundle.plugin import PLUGIN_GROUP
 from perilune.bundle.wheel import NAME
@@ -64,11 +64,13 @@ def record_digest(installed: Distribution) -> str | None:
 
 
 def _is_from_wheel(path: str) -> bool:
-    *folders, name = PurePosixPath(path).parts
-    if folders and folders[-1].endswith(".dist-info") and name in _BY_THE_INSTALLER:
+    # Plain strings: torch alone has ten thousand files, and every stage checks them.
+    folders, _, name = path.rpartition("/")
+    folder = folders.rpartition("/")[2]
+    if folder.endswith(".dist-info") and name in _BY_THE_INSTALLER:
         return False
-    outside = bool(folders) and folders[0] == ".."
-    return not name.endswith(".pyc") and not (outside and folders[-1] in {"bin", "Scripts"})
+    outside = path.startswith("../")
+    return not name.endswith(".pyc") and not (outside and folder in {"bin", "Scripts"})
 
 
 def editable_root(installed: Distribution) -> Path | None:

@@ -1,7 +1,7 @@
 """Defers the import of matplotlib until something draws.
 
-reasoning-gym imports cellpylib, which imports matplotlib at module level. That takes about as long as the
-rest of reasoning-gym, in every process of every stage.
+Some families of reasoning-gym import cellpylib, which imports matplotlib at module level. That takes about as
+long as the rest of reasoning-gym.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments.adapters import compact
 from perilune.environments.adapters.answer_form import well_formed
 from perilune.environments.adapters.independent_checks import DOUBTED, is_right
-from perilune.environments.adapters.plotting import deferred_plotting
+from perilune.environments.adapters.reasoning_gym_import import all_families, one_family
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.registry import did_you_mean
@@ -96,12 +96,12 @@ class ReasoningGymEnvironment(SingleTurn):
     @staticmethod
     def families() -> tuple[str, ...]:
         """All valid values of `task`, sorted."""
-        return tuple(sorted(_datasets()))
+        return tuple(sorted(all_families().keys() - _EXCLUDED))
 
     def settings(self) -> dict[str, Any]:
         """The family's settings and their values in this environment."""
-        config = vars(self._dataset.config)
-        return {name: value for name, value in config.items() if name in _settings(self.spec.task)}
+        config = self._dataset.config
+        return {name: value for name, value in vars(config).items() if name in _settings(type(config))}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct tasks of a split, in an order that `seed` determines, until the generator has no new
@@ -294,28 +294,25 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _datasets() -> Mapping[str, tuple[type, type]]:
-    with deferred_plotting():
-        import reasoning_gym  # noqa: F401  # fills the registry; the import takes about a second
-        from reasoning_gym.factory import DATASETS
+def _classes(family: str) -> tuple[type, type]:
+    """The classes of a family's dataset and settings."""
+    found = None if family in _EXCLUDED else one_family(family)
+    if found is None:
+        raise RequestError(
+            f"reasoning-gym has no task called '{family}'",
+            where="environment.task",
+            remedy=did_you_mean(family, ReasoningGymEnvironment.families()),
+        )
+    return found
 
-    return {name: classes for name, classes in DATASETS.items() if name not in _EXCLUDED}
 
-
-def _settings(family: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(_datasets()[family][1])} - {"seed", "size"}
+def _settings(config_class: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
 
 
 def _create(spec: ReasoningGymSpec, seed: int) -> Any:
-    datasets = _datasets()
-    if spec.task not in datasets:
-        raise RequestError(
-            f"reasoning-gym has no task called '{spec.task}'",
-            where="environment.task",
-            remedy=did_you_mean(spec.task, datasets),
-        )
-    dataset_class, config_class = datasets[spec.task]
-    valid = _settings(spec.task)
+    dataset_class, config_class = _classes(spec.task)
+    valid = _settings(config_class)
     for key in spec.config:
         if key not in valid:
             raise RequestError(
