@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.recipe.load import bundled_recipes, load_recipe
+from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe, job_for
 from perilune.recipe.source import MAX_BYTES, parse_yaml
@@ -129,6 +129,16 @@ def test_presets_are_those_that_models_have() -> None:
     assert set(known.get("enum", [known.get("const")])) == set(PRESETS)
 
 
+def test_asynchronous_training_corrects_old_tokens_unless_the_recipe_says_how() -> None:
+    changes = ["rl.asynchronous={staleness: 2}", "rl.lora={targets: [q_proj]}"]
+    rl = load_recipe(bundled_recipe("quickstart"), changes).stage("rl")
+    assert (rl.spec["off_policy"]["weight"], rl.spec["off_policy"]["max_staleness"]) == ("truncate", 12)
+    own = load_recipe(
+        bundled_recipe("quickstart"), [*changes, "rl.off_policy={proximal: learner, weight: mask}"]
+    )
+    assert own.stage("rl").spec["off_policy"]["weight"] == "mask"
+
+
 def test_the_last_override_wins(dinner: Path) -> None:
     assert load_recipe(dinner, ["seed=1", "seed=2"]).seed == 2
 
@@ -162,6 +172,11 @@ BAD = {  # (text replaced, by what): where, what is said
     ("flour: model", "flour: cake"): (":6:", "in a circle: cake <- bread <- cake", ""),
     ("flour: model", "tags: []"): (":8:", "stages.bread.flour is missing", ""),
     ("{preset: tiny}", "{}"): (":3:", "model: needs exactly one of preset and path", ""),
+    ("{preset: tiny}", "{preset: tiny, path: x}"): (
+        ":3:",
+        "exactly one of preset and path",
+        "model.preset=null",
+    ),
     ("{preset: tiny}", "{preset: tinny}"): (":3:", "model.preset is", "'tiny'"),
     ("{preset: tiny}", "{path: nowhere}"): (":3:", "model.path: no file or folder /", "no model nowhere"),
     ("{preset: tiny}", "{path: .}"): (":3:", "has no config.json", "Hugging Face format"),
@@ -204,6 +219,7 @@ BAD = {  # (text replaced, by what): where, what is said
         "set processes or nodes",
     ),
     ("seed: 3", "resources: 2"): (":2:", "resources is 2 but should be a section of keys", ""),
+    ("stages:", "stagse:"): (":5:", "stagse is not a known key (and 1 more)", "'stages'"),
     ("name: dinner\n", ""): (":1:", "name is missing", ""),
     (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "at least 1 item"),
     (DINNER[DINNER.index("stages") :], "stages: cake"): (":5:", "stages must be a list", ""),
@@ -324,7 +340,7 @@ def test_scalars_are_those_of_json(text: str, value: object) -> None:
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from perilune.recipe.load import bundled_recipes, load_recipe, bundled_recipe\n"
+        "import sys; from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe\n"
         "for name in bundled_recipes(): '/' in name or load_recipe(bundled_recipe(name))\n"
         "print([m for m in ('torch', 'pyarrow', 'sqlalchemy', 'transformers') if m in sys.modules])"
     )

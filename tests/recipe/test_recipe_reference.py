@@ -13,12 +13,13 @@ from perilune.environments import environment_ids
 from perilune.errors import RequestError
 from perilune.recipe.aliases import ALIASES
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
+from perilune.recipe.problems import nearest
 from perilune.recipe.reference import markdown, recipe_schema, sections, user_keys
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 STORY = ("collect", "sft", "rl", "evaluate")
 ITS_ENVIRONMENT = "environment: reasoning_gym/"
-MOST_NAMES = 69  # that one person can be asked to know for the story; a name means the same in every task
+MOST_NAMES = 70  # that one person can be asked to know for the story; a name means the same in every task
 MOST_MORE = 12  # that each further task or environment may add
 
 
@@ -89,6 +90,40 @@ def test_a_key_of_another_trainer_is_answered_with_ours(written: str, ours: str)
     with pytest.raises(RequestError, match="is not a known key") as refused:
         load_recipe(bundled_recipe("quickstart"), [written])
     assert refused.value.remedy.startswith(f"'{ours}'; ")
+
+
+def test_every_option_in_the_table_of_trl_has_a_hint() -> None:
+    table = (
+        (REFERENCE.parent / "how-to" / "coming-from-trl.md").read_text().split("## Names")[1].split("##")[0]
+    )
+    cells = re.findall(r"^\| (.*) \| .* \|$", table, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
+    options = {name for name in names if name.islower()} - {"model", "interleave_datasets"}
+    assert len(options) > 25
+    kinds = [load_plugin(task).spec.model_fields for task in ("sft", "preference", "rl")]
+    silent = [
+        name
+        for name in options
+        if all(name not in keys and nearest(name, keys).startswith("one of") for keys in kinds)
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("written", "ours"),
+    [
+        ("rl.epsilon=0.1", "algorithm: {name: grpo, clip_low: 0.2"),
+        ("rl.reward_funcs=[a]", "rewards, a key of the recipe"),
+        ("sft.num_train_epochs=3", "steps, which is epochs x rows / batch_size"),
+        ("sft.gradient_accumulation_steps=4", "batch_size"),
+        ("sft.report_to=wandb", "tracking: ["),
+        ("sft.packing=true", "leave it out"),
+    ],
+)
+def test_an_option_without_a_key_of_ours_is_answered_with_what_to_write(written: str, ours: str) -> None:
+    with pytest.raises(RequestError, match="is not a known key") as refused:
+        load_recipe(bundled_recipe("quickstart"), [written])
+    assert refused.value.remedy.startswith(ours)
 
 
 def test_every_alias_names_keys_of_recipes() -> None:

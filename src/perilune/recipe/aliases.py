@@ -1,7 +1,7 @@
 """Keys of TRL, transformers, PEFT and verl, and the recipe's keys that mean the same.
 
-An unknown key that is listed here gets an error that names our key. The aliases are not accepted in a recipe:
-one setting has one name.
+An unknown key that is listed here gets an error that names our key or another remedy. The aliases are not
+accepted in a recipe: one setting has one name.
 """
 
 from __future__ import annotations
@@ -68,6 +68,35 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "lora_alpha": ("alpha",),
     "target_modules": ("targets",),
 }
+
+_CLIP = "algorithm: {name: grpo, clip_low: 0.2, clip_high: 0.28}"
+_REWARDS = "rewards, a key of the recipe beside stages: {mine: {function: 'file.py:name'}}"
+_EPOCHS = "steps, which is epochs x rows / batch_size; --plan prints the number of epochs"
+_BATCH = "batch_size, the rows of a whole step; in rl, prompts x samples. token_budget limits the memory"
+_PACKED = "leave it out: rows are packed without padding, and the loss is on the assistant's messages"
+_SAMPLER = "leave it out: Perilune has its own sampling engine"
+ADVICE: Mapping[str, str] = {
+    "epsilon": _CLIP,
+    "epsilon_high": _CLIP,
+    "clip_ratio": _CLIP,
+    "delta": "algorithm: {name: grpo, dual_clip: 3.0}",
+    "mask_truncated_completions": "algorithm: {name: grpo, mask_truncated: true}",
+    "importance_sampling_level": "algorithm: gspo",
+    "train_dataset": "environment, a key of the recipe beside stages: {id: jsonl, path: questions.jsonl}",
+    "reward_funcs": _REWARDS,
+    "reward_weights": _REWARDS,
+    "num_train_epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "gradient_accumulation_steps": _BATCH,
+    "packing": _PACKED,
+    "assistant_only_loss": _PACKED,
+    "use_vllm": _SAMPLER,
+    "report_to": "tracking: [tensorboard, wandb, mlflow], a key of the recipe beside stages",
+    "output_dir": "leave it out: runs are in ~/.perilune, and `perilune model export` writes the model",
+    "resume_from_checkpoint": "leave it out: the same command resumes the run",
+    "eval_dataset": "a stage with task: evaluate; validation in a supervised stage",
+}
+"""Remedies for names without a key of the same meaning in the same section."""
 
 
 def alias_of(name: str, valid: Collection[str]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
-from perilune.recipe.aliases import alias_of
+from perilune.recipe.aliases import ADVICE, alias_of
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -30,6 +30,7 @@ class Problem:
     path: KeyPath
     what: str
     remedy: str = ""
+    missing: bool = False  # a key that is not there
 
 
 class ProblemsError(Exception):
@@ -41,9 +42,11 @@ class ProblemsError(Exception):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The remedy for a name that is not in `valid`: its meaning or the closest name, then all names."""
+    """The remedy for a name that is not in `valid`: its meaning, or the closest name and all names."""
     names = list(valid)
     meant = alias_of(name, names)
+    if not meant and name in ADVICE:
+        return ADVICE[name]
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     return f"'{close[0]}'; {listed}" if close else listed
@@ -52,10 +55,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) -> NoReturn:
     """Raise the first of `problems` as the user's error, with the number of the others.
 
+    Missing keys come last, because a misspelt key is also a missing key.
+
     Raises:
         RequestError: always.
     """
-    first, *others = problems
+    first, *others = sorted(problems, key=lambda problem: problem.missing)
     more = f" (and {len(others)} more)" if others else ""
     raise RequestError(first.what + more, where=place(first.path), remedy=first.remedy)
 
@@ -110,7 +115,7 @@ def _problem(
         valid = _owner(model, detail["loc"]).model_fields
         return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), valid))
     if detail["type"] == "missing":
-        return Problem(full, f"{key} is missing")
+        return Problem(full, f"{key} is missing", missing=True)
     if detail["type"] == "union_tag_not_found":
         return Problem(full, f"{key}.{detail['ctx']['discriminator'].strip(chr(39))} is missing")
     if detail["type"] == "union_tag_invalid":

@@ -53,8 +53,10 @@ class ModelSpec(Frozen):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSpec:
-        if (self.preset is None) == (self.path is None):
+        if self.preset is None and self.path is None:
             raise ValueError("needs exactly one of preset and path")
+        if self.preset is not None and self.path is not None:
+            raise ValueError("needs exactly one of preset and path; --set model.preset=null unsets preset")
         if self.tokenizer is not None and self.preset is None:
             raise ValueError("tokenizer is for a new model; a model at a path has its own")
         if self.vocab_size is not None and self.tokenizer != "bpe":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -62,14 +62,15 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             device=device,
         )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _corrects_old_tokens(cls, given: Any) -> Any:
-        """Asynchronous training has off-policy corrections, unless the recipe sets its own."""
-        if not isinstance(given, dict) or given.get("asynchronous") is None or "off_policy" in given:
-            return given
-        settings = AsynchronousSettings.model_validate(given["asynchronous"])
-        return given | {"off_policy": default_corrections(settings)}
+    @model_validator(mode="after")
+    def _corrects_old_tokens(self) -> RLSpec:
+        """Asynchronous training has off-policy corrections, unless the recipe sets its own.
+
+        A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
+        """
+        if self.asynchronous is None or "off_policy" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"off_policy": default_corrections(self.asynchronous)})
 
     @model_validator(mode="after")
     def _can_be_asynchronous(self) -> RLSpec:
