@@ -81,7 +81,7 @@ def test_an_environment_that_only_answers_in_other_characters(tmp_path: Path) ->
     (tmp_path / "capitals.py").write_text(OWN_ENVIRONMENT)
     recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
     assert tokenizer(recipe) == "bytes"
-    expected = "characters has no token for 'Α' in capitals, train task 1, message of the assistant"
+    expected = "characters has no token for 'Α' in capitals, training task 1, message of the assistant"
     assert foreign_character(recipe) == expected
     print_plan(recipe, derive(recipe), out := StringIO())
     assert f"tokenizer: bytes; {expected}" in out.getvalue()
@@ -121,6 +121,19 @@ def test_a_model_at_a_path_is_refused_by_the_plan(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61"):
         derive(recipe, check=True)
     derive(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
+
+
+def test_the_plan_looks_at_more_tasks(tmp_path: Path) -> None:
+    late = OWN_ENVIRONMENT.replace('"Αθήνα"', '"Αθήνα" if number == 20 else "Athens"').replace(
+        "-0", "-{number}"
+    )
+    (tmp_path / "capitals.py").write_text(
+        late.replace("        yield Task", "        for number in range(60):\n            yield Task")
+    )
+    recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
+    assert tokenizer(recipe) is None
+    with pytest.raises(RequestError, match="no token for 'Α' in capitals, training task 21"):
+        derive(recipe, check=True)
 
 
 def test_a_teacher_is_refused_by_the_plan(tmp_path: Path) -> None:

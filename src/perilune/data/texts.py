@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from perilune.data.examples import Conversation, Example, comparison, demonstration
 from perilune.data.sources import Row, read_rows
-from perilune.environments.core.protocol import Environment, Split, Task
+from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment, part_sections
 from perilune.environments.core.replay import conversation
 from perilune.models.text.tokenizer import PRINTABLE_ASCII
 
-TRIED = 32  # tasks of each split
+TRIED = 8  # training tasks; some environments take a second for one
 MOST_TEXTS = 200_000  # that a tokenizer is trained on
 _CHARACTERS = frozenset(PRINTABLE_ASCII)
 
@@ -46,8 +46,8 @@ def first_lacking(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> 
     return None
 
 
-def environment_texts(section: Mapping[str, Any]) -> Iterator[Text]:
-    """The messages of an environment's first tasks, with the right answers that it knows.
+def environment_texts(section: Mapping[str, Any], tasks: int = TRIED) -> Iterator[Text]:
+    """The messages of an environment's first training tasks, with the right answers that it knows.
 
     An environment that reads the user's own files knows the characters of all rows, and each comes as a text.
     The parts of a mixture come one by one. The tasks are those of seed 0, so that all seeds of a recipe get
@@ -57,11 +57,10 @@ def environment_texts(section: Mapping[str, Any]) -> Iterator[Text]:
         environment = make_environment(part)
         for character, place in getattr(environment, "characters", dict)().items():
             yield Text(place, character)
-        for split in get_args(Split):
-            for number, task in enumerate(islice(environment.tasks(split, 0), TRIED), 1):
-                for message in _messages(environment, task):
-                    place = f"{environment.id}, {split} task {number}, message of the {message['role']}"
-                    yield Text(place, message["content"])
+        for number, task in enumerate(islice(environment.tasks("train", 0), tasks), 1):
+            for message in _messages(environment, task):
+                place = f"{environment.id}, training task {number}, message of the {message['role']}"
+                yield Text(place, message["content"])
 
 
 def _messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:

@@ -20,26 +20,27 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
 
 MOST_TASKS = 4096  # that are made to count them
+READ = 32  # training tasks whose characters are looked at
 TRIED = 8  # training tasks that a teacher is tried on
 
 
 def check_texts(recipe: Recipe) -> None:
-    """Refuse an environment with a text that the tokenizer of the model at `path` cannot encode.
+    """Refuse an environment with a text that the model's tokenizer cannot encode.
 
-    The tokenizer of a new model is chosen, or refused, when the recipe is loaded.
+    For a new model, the recipe was loaded with a tokenizer for fewer tasks, which cost less.
 
     Raises:
         RequestError: naming the character, and the task or the row.
     """
-    if recipe.model is None or recipe.model.path is None:
+    if recipe.model is None or recipe.model.tokenizer in ("bytes", "bpe"):
         return
     from perilune.cli.data.audit import environments_of
     from perilune.data.texts import environment_texts, first_lacking
-    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.models.text.template_facts import recipe_tokenizer
 
-    lacks = Tokenizer.load(recipe.model.path).lacks
+    lacks = recipe_tokenizer(recipe.model.model_dump()).lacks
     for section in environments_of(recipe):
-        _require_tokens(first_lacking(environment_texts(section), lacks))
+        _require_tokens(first_lacking(environment_texts(section, READ), lacks))
 
 
 def _require_tokens(lacking: str | None) -> None:
