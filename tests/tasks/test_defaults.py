@@ -13,11 +13,13 @@ from perilune.bundle.plugin import complete_spec, load_plugin, plugin_names
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.adapters.files import save_policy
 from perilune.models.checkpoints.loading import new_model
-from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.decoder_config import PRESETS, preset_of
+from perilune.models.memory import card_of
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 from perilune.tasks.stage.defaults import RATES
+from perilune.tasks.stage.memory_plan import section_config
 
 RECIPE = """\
 name: one
@@ -120,3 +122,38 @@ def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
     logged = capfd.readouterr().out
     assert "learning rate: 0.0002 after 2 steps, then constant; the default for a new model" in logged
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("base", 3), ("medium", 10), ("large", 30)])
+def test_a_wider_preset_gets_a_lower_rate(preset: str, millions: int, tmp_path: Path) -> None:
+    specs = jobs(tmp_path, f"{{preset: {preset}}}")
+    width = PRESETS[preset].hidden_size
+    assert specs["sft"]["lr"] == 3e-3 * 128 / width and specs["rl"]["lr"] == 2e-4 * 128 / width
+    assert specs["sft"]["batch_size"] == 64 and specs["eval"]["max_tokens"] == 64
+    parameters = card_of(
+        section_config({"preset": preset, "tokenizer": "bpe", "vocab_size": 2048})
+    ).parameters
+    assert 0.9 < parameters / (millions * 1e6) < 1.2
+
+
+def test_a_preset_in_a_folder_is_new_whatever_its_size(tmp_path: Path) -> None:
+    config = PRESETS["large"].replace(vocab_size=777, eos_token_ids=(1,))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config.to_hf()))
+    assert jobs(tmp_path, f"{{path: {tmp_path / 'm'}}}") == jobs(tmp_path, "{preset: large}")
+    assert preset_of(config) == "large" and preset_of(config.replace(num_layers=9)) is None
+
+
+def test_a_stage_is_planned_for_the_new_model_that_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        RECIPE.replace("{MODEL}", "{preset: tiny}").replace(
+            "data: traces", "checkpoint: larger, data: traces"
+        )
+        + "  - {name: larger, task: new_model, preset: large}\n"
+    )
+    recipe = load_recipe(tmp_path / "r.yaml")
+    made = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    assert made["traces"].model["preset"] == "tiny"
+    for name in ("larger", "sft", "rl", "eval"):
+        assert made[name].model["preset"] == "large"
+    assert made["sft"].spec["lr"] == 7.5e-4

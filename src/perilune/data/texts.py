@@ -16,7 +16,7 @@ from perilune.environments.core.replay import conversation
 from perilune.models.text.tokenizer import PRINTABLE_ASCII
 
 TRIED = 8  # training tasks; some environments take a second for one
-MOST_TEXTS = 200_000  # that a tokenizer is trained on
+MOST_TEXTS = 50_000  # that a tokenizer is trained on
 _CHARACTERS = frozenset(PRINTABLE_ASCII)
 
 
