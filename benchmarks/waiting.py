@@ -1,7 +1,7 @@
 """Sums whose answers wait for a tool before they are scored: hard tasks wait longer, with a heavy tail.
 
-The wait of an episode is lognormal (sigma 1), with mean `seconds` for sums of two digits and three times that for
-sums of three. It depends on the task and the episode's seed alone.
+The wait of an episode is lognormal (sigma 1), with mean `seconds` for sums of two digits and three times that
+for sums of three. It depends on the task and the episode's seed alone.
 """
 
 from __future__ import annotations

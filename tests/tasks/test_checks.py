@@ -126,6 +126,21 @@ def test_what_changes_between_updates_is_named(what: str) -> None:
         update(one, checker, 0.01, 1.0)
 
 
+def test_a_slow_reward_is_not_audited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from task_cases import make_bundle, make_job
+
+    from perilune.bundle.workspace import Workspace
+    from perilune.tasks.checks import reward
+
+    monkeypatch.setattr(reward, "PATIENCE", 1e-6)
+    workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
+    reward.check_reward(workspace)
+    assert not (workspace.artifacts / reward.FILE).exists()
+    assert "the reward was not audited, because scoring an answer takes" in capsys.readouterr().out
+
+
 def test_a_reward_is_audited_once(tmp_path: Path) -> None:
     """An attempt that goes on with another's artifacts has its audit, and one without makes its own."""
     from task_cases import make_bundle, make_job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 
 import pytest
@@ -46,10 +47,11 @@ class Session:
         return [group for key in sorted(self.finished) for group in self.finished[key]]
 
 
-@pytest.fixture(scope="module")
-def scorer() -> Iterator[Scorer]:
-    with Scorer(TALK, workers=2) as one:
-        yield one
+@pytest.fixture
+def start() -> Iterator[Callable[[], Session]]:
+    """Starts sessions, each with environment processes of its own."""
+    with ExitStack() as stack:
+        yield lambda: Session(engine_of(TOKENIZER), stack.enter_context(Scorer(TALK, workers=2)))
 
 
 def same(one: Groups, other: Groups) -> bool:
@@ -66,30 +68,30 @@ def spans_of(episode: Episode) -> Spans:
     return spans
 
 
-def test_an_episode_is_that_of_a_batch(scorer: Scorer) -> None:
-    session = Session(engine_of(TOKENIZER), scorer)
+def test_an_episode_is_that_of_a_batch(start: Callable[[], Session]) -> None:
+    session = start()
     session.admit(0, 3, 1)
     session.until(lambda: len(session.finished) >= 1)
     session.admit(2, 5, 4)
     assert same(session.all(6), play({}, engine=engine_of(TOKENIZER)))
 
 
-def swapped(scorer: Scorer, after: int) -> Session:
+def swapped(start: Callable[[], Session], after: int) -> Session:
     """A session whose engine gets other weights after `after` sampled tokens."""
-    session = Session(engine_of(TOKENIZER), scorer)
+    session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= after)
     session.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
     return session
 
 
-def test_the_versions_of_its_tokens_determine_an_episode(scorer: Scorer) -> None:
-    first = swapped(scorer, 5).all(6)
+def test_the_versions_of_its_tokens_determine_an_episode(start: Callable[[], Session]) -> None:
+    first = swapped(start, 5).all(6)
     versions = {tuple(v for v, _ in spans_of(one)) for group in first for one in group}
     assert (0, 1) in versions  # weights changed within an episode
 
     spans = {index: [spans_of(one) for one in group] for index, group in enumerate(first)}
-    again = Session(engine_of(TOKENIZER), scorer)
+    again = start()
     again.admit(4, 0, 5, 3, 1, 2, spans=spans)
     again.until(lambda: again.rollouts.is_idle)
     again.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
@@ -97,22 +99,22 @@ def test_the_versions_of_its_tokens_determine_an_episode(scorer: Scorer) -> None
 
 
 @pytest.mark.parametrize("steps", [2, 9, 30])
-def test_an_interrupted_episode_continues(scorer: Scorer, steps: int) -> None:
-    session = Session(engine_of(TOKENIZER), scorer)
+def test_an_interrupted_episode_continues(start: Callable[[], Session], steps: int) -> None:
+    session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= steps)
     recorded = {key[1]: turns for key, turns in session.rollouts.recorded().items()}
     assert any(turns for group in recorded.values() for turns in group)
     finished = dict(session.finished)
 
-    other = Session(engine_of(TOKENIZER), scorer)
+    other = start()
     other.finished = finished
     other.admit(*recorded, recorded=recorded)
     assert same(other.all(6), play({}, engine=engine_of(TOKENIZER)))
 
 
-def test_an_error_of_a_session_reaches_the_caller(scorer: Scorer) -> None:
-    session = Session(engine_of(TOKENIZER), scorer)
+def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) -> None:
+    session = start()
     lane = session.rollouts._lanes[0]
     lane._work.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):

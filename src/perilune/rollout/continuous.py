@@ -10,6 +10,7 @@ resumed from its tokens, and repeated from the versions alone (`Spans`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -29,6 +30,8 @@ from perilune.rollout.rollout import Rollout
 from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.verifiers.process import EnvironmentProcess
 from perilune.verifiers.sessions import Sessions
+
+TOGETHER = 0.05  # seconds that answers scored in one call may take
 
 Event = Callable[[], None]
 Spans = list[tuple[int, int]]
@@ -313,8 +316,8 @@ class ContinuousRollouts:
 class _Lane:
     """A thread that makes the calls to one environment process, and posts an event after each.
 
-    Answers of single-turn sessions that wait together are scored together. Sessions of several turns may
-    wait for tools, so each of their steps is a call of its own.
+    Answers of single-turn sessions that wait together are scored together, as many as take `TOGETHER`
+    seconds. Sessions of several turns may wait for tools, so each of their steps is a call of its own.
     """
 
     def __init__(
@@ -323,6 +326,7 @@ class _Lane:
         self.process, self._worker, self._post = process, worker, post
         self._sessions = Sessions([process], worker.environment)
         self._work: SimpleQueue[_Move | Event] = SimpleQueue()
+        self._seconds = TOGETHER  # to score an answer, the last time
         Thread(target=self._run, name="environment", daemon=True).start()
 
     def open(self, group: Group, sample: int, done: Callable[[int, Rollout], None]) -> None:
@@ -358,7 +362,12 @@ class _Lane:
 
     def _do(self, work: Sequence[_Move | Event]) -> None:
         answers = [one for one in work if isinstance(one, _Move) and not one.rollout.session.is_held]
-        self._step(answers)
+        while answers:
+            count = max(1, int(TOGETHER / self._seconds))
+            began = time.perf_counter()
+            self._step(answers[:count])
+            self._seconds = (time.perf_counter() - began) / len(answers[:count])
+            del answers[:count]
         for one in work:
             if not isinstance(one, _Move):
                 one()
@@ -366,8 +375,7 @@ class _Lane:
                 self._step([one])
 
     def _step(self, moves: Sequence[_Move]) -> None:
-        if moves:
-            self._sessions.step([(one.rollout.session, one.text, one.finished) for one in moves])
+        self._sessions.step([(one.rollout.session, one.text, one.finished) for one in moves])
         for one in moves:
             self._post(one.done)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+from perilune.environments.core.protocol import Transcript
+from perilune.environments.core.registry import make_environment
 from perilune.files import write_json
+from perilune.verifiers import Scorer
 from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Waiting
 
@@ -12,12 +16,14 @@ if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
 
 TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
+SCORINGS = 600  # about as many answers does it score
+PATIENCE = 60.0  # seconds that it may take
 FILE = "reward_audit.json"
 FAILING = frozenset({"D", "F"})
 
 
 def check_reward(workspace: Workspace) -> None:
-    """Audit the environment's reward, unless an earlier attempt did, and log the grade.
+    """Audit the environment's reward, unless an earlier attempt did or it is slow, and log the grade.
 
     The findings are written to `artifacts/reward_audit.json`. Only `perilune environments audit` also
     searches for exploits.
@@ -25,9 +31,26 @@ def check_reward(workspace: Workspace) -> None:
     if (workspace.artifacts / FILE).exists():
         return
     with Waiting("reward audit"):
+        if (each := _seconds_to_score(workspace)) * SCORINGS > PATIENCE:
+            workspace.log(
+                f"the reward was not audited, because scoring an answer takes {each:.2g} s;"
+                " `perilune environments audit` does it"
+            )
+            return
         audit = audit_reward(workspace.job.environment, tasks=TASKS, search_budget=0, seed=workspace.job.seed)
     write_json(workspace.artifacts / FILE, audit.to_json())
     workspace.log(describe_audit(audit))
+
+
+def _seconds_to_score(workspace: Workspace) -> float:
+    """The mean time of scoring an empty answer, once the scorer's process runs."""
+    section, seed = workspace.job.environment, workspace.job.seed
+    task = next(iter(make_environment(section).tasks("train", seed)))
+    with Scorer(section) as scorer:
+        scorer.score([(task, Transcript("", True, seed=seed))])
+        began = time.perf_counter()
+        scorer.score([(task, Transcript("", True, seed=seed + 1 + number)) for number in range(TASKS)])
+        return (time.perf_counter() - began) / TASKS
 
 
 def describe_audit(audit: Audit) -> str:
