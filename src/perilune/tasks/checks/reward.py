@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
 SCORINGS = 600  # about as many answers does it score
-PATIENCE = 60.0  # seconds that it may take
+PATIENCE = 20.0  # seconds that it may take
 FILE = "reward_audit.json"
 FAILING = frozenset({"D", "F"})
 

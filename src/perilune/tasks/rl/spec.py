@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -14,7 +15,7 @@ from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
+from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.sampling import SamplingSpec
 
@@ -52,7 +53,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
 
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
         """The memory plan for episodes of at most `longest` tokens after the prompt."""
-        return stage_memory(
+        plan = stage_memory(
             config,
             samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
             max_tokens=longest,
@@ -61,6 +62,13 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             learner=self,
             device=device,
         )
+        if self.asynchronous is None:
+            return plan
+        sampling = stage_memory(
+            config, samples=self.prompts * self.samples, max_tokens=longest, device=device
+        )
+        held = {**plan.persistent, OTHER_PROCESSES: self.asynchronous.workers * sampling.total}
+        return replace(plan, persistent=held)
 
     @model_validator(mode="after")
     def _corrects_old_tokens(self) -> RLSpec:

@@ -39,6 +39,7 @@ BYTE_TOKENS = 258  # of `Tokenizer.byte_level`
 LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 SLOTS = 256  # most samples in flight
 CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys and values
+OTHER_PROCESSES = "rollout processes"  # part of a plan that the stage's own process does not hold
 PROMPT_TOKENS = 256  # assumed length of a prompt: the plan doesn't read the tasks
 
 
@@ -211,14 +212,16 @@ def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
 def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
     """The planned and the peak bytes, of resident memory or of the GPU.
 
-    The peak depends on the machine and its load, so comparisons of runs ignore it.
+    Both are of this process alone. The peak depends on the machine and its load, so comparisons of runs ignore
+    it.
     """
+    planned = plan.total - plan.persistent.get(OTHER_PROCESSES, 0)
     if device.type == "cuda":
         import torch
 
-        on_device = plan.total - plan.persistent["process"]
+        on_device = planned - plan.persistent["process"]
         return {"planned_bytes": on_device, "peak_bytes": torch.cuda.max_memory_allocated(device)}
-    return {"planned_bytes": plan.total, "peak_bytes": peak_resident()}
+    return {"planned_bytes": planned, "peak_bytes": peak_resident()}
 
 
 def peak_resident() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from perilune.data.episodes_file import from_bytes
 from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.rollout.groups import Groups
 
+PROCESS = "perilune.tasks.rl.asynchronous.process"
 STARTS = 3  # losses in a row, without a finished group, after which the stage fails
 MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
 KEPT_VERSIONS = 2  # weights files; a process may still read the last but one
@@ -61,6 +63,7 @@ class Fleet:
 
     Args:
         count: number of processes.
+        weights: bytes of one version.
 
     Attributes:
         finished: groups that no step has trained on yet, by key.
@@ -68,12 +71,12 @@ class Fleet:
         lag: seconds between the last publication and the moment when all processes held it.
     """
 
-    def __init__(self, workspace: Workspace, count: int) -> None:
+    def __init__(self, workspace: Workspace, count: int, weights: int) -> None:
         self.finished: dict[Key, Groups] = {}
         self.losses = 0
         self.lag = 0.0
         self._workspace = workspace
-        self._folder = tempfile.TemporaryDirectory(prefix="perilune-rollouts-", dir=_folder())
+        self._folder = tempfile.TemporaryDirectory(prefix="rollouts-", dir=_folder(workspace, weights))
         self._weights: dict[str, Any] | None = None
         self._published = 0.0
         self._lost_in_a_row = 0
@@ -107,7 +110,7 @@ class Fleet:
         """Have the process with the fewest groups play one more."""
         one = min(self._processes, key=lambda process: (len(process.groups), process.number))
         one.groups[tuple(message["key"])] = message
-        one.send({"admit": {**message, "spool": self._folder.name}})
+        one.send({"admit": message})
 
     def snapshot(self) -> dict[Key, Any]:
         """The turns sampled so far of all groups in flight, by key."""
@@ -170,7 +173,7 @@ class Fleet:
 
     def _start(self, number: int) -> _Process:
         child = subprocess.Popen(
-            [sys.executable, "-m", "perilune.tasks.rl.asynchronous.process", str(self._workspace.root)],
+            [sys.executable, "-m", PROCESS, str(self._workspace.root), self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -218,5 +221,8 @@ def _by_group(episodes: list[Any]) -> Iterator[tuple[Any, ...]]:
         yield tuple(one for one in episodes if one.group_id == name)
 
 
-def _folder() -> Path | None:
-    return MEMORY if MEMORY.is_dir() else None
+def _folder(workspace: Workspace, weights: int) -> Path:
+    """Shared memory if it has room for the weights of all versions that are kept, else the run's own folder."""
+    needed = 2 * (KEPT_VERSIONS + 1) * weights
+    in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
+    return MEMORY if in_memory else workspace.runtime

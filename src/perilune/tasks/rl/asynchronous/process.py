@@ -1,4 +1,4 @@
-"""A rollout process: `python -m perilune.tasks.rl.asynchronous.process BUNDLE`.
+"""A rollout process: `python -m perilune.tasks.rl.asynchronous.process BUNDLE FOLDER`.
 
 It reads JSON lines from standard input and answers on standard output; its log is standard error:
 
@@ -7,13 +7,15 @@ It reads JSON lines from standard input and answers on standard output; its log 
     {"snapshot": path}                                -> {"snapshot": path} with the turns sampled so far
     {"settle": n}                                     -> {"settled": n} once nothing more can happen
 
-It ends when its standard input ends, so it never outlives the learner.
+FOLDER has the weights, and finished groups go there. The process ends when its standard input ends, so it never
+outlives the learner; it then removes FOLDER, because a killed learner cannot.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -40,9 +42,10 @@ from perilune.tasks.stage.player import Player, open_player
 class RolloutProcess:
     """Handles the learner's messages between the steps of the engine."""
 
-    def __init__(self, player: Player, spec: RLSpec, send: Callable[[Mapping[str, Any]], None]) -> None:
-        self._player, self._send = player, send
-        self._spool = Path()
+    def __init__(
+        self, player: Player, spec: RLSpec, folder: Path, send: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._player, self._folder, self._send = player, folder, send
         params = spec.params(player.policy.stop_token_ids)
         self._rollouts = ContinuousRollouts(player.rollouts, params, spec.samples, self._deliver)
         self._settle: int | None = None
@@ -59,6 +62,7 @@ class RolloutProcess:
     def _read(self) -> None:
         for line in sys.stdin.buffer:
             self._rollouts.post(partial(self._handle, json.loads(line)))
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
@@ -73,7 +77,11 @@ class RolloutProcess:
 
     def _load(self, message: Mapping[str, Any]) -> None:
         version, decoder = message["version"], self._player.policy.decoder
-        decoder.load_state_dict(load_file(message["weights"]), strict=False)
+        try:
+            state = load_file(message["weights"])
+        except FileNotFoundError:
+            return  # a newer version has replaced it, and its message follows
+        decoder.load_state_dict(state, strict=False)
         self._rollouts.update_weights(None, version)
         if (held := self._player.engine.checksum) != message["checksum"]:
             raise WorkFailedError(
@@ -83,7 +91,6 @@ class RolloutProcess:
         self._send({"holds": version})
 
     def _admit(self, message: Mapping[str, Any]) -> None:
-        self._spool = Path(message["spool"])
         known = message["recorded"]
         spans = message["spans"]
         self._rollouts.admit(
@@ -97,7 +104,7 @@ class RolloutProcess:
 
     def _deliver(self, group: Group, groups: Groups) -> None:
         step, index = group.key
-        path = self._spool / f"{step}-{index}.arrow"
+        path = self._folder / f"{step}-{index}.arrow"
         write_atomic(path, to_bytes(one for episodes in groups for one in episodes))
         self._send({"group": group.key, "file": str(path)})
 
@@ -111,7 +118,7 @@ class RolloutProcess:
 
 
 def main() -> None:
-    """Run a rollout process for the bundle named on the command line."""
+    """Run a rollout process for the bundle and the folder named on the command line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the stage prints goes to its log
 
@@ -126,7 +133,7 @@ def main() -> None:
     environments = spec.asynchronous.environments
     try:
         with open_player(workspace, spec.max_tokens, spec, environments=environments) as player:
-            RolloutProcess(player, spec, send).run()
+            RolloutProcess(player, spec, Path(sys.argv[2]), send).run()
     except Exception as error:
         traceback.print_exc()
         send({"failed": str(error) if isinstance(error, PeriluneError) else repr(error)})

@@ -64,7 +64,8 @@ class AsynchronousSampler(GroupSource):
         self._recorded: Mapping[str, Any] = known.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
-        self._fleet = Fleet(self._workspace, self._settings.workers)
+        weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
+        self._fleet = Fleet(self._workspace, self._settings.workers, weights)
         for number, stream in known.get("finished", {}).items():
             self._fleet.finished[self._key(int(number))] = [tuple(from_bytes(base64.b64decode(stream)))]
         self._process_rewards = ProcessRewards(
