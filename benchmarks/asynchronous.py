@@ -33,8 +33,8 @@ ABOUT = (
     "with sigma 1, 0.1 s on average for two digits and 0.3 s for three. Times are medians over the steps "
     "after the first ten. pass@1 is on 128 held-out tasks. The two-sample Kolmogorov-Smirnov test compares "
     "the waits of the trained episodes with those of the synchronous arm, which trains on all that it "
-    "samples. Differences over paired seeds are tested with Student's t test, with Holm's correction over all "
-    "comparisons of pass@1."
+    "samples. Differences over paired seeds are tested with Student's t test, with Holm's correction over "
+    "all comparisons of pass@1."
 )
 
 
@@ -94,6 +94,10 @@ def ks(one: Sequence[float], other: Sequence[float], seconds: float) -> float | 
     return float(ks_2samp(one, other).pvalue) if seconds else None
 
 
+def listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{one:.2f}" for one in values)
+
+
 def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def over_seeds(environment: str, staleness: int, name: str) -> list[float]:
         return [
@@ -107,8 +111,8 @@ def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             times = over_seeds(environment, staleness, "seconds a step")
             ratios = [one / other for one, other in zip(times, reference, strict=True)]
             findings.append(
-                f"Where the environment {environment}, a step with staleness {staleness} takes {fmean(ratios):.2f}"
-                f" of a synchronous one (by seed {', '.join(f'{one:.2f}' for one in ratios)})."
+                f"Where the environment {environment}, a step with staleness {staleness} takes"
+                f" {fmean(ratios):.2f} of a synchronous one (by seed {listed(ratios)})."
             )
             before, after = (over_seeds(environment, k, "pass@1 after") for k in (0, staleness))
             differences[f"{environment}, staleness {staleness}"] = [

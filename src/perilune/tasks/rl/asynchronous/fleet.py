@@ -222,7 +222,7 @@ def _by_group(episodes: list[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _folder(workspace: Workspace, weights: int) -> Path:
-    """Shared memory if it has room for the weights of all versions that are kept, else the run's own folder."""
+    """Shared memory if it has room for all versions that are kept, else the run's own folder."""
     needed = 2 * (KEPT_VERSIONS + 1) * weights
     in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
     return MEMORY if in_memory else workspace.runtime

@@ -7,8 +7,8 @@ It reads JSON lines from standard input and answers on standard output; its log 
     {"snapshot": path}                                -> {"snapshot": path} with the turns sampled so far
     {"settle": n}                                     -> {"settled": n} once nothing more can happen
 
-FOLDER has the weights, and finished groups go there. The process ends when its standard input ends, so it never
-outlives the learner; it then removes FOLDER, because a killed learner cannot.
+FOLDER has the weights, and finished groups go there. The process ends when its standard input ends, so it
+never outlives the learner; it then removes FOLDER, because a killed learner cannot.
 """
 
 from __future__ import annotations
