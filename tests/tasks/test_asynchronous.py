@@ -106,7 +106,7 @@ def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None
     children[0].kill()
     process.join()
     assert process.exitcode == 0
-    assert not list(Path("/dev/shm").glob("rollouts-*"))  # noqa: S108
+    assert not list(Path("/dev/shm").glob("rollouts-*"))
     tasks = [
         task for step in range(1, 9) for task in set(episodes(bundle, f"step-{step:06d}.parquet").task_id)
     ]

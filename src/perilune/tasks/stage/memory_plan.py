@@ -212,8 +212,8 @@ def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
 def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
     """The planned and the peak bytes, of resident memory or of the GPU.
 
-    Both are of this process alone. The peak depends on the machine and its load, so comparisons of runs ignore
-    it.
+    Both are of this process alone. The peak depends on the machine and its load, so comparisons of runs
+    ignore it.
     """
     planned = plan.total - plan.persistent.get(OTHER_PROCESSES, 0)
     if device.type == "cuda":
