@@ -12,6 +12,7 @@ from typing import Any
 
 from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
+from perilune.sandbox.control_group import own_group
 from perilune.watchdog import STACKS, stall_in
 
 FAILURE = "failure.json"  # in runtime/: the task process's own report of its failure
@@ -165,10 +166,21 @@ def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+_OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version of control groups
+
+
 def memory_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
+    """Number of processes that the kernel has killed for lack of memory in this process's control group, or
+    on this machine if its group is unknown; 0 if neither is known.
+
+    The groups of other jobs, of containers and of sandboxed runs have limits of their own.
+    """
     try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
+        version, _, folder = own_group()
+        lines = (folder / _OWN_EVENTS[version]).read_text().splitlines()
     except OSError:
-        return 0
+        try:
+            lines = Path("/proc/vmstat").read_text().splitlines()
+        except OSError:
+            return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
