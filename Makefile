@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # torch is taken first and bounded, so that pip picks the small CPU build where one is offered.
 TORCH ?= torch>=2.6,<2.14
-# Test processes: one more than cores, because some tests wait; five at most.
-JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$((n + 1)))
+# Test processes: two more than cores, because tests wait for processes; six at most.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$((n + 2)))
 # Nothing is compiled ahead: of what is installed most is never imported, and what is, is compiled then.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-input --retries 5 --timeout 60
 
