@@ -145,6 +145,44 @@ def test_the_tables_say_the_same(document: dict, capsys: pytest.CaptureFixture[s
     assert "perilune reproduce RUN-rl" in steps
 
 
+def test_training_that_no_stage_evaluates_is_printed(
+    document: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = {"stage": "sft", "first": {"loss": 9.0}, "last": {"loss": 8.0}}
+    change = {"first": {"loss": 0.69, "accuracy": 0.5}, "last": {"loss": 0.25, "accuracy": 1.0}}
+    held = {"validation_loss": 0.3, "validation_accuracy": 0.875}
+    pairs = {"stage": "dpo", **change, "validation": held, "validation_pairs": 21}
+    interval = {"accuracy": {"mean": 0.75, "low": 0.5, "high": 1.0}}
+    scores = {"stage": "scores", **change, "validation": interval, "validation_pairs": 8}
+    print_results(document | {"training": [seen, pairs, scores, {"stage": "rl", "first": {}, "last": {}}]})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "dpo: loss 0.69 to 0.25, accuracy 50.0% to 100.0% (first to last steps); on 21 held-out pairs"
+        in shown
+    )
+    assert "pairs loss 0.3, accuracy 87.5%" in shown
+    assert (
+        "scores: loss 1 to 0.5 (first to last steps); on 8 held-out pairs accuracy 75.0% (50.0% to 100.0%)"
+        in shown
+    )
+    assert "sft: loss" not in shown  # after_sft evaluates it
+    assert "rl: (first" not in shown
+
+
+def test_the_last_checkpoint_is_offered_for_a_chat(document: dict, tmp_path: Path) -> None:
+    from perilune.models.text.tokenizer import Tokenizer
+
+    assert "perilune chat" not in next_steps(document, "perilune run climb.yaml")
+    Tokenizer.characters().save(tmp_path / "sft" / "artifacts" / "checkpoints" / "final")
+    steps = next_steps(document, "perilune run climb.yaml")
+    assert "perilune chat climb/sft --plain" in steps
+    assert "read the model's answers" in steps
+    supervised = [one for one in document["stages"] if one["task"] == "sft"]
+    assert "see the curves" in next_steps(
+        document | {"evaluations": [], "stages": supervised}, "perilune run"
+    )
+
+
 def test_an_experiment_that_was_cut_short_has_a_document_too(tmp_path: Path) -> None:
     path = tmp_path / "climb.yaml"
     path.write_text(RECIPE)

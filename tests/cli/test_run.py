@@ -94,8 +94,8 @@ def test_two_processes_with_one_recipe_share_its_runs(first: tuple[dict, str], f
 def test_the_document_is_all_of_stdout_and_the_plan_comes_before_the_work(first: tuple[dict, str]) -> None:
     document, err = first
     assert set(document) == {
-        "experiment", "recipe", "seed", "stages", "evaluations", "calibrations", "held_out", "forgetting",
-        "report", "bundles", "seconds",
+        "experiment", "recipe", "seed", "stages", "evaluations", "calibrations", "training", "held_out",
+        "forgetting", "report", "bundles", "seconds",
     }  # fmt: skip
     (evaluation,) = document["evaluations"]
     assert evaluation["stage"] == "base"

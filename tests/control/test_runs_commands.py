@@ -45,14 +45,21 @@ def test_runs_are_listed_in_order_of_stages_and_found_by_many_names(
     code, out, _ = perilune("show", "alpha")
     assert code == 0 and "failed (work_failed: nothing was learnt)" in out
     assert "zeta" in perilune("runs")[1]
-    assert json.loads(perilune("runs", "-e", "drills", "--json")[1])["runs"] == listed
+    for chosen in (("-e", "drills"), ("drills",)):
+        assert json.loads(perilune("runs", *chosen, "--json")[1])["runs"] == listed
+    assert perilune("runs", "drills", "-e", "drills")[0] == 2
 
 
-def test_warnings_of_a_run_are_shown(perilune: Command, control: Control) -> None:
+def test_warnings_and_figures_of_a_run_are_shown(perilune: Command, control: Control) -> None:
     event = carry_out(control, drill_plan("one", steps=1))[0]
     path = control.directory(find_run(control, event.run_id)) / "artifacts" / "summary.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "warnings": ["the reward collapsed"]}))
-    assert "  warning    the reward collapsed\n" in perilune("show", "one")[1]
+    trained = {"first": {"loss": 2.5}, "last": {"loss": 0.5}, "validation": {"validation_accuracy": 0.75}}
+    summary = {**json.loads(path.read_text()), "warnings": ["the reward collapsed"], **trained}
+    path.write_text(json.dumps(summary))
+    shown = perilune("show", "one")[1]
+    assert "  warning    the reward collapsed\n" in shown
+    assert "  loss                   2.5 to 0.5 (first to last steps)\n" in shown
+    assert "  held-out accuracy      75.0%\n" in shown
 
 
 def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Path) -> None:

@@ -11,9 +11,14 @@ from perilune.cli.arguments import Json, RunArgument, open_control, reason
 from perilune.cli.inspect.run_table import doubts, interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json, wrapped, write
+from perilune.errors import RequestError
 
 
 def runs(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[EXPERIMENT]", help="The same as --experiment.")
+    ] = None,
+    *,
     experiment: Annotated[
         str | None,
         typer.Option("--experiment", "-e", help="Only this experiment: name, or first characters of its id."),
@@ -28,7 +33,7 @@ def runs(
 
     \b
     perilune runs
-    perilune runs --experiment quickstart --json
+    perilune runs quickstart --json
     perilune runs --all
     """
     from perilune.control.queries.lookup import (
@@ -38,6 +43,9 @@ def runs(
         stage_statuses,
     )
 
+    if name is not None and experiment is not None:
+        raise RequestError("two experiments are given", where=f"{name}, --experiment {experiment}")
+    experiment = experiment or name
     control = open_control()
     chosen = latest_experiments(control, None if everything else last)
     if experiment is not None:
@@ -65,6 +73,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     """
     from perilune.cli.train.estimate import compared, kept_estimate
     from perilune.control.queries.lookup import find_run, run_document
+    from perilune.metrics.training import training_figures
 
     control = open_control()
     document = run_document(control, find_run(control, run))
@@ -85,7 +94,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         echo(f"  retry of   {document['retry_of']}")
     for warning in document["summary"].get("warnings") or ():
         echo(wrapped(f"  warning    {warning}", indent=13))
-    for name, value in _figures(document["summary"]).items():
+    for name, value in (_figures(document["summary"]) | training_figures(document["summary"])).items():
         echo(f"  {name:<22} {value}")
     took = document["ended"] and document["ended"] - document["created"]
     estimated = kept_estimate(control.home.experiment(document["experiment_id"])).get(document["stage"])

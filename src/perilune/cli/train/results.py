@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe, Stage
 
 OMITTED = ("kind", "correct_per_task")  # of the summary of an evaluation; the run has them
+TRAINED = ("first", "last", "validation", "validation_pairs")  # of the summary of a training stage
+SUPERVISED = {"sft", "preference", "reward_model"}  # tasks that sample no answers
 
 
 def results_document(
@@ -69,6 +71,11 @@ def results_document(
         "forgetting": [
             {"stage": one.name, **one.summary["forgetting"]} for one in stages if "forgetting" in one.summary
         ],
+        "training": [
+            {"stage": one.name, **{key: one.summary[key] for key in TRAINED if key in one.summary}}
+            for one in stages
+            if "last" in one.summary
+        ],
         "held_out": [
             {"stage": one.name, **one.summary["held_out"]} for one in stages if "held_out" in one.summary
         ],
@@ -90,6 +97,7 @@ def print_results(document: Mapping[str, Any]) -> None:
     for one in evaluations:
         if change := one.get("change"):
             console.print(_sentence(one["checkpoint"], change))
+    _print_training(console, document)
     for one in document["held_out"]:
         _print_held_out(console, one)
     for one in document["forgetting"]:
@@ -109,14 +117,31 @@ def print_results(document: Mapping[str, Any]) -> None:
 def next_steps(document: Mapping[str, Any], again: str) -> str:
     """Commands to try next; `again` is the command that made the document."""
     trained = next((one for one in document["stages"] if one["task"] == "rl"), document["stages"][-1])
+    answered = document["evaluations"] or any(one["task"] not in SUPERVISED for one in document["stages"])
     lines = [
-        ("read the model's answers", _open_command(document["report"])),
+        ("read the model's answers" if answered else "see the curves", _open_command(document["report"])),
+        *(("ask the model", command) for command in _chat_command(document)),
         ("run with another seed", f"{again} --seed {document['seed'] + 1}"),
         ("reproduce it bit for bit", f"perilune reproduce {trained['run']}"),
         ("check the files", f"perilune bundle verify {document['bundles'][trained['name']]}"),
         ("list more environments", "perilune environments list"),
     ]
     return "\n".join(["Next:", *(f"  {purpose:<26} {command}" for purpose, command in lines)])
+
+
+def _chat_command(document: Mapping[str, Any]) -> Iterator[str]:
+    """The command that chats with the last trained model, if there is one."""
+    from perilune.bundle.plugin import load_plugin
+
+    for stage in reversed(document["stages"]):
+        plugin = load_plugin(stage["task"])
+        folder = Path(document["bundles"].get(stage["name"], "")) / plugin.output
+        if plugin.produces == "checkpoint" and (folder / "tokenizer.json").is_file():
+            from perilune.models.text.tokenizer import Tokenizer
+
+            plain = " --plain" if Tokenizer.load(folder).chat_template is None else ""
+            yield f"perilune chat {document['recipe']}/{stage['name']}{plain}"
+            return
 
 
 def _open_command(report: str) -> str:
@@ -197,6 +222,16 @@ def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> N
     largest = max(timed, key=lambda one: (one["memory"] or {}).get("peak_bytes", 0))
     if "memory" in largest["compared"]:
         console.print(as_markup(f"memory of {largest['name']}: {largest['compared']['memory']}"))
+
+
+def _print_training(console: Console, document: Mapping[str, Any]) -> None:
+    """Print the figures of the stages whose checkpoint no stage evaluates."""
+    from perilune.metrics.training import training_sentence
+
+    evaluated = {one["checkpoint"] for one in document["evaluations"]}
+    for one in document["training"]:
+        if one["stage"] not in evaluated and (sentence := training_sentence(one)):
+            console.print(as_markup(f"{one['stage']}: {sentence}"))
 
 
 def _print_held_out(console: Console, found: Mapping[str, Any]) -> None:
