@@ -33,6 +33,7 @@ FILE = "calibration.json"  # in the home
 ROWS = (8, 128)  # sequences of the measured decode steps
 TOKENS = (384, 1536)  # of the measured optimizer steps
 SAMPLES, LENGTH, PROMPT = 8, 48, 8  # episodes of a group, tokens of an answer and of a prompt
+PATIENCE = 3  # times the planned time, after which the last model is left out
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
 PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
@@ -79,11 +80,15 @@ class Overhead:
         stages: of a whole stage beside its steps, by task: its process, imports, files and checks.
         step: of a step of reinforcement learning, for its metrics and checks.
         turn: of each sampled answer, for its episode; without the scorer's process.
+        memory: peak bytes of a stage with little work, by task.
+        scorer: of the start of the scorer's process, which `stages` include.
     """
 
     stages: Mapping[str, float]
     step: float
     turn: float
+    memory: Mapping[str, int]
+    scorer: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +140,10 @@ def measure_speeds(device: str, seconds: float) -> tuple[Speed, ...]:
     models = [new_model(config, Tokenizer.characters(), seed=0) for config in _configs()]
     share = seconds / (6 * len(models))
     clock = time.process_time if device == "1" else time.perf_counter  # other load changes the former little
-    speeds = []
+    began, speeds = time.perf_counter(), list[Speed]()
     for model in models:
+        if len(speeds) > 1 and time.perf_counter() - began > PATIENCE * seconds:
+            break  # a busy machine; two sizes are enough for a power law
         model.to("cuda" if device == "cuda" else "cpu")
         decode = _line(ROWS, partial(_decode, model, share, clock))
         update = _line(TOKENS, partial(_update, model, share, clock))
@@ -266,14 +273,30 @@ def measure_overhead() -> Overhead:
         if done.returncode:
             raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
         document = json.loads(done.stdout)
+        scorer = _scorer_start({"id": "jsonl", "path": str(Path(folder) / "sums.jsonl"), "match": "number"})
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
+        memory = {stage["name"]: (stage["memory"] or {}).get("peak_bytes", 0) for stage in document["stages"]}
         lines = {name: _timings(Path(bundle)) for name, bundle in document["bundles"].items()}
     (few,), (many,) = lines["evaluate"], lines.pop("many")
     turn = (many["processor"] - few["processor"]) / (ANSWERS[1] - ANSWERS[0])
     lines["evaluate"] = []  # its few answers take no time
     steps = {name: sum(line[part] for line in found for part in PARTS) for name, found in lines.items()}
     stages = {name: took[name] - seconds for name, seconds in steps.items()}
-    return Overhead(stages, median(line["other"] for line in lines["rl"]), max(turn, NEGLIGIBLE))
+    step = median(line["other"] for line in lines["rl"])
+    peaks = {name: memory[name] for name in ("sft", "rl", "evaluate")}
+    return Overhead(stages, step, max(turn, NEGLIGIBLE), peaks, scorer)
+
+
+def _scorer_start(section: Mapping[str, Any]) -> float:
+    """Processor seconds until the scorer's process of an environment has scored an answer."""
+    from perilune.cli.train.trial import scorer_seconds
+    from perilune.environments import Transcript, make_environment
+    from perilune.verifiers import Scorer
+
+    task = next(make_environment(section).tasks("train", 0))
+    with Scorer(section) as scorer:
+        scorer.score([(task, Transcript("0"))])
+        return scorer_seconds()
 
 
 def _timings(bundle: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
 from perilune.bundle.plugin import load_plugin
-from perilune.cli.start.calibration import Calibration, load
+from perilune.cli.start.calibration import Calibration, Overhead, load
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
@@ -98,8 +98,9 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     found = {}
     for stage in recipe.stages:
         if stage.name in expected:
-            times = _times(calibration, parameters, trials.get(stage.name), expected[stage.name])
-            one = _estimate(job_for(recipe, stage), expected[stage.name], times, calibration)
+            job, trial = job_for(recipe, stage), trials.get(stage.name)
+            times = _times(calibration, parameters, trial, expected[stage.name])
+            one = _estimate(job, expected[stage.name], times, calibration.overhead)
             if one is not None:
                 found[stage.name] = one
     return found
@@ -150,31 +151,37 @@ def _times(
         "task": 0.0 if trial is None else trial.task,
         "episode": 0.0 if trial is None else trial.episode,
         "trace": 0.0 if trial is None else trial.trace,
+        "scorer": 0.0 if trial is None else max(0.0, trial.start - overhead.scorer),
     }
 
 
 def _estimate(
-    job: Job, expected: Expected, times: Mapping[str, float], calibration: Calibration
+    job: Job, expected: Expected, times: Mapping[str, float], overhead: Overhead
 ) -> Estimate | None:
     from perilune.cli.train.work import work_of
 
-    start = calibration.overhead.stages.get(LIKE.get(job.task, job.task))
+    start = overhead.stages.get(LIKE.get(job.task, job.task))
     ends = list(zip((expected.low, expected.high), expected.live, strict=True))
     works = [work_of(job, lengths, live=live, rows=expected.rows) for lengths, live in ends]
     if start is None or None in works:
         return None
     low, high = (start + _seconds(work, times) for work in works if work is not None)
     seconds = high if expected.at_most else (low + high) / 2
-    return Estimate(seconds, low, high, _memory(job, expected), expected.basis, expected.at_most)
+    memory = _memory(job, expected, overhead.memory.get(LIKE.get(job.task, job.task), 0))
+    return Estimate(seconds, low, high, memory, expected.basis, expected.at_most)
 
 
 def _seconds(work: Work, times: Mapping[str, float]) -> float:
     return sum(amount * times[name] for name, amount in work.items())
 
 
-def _memory(job: Job, expected: Expected) -> int | None:
-    """The peak with the expected lengths. The plan of the stage has room for the longest ones."""
-    from perilune.models.memory import MemoryPlan, cache_bytes
+def _memory(job: Job, expected: Expected, process: int) -> int | None:
+    """The peak with the expected lengths. The plan of the stage has room for the longest ones.
+
+    Args:
+        process: bytes of a process of this kind with little work, as measured; 0 if it was not.
+    """
+    from perilune.models.memory import PROCESS_BYTES, MemoryPlan, cache_bytes
     from perilune.tasks.stage.memory_plan import StageMemory, model_config
 
     planned = dict(load_plugin(job.task).plan(job)).get("memory")
@@ -186,6 +193,7 @@ def _memory(job: Job, expected: Expected) -> int | None:
     tokens = int(rows * (lengths.prompt + lengths.fed))
     plan = planned.replan(max(1, min(tokens, planned.token_budget))) if planned.token_budget else planned
     persistent = dict(plan.persistent)
+    persistent["process"] += (process or PROCESS_BYTES) - PROCESS_BYTES
     if "cache" in persistent and episodes:
         length = int(lengths.prompt + lengths.fed) + 1
         persistent["cache"] = min(persistent["cache"], cache_bytes(model_config(job), episodes, length))

@@ -124,6 +124,7 @@ def print_estimate(
 ) -> None:
     """Print what all stages take together, or why that is unknown."""
     from perilune.cli.train.estimate import total
+    from perilune.control.machines.leases import cost
 
     if recipe.model is None:
         return
@@ -135,6 +136,11 @@ def print_estimate(
         there = "" if template is None or template.placement.name == "local" else " there"
         fact = f"unknown: no calibration of this device. Run `perilune doctor`{there}"
     out.write(shown(f"  {'time':<9}{fact}") + "\n")
+    if estimated and template is not None and template.price is not None:
+        every = total(estimated)
+        low, middle, high = (cost(template.price, one) for one in (every.low, every.seconds, every.high))
+        range_ = f"at most {high:.4g}" if every.at_most else f"about {middle:.4g} ({low:.4g} to {high:.4g})"
+        out.write(f"  {'cost':<9}{range_}, at {template.price:.4g} per hour\n")
 
 
 def print_forecast(forecast: Forecast, out: TextIO) -> None:

@@ -108,7 +108,8 @@ def print_results(document: Mapping[str, Any]) -> None:
         for sentence in one["sentences"]:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
     _print_estimates(console, document["stages"])
-    console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s\n")
+    cost = f", cost {document['cost']:.4g}" if document.get("cost") is not None else ""
+    console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s{cost}\n")
     for label, path in (("report", document["report"]), *document["bundles"].items()):
         if path:
             console.print(as_markup(f"  {label:<12} {path}"), soft_wrap=True)

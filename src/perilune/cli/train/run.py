@@ -20,6 +20,7 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.cli.train.estimate import Estimate, Tried
+    from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
@@ -255,7 +256,7 @@ def run_experiment(
     estimated = kept_estimate(control.home.experiment(experiment))
     document = results_document(
         recipe, experiment, statuses, seconds=seconds, report=report, estimated=estimated
-    )
+    ) | {"cost": _cost(control, statuses, template)}
     if as_json:
         typer.echo(json.dumps(document))  # on one line
     elif failure is None:
@@ -263,6 +264,18 @@ def run_experiment(
         echo(next_steps(document, again))
     if problem is not None:
         raise problem
+
+
+def _cost(control: Control, statuses: Sequence[StageStatus], template: Template | None) -> float | None:
+    """What the runs have cost, in currency units; None without a price."""
+    from perilune.control.machines.budget import cost_of_runs
+    from perilune.control.machines.leases import cost
+
+    with control.store.snapshot() as session:
+        rented = cost_of_runs(session, [one.run_id for one in statuses])
+    if rented is not None or template is None or template.price is None:
+        return rented
+    return cost(template.price, sum(one.seconds or 0.0 for one in statuses))
 
 
 def _wait_for_termination(control: Control) -> None:

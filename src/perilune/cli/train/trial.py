@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
@@ -15,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from perilune.environments.core.protocol import Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.verifiers.sessions import Sessions
 
@@ -63,6 +65,7 @@ class Trial:
         trace: seconds in which a teacher writes a trace and the scorer verifies it.
         task: seconds in which the environment makes a task.
         episode: seconds to play and score an episode.
+        start: seconds in which the scorer's process starts.
     """
 
     lengths: Lengths | None
@@ -70,6 +73,7 @@ class Trial:
     trace: float
     task: float
     episode: float
+    start: float
 
 
 def try_environment(
@@ -85,13 +89,15 @@ def try_environment(
     lengths, trace = None, 0.0
     games = [Game(task, 0, ("0",)) for task in tasks]
     with Scorer(section) as scorer:
+        scorer.score([(task, Transcript("0")) for task in tasks[:1]])
+        start = scorer_seconds()
         if collect is not None:
             lengths, trace, games = _traces(collect, environment, scorer, tokenizer)
         sessions, waiting = Sessions(scorer.processes, environment), cycle(games)
         _, episode = (
             _timed(lambda count: _play(sessions, list(islice(waiting, count)))) if games else ((), 0.0)
         )
-    return Trial(lengths, fmean(prompts) if prompts else 0.0, trace, task_seconds, episode)
+    return Trial(lengths, fmean(prompts) if prompts else 0.0, trace, task_seconds, episode, start)
 
 
 class Game(NamedTuple):
@@ -206,12 +212,15 @@ def _timed(work: Callable[[int], Sequence[T]]) -> tuple[list[T], float]:
 
 def processor_seconds() -> float:
     """Of this process and of the processes that it started, including those that have ended."""
+    return time.process_time() + scorer_seconds()
+
+
+def scorer_seconds() -> float:
+    """Processor seconds of the processes that this one started."""
     import psutil
 
     spent = 0.0
     for one in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.Error):  # it has just ended
             spent += sum(one.cpu_times()[:4])
-        except psutil.Error:  # it has just ended
-            continue
-    return time.process_time() + spent
+    return spent

@@ -16,7 +16,7 @@ SLOTS = 256  # episodes that the engine samples at once
 Work = dict[str, float]
 """Amounts of what takes time: `decode` steps and the tokens `sampled` in them, `update`s and the tokens
 `learned` in them, the same of RL (`reinforce`, `reinforced`), tokens of `forward` passes alone, sampled
-`turn`s, `episode`s, `task`s, `trace`s, `row`s of data, and `step`s of RL."""
+`turn`s, `episode`s, `task`s, `trace`s, `row`s of data, `step`s of RL, and starts of a `scorer`."""
 
 
 def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0) -> Work | None:
@@ -30,7 +30,7 @@ def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0)
     spec = job.spec
     match job.task:
         case "collect":
-            return {"trace": spec["traces"]}
+            return {"trace": spec["traces"], "scorer": 1}
         case "rl" if spec.get("asynchronous"):
             return None  # sampling and learning overlap
         case "rl" | "selfplay" | "distill":
@@ -52,7 +52,7 @@ def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0)
             work = _times(spec["steps"], _sum(sampled, judged, _trained(spec["updates"], learned)))
         case _:
             return None
-    return _sum(work, _evaluations(job, lengths))
+    return _sum(work, _evaluations(job, lengths), {"scorer": 1} if "samples" in spec else {})
 
 
 def _reinforced(job: Job, lengths: Lengths, live: float) -> Work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
@@ -81,6 +81,12 @@ def promised(machine: Machine) -> float:
 
 def _leased(machine: Machine) -> float:
     return cost(machine.price, Lease.model_validate(machine.lease).seconds(machine.price))
+
+
+def cost_of_runs(session: Session, runs: Collection[str]) -> float | None:
+    """What the rented machines of these runs have cost; None if nothing was rented for them."""
+    rented = list(session.scalars(select(Machine).where(Machine.run_id.in_(runs))))
+    return sum(map(accrued, rented)) if rented else None
 
 
 def accrued(machine: Machine, now: Instant | None = None) -> float:

@@ -106,12 +106,24 @@ class Template(_Section):
     retry: Retry = Field(Retry(), description="how often a failed run is tried again")
     limits: AttemptLimits = Field(AttemptLimits(), description="time limits of an attempt on another machine")
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
+    price: float | None = Field(
+        None,
+        ge=0,
+        description="currency units that the machine costs per hour, for the costs that plans and runs print;"
+        " a rented machine has its provider's price",
+    )
     priority: int = Field(
         0, description="waiting runs start by priority, highest first, then in order of submission"
     )
     allowed_overrides: tuple[str, ...] = Field(
         (), description="keys that `perilune run --with KEY=VALUE` may change, such as limits.max_lifetime"
     )
+
+    @model_validator(mode="after")
+    def _price_of_own_machines(self) -> Template:
+        if self.price is not None and isinstance(self.placement, OnRented):
+            raise ValueError("price is for machines that you do not rent: a provider says its own")
+        return self
 
     @model_validator(mode="after")
     def _site_of_containers(self) -> Template:

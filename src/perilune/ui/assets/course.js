@@ -244,30 +244,32 @@ const Course = ((data) => {
     add("learned", "Learned reward", "Score of the reward model, before weighting.", [
       ["term/learned", "learned", 1],
     ]);
-    const partsOf = (pattern) =>
-      Object.keys(training.columns)
-        .map((key) => key.match(pattern))
-        .filter(Boolean)
-        .map(([key, name], index) => [key, name, hues[index % 6]]);
+    const parts = Object.keys(training.columns)
+      .map((key) => key.match(/(?:^|\/)environment\/([^/]+)\//))
+      .filter(Boolean)
+      .map((found) => found[1]);
+    const sortedParts = [...new Set(parts)].sort(); // a part has the same colour in all charts
+    const ofParts = (before, after) =>
+      sortedParts.map((name, index) => [`${before}environment/${name}/${after}`, name, hues[index % 6]]);
     add(
       "environments",
       "Pass rate by environment",
       "Share of right answers in each environment of the mixture. Gaps: no task of it in that step.",
-      partsOf(/^environment\/(.+)\/pass_rate$/),
+      ofParts("", "pass_rate"),
       unit,
     );
     add(
       "environments-held-out",
       "Held-out tasks by environment",
       "Share of right answers on the held-out tasks of each environment, with 95% intervals.",
-      partsOf(/^eval\/heldout\/environment\/(.+)\/pass@1$/),
+      ofParts("eval/heldout/", "pass@1"),
       unit,
     );
     add(
       "environments-dead",
       "Dead groups by environment",
       "Share of each environment's groups with equal rewards, which give no gradient.",
-      partsOf(/^environment\/(.+)\/dead_groups$/),
+      ofParts("", "dead_groups"),
       unit,
     );
     const names = named("strategy/");

@@ -122,7 +122,7 @@ const Outcome = ((data) => {
       }),
     );
     const unpaired = data.comparisons.filter((comparison) => !Object.keys(comparison.differences).length);
-    const parts = [...new Set(data.evaluations.flatMap((one) => Object.keys(one.by_environment)))];
+    const parts = [...new Set(data.evaluations.flatMap((one) => Object.keys(one.by_environment)))].sort();
     const mixtures = data.evaluations.filter((one) => Object.keys(one.by_environment).length);
     const byEnvironment = () =>
       Charts.lines({
