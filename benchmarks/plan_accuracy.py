@@ -81,6 +81,7 @@ def measured(home: Path, recipe: str, overrides: tuple[str, ...]) -> list[dict[s
 
 def row(name: str, stages: list[dict[str, Any]]) -> dict[str, Any]:
     """The row of a recipe. Its memory is that of the stage with the highest peak."""
+    assert all(stage["estimated"] for stage in stages), "the machine has no calibration"
     took = sum(stage["seconds"] for stage in stages)
     low, middle, high = (
         sum(stage["estimated"][end] for stage in stages) for end in ("low", "seconds", "high")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from perilune.cli.start import calibration as calibration_module
 from perilune.cli.start.calibration import Calibration, Overhead, Speed, _line, load, save
 from perilune.cli.train.estimate import Estimate, compared, estimate, keep_estimate, kept_estimate, total
 from perilune.cli.train.lengths import Expected, _as_before
@@ -16,6 +18,9 @@ from perilune.cli.train.plan import print_estimate
 from perilune.cli.train.trial import Lengths
 from perilune.cli.train.work import work_of
 from perilune.control.runs.experiments import Control
+from perilune.control.runs.templates import Template
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe, job_for
 
@@ -44,6 +49,7 @@ stages:
   - {name: sft, task: sft, data: rows.jsonl, steps: 10, batch_size: 2}
   - {name: dpo, task: preference, checkpoint: sft, data: pairs.jsonl, steps: 10, batch_size: 2}
 """
+RENTED = {"name": "rented", "provider": "p", "kind": "k", "lease": {"max_lifetime": 60, "max_cost": 1}}
 LENGTHS = Lengths(prompt=8.0, fed=5.0, sampled=3.0, longest=4.0, turns=2.0)
 
 
@@ -73,7 +79,7 @@ def test_the_work_of_a_stage_is_counted(tmp_path: Path) -> None:
     assert work["episode"] == rollouts + judged
     assert work["decode"] == (5 + 2) * 4  # episodes advance together
     assert work["reinforced"] == 0.5 * (5 * 4 * 8 + rollouts * 5)
-    assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * 2  # prompts, observations
+    assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * (2 + 16)  # prompts, observations
 
     sft = work_of(job_for(recipe, recipe.stage("sft")), LENGTHS, rows=8)
     assert sft == {"update": 10, "learned": 10 * 4 * 13, "row": 8, "forward": 0}
@@ -167,3 +173,36 @@ def test_a_device_without_a_calibration_is_named(tmp_path: Path, capsys: pytest.
 
     print_estimate(pens(tmp_path), {}, None, sys.stdout)
     assert "unknown: no calibration of this device. Run `perilune doctor`" in capsys.readouterr().out
+
+
+def test_a_price_turns_seconds_into_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    recipe, found = pens(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
+    print_estimate(recipe, found, Template(price=2.0), sys.stdout)
+    assert "cost     about 1 (0.5 to 2), at 2 per hour" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="a provider says its own"):
+        Template.model_validate({"price": 1, "placement": RENTED})
+
+
+def test_the_recipe_of_the_calibration_can_be_run(tmp_path: Path) -> None:
+    """Its stages have the names that the overhead is read by, and its reward gives groups a gradient."""
+    (tmp_path / "calibration.yaml").write_text(calibration_module.RECIPE)
+    (tmp_path / "spread.py").write_text(calibration_module.REWARD)
+    pens(tmp_path)
+    (tmp_path / "pens.jsonl").rename(tmp_path / "sums.jsonl")
+    recipe = load_recipe(tmp_path / "calibration.yaml")
+    stages = {stage.name: stage.task for stage in recipe.stages}
+    assert stages.pop("many") == "evaluate" and all(name == task for name, task in stages.items())
+    answers = [(one.spec["samples"] + 1) * one.spec["tasks"] for one in recipe.stages[-2:]]
+    assert tuple(answers) == calibration_module.ANSWERS
+    space: dict[str, Any] = {}
+    exec(calibration_module.REWARD, space)
+    assert len(set(space["spread"](["a", "b", "ab"]))) > 1
+
+
+def test_steps_of_a_real_model_are_measured() -> None:
+    model = new_model("tiny", Tokenizer.characters(), seed=0)
+    for measure in (calibration_module._decode, calibration_module._update, calibration_module._reinforce):
+        small, large = (measure(model, 0.0, time.process_time, size) for size in (192, 1536))
+        assert 0 < small < large

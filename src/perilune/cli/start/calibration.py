@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FILE = "calibration.json"  # in the home
 ROWS = (8, 128)  # sequences of the measured decode steps
 TOKENS = (384, 1536)  # of the measured optimizer steps
-SAMPLES, LENGTH, PROMPT = 8, 48, 8  # episodes of a group, tokens of an answer and of a prompt
+SAMPLES, LENGTH, PROMPT = 8, 24, 8  # episodes of a group, tokens of an answer and of a prompt
 PATIENCE = 3  # times the planned time, after which the last model is left out
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe

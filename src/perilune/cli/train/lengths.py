@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LEARNING = ("rl", "selfplay", "distill", "flywheel")  # stages whose policy changes on its own answers
 PAIRED = ("preference", "reward_model")
-LEAST_LIVE = 0.5  # share of live groups at the low end of a range
+LEAST_LIVE = 0.25  # share of live groups at the low end of a range
 
 
 @dataclass(frozen=True, slots=True)

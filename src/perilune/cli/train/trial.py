@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from perilune.tasks.supervised.tokens import Tokens
     from perilune.verifiers import Scorer
 
-SECONDS = 0.7  # of each measurement
-TRIED = 64  # traces
+SECONDS = 1.0  # of the processor, for each measurement
+TRIED = 128  # most items of a measurement
 ROWS = 2000  # of a user's file
 WARM = 4  # before the clock starts
 
@@ -201,11 +201,11 @@ def _timed(work: Callable[[int], Sequence[T]]) -> tuple[list[T], float]:
     The first calls import modules and start processes, and then show how many items fit into `SECONDS`.
     """
     found = list(work(WARM))
-    began = time.monotonic()
-    found += work(WARM)
-    each = (time.monotonic() - began) / WARM
     began = processor_seconds()
-    measured = work(max(WARM, min(TRIED, int(SECONDS / max(each, 1e-6)))))
+    found += work(WARM)
+    each = (processor_seconds() - began) / WARM
+    began = processor_seconds()
+    measured = work(min(TRIED, max(WARM, int(SECONDS / max(each, SECONDS / TRIED)))))
     spent = max(0.0, processor_seconds() - began)
     return [*found, *measured], spent / max(1, len(measured))
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.cli.train.trial import Lengths
 
+BLOCK = 16  # tokens in a block of the engine's cache
 SLOTS = 256  # episodes that the engine samples at once
 
 Work = dict[str, float]
@@ -94,10 +95,12 @@ def _sampled(lengths: Lengths, tasks: int, samples: int, players: int = 1) -> Wo
     games = tasks * samples
     episodes = games * players
     waiting = max(0, episodes - SLOTS) * lengths.sampled / SLOTS
+    # The prefix cache has whole blocks, so each further turn computes the rest of a block again.
+    observed = lengths.fed - lengths.sampled + (lengths.turns - 1) * BLOCK
     return {
         "decode": players * lengths.longest + waiting,
         "sampled": episodes * lengths.sampled,
-        "forward": tasks * players * lengths.prompt + episodes * (lengths.fed - lengths.sampled),
+        "forward": tasks * players * lengths.prompt + episodes * observed,
         "turn": episodes * lengths.turns,
         "episode": games,
         "task": tasks,
