@@ -1,6 +1,8 @@
 """Episodes survive Parquet, byte for byte the same file for the same episodes."""
 
 import dataclasses
+import subprocess
+import sys
 
 import duckdb
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.data.arrow import numbers_of, to_table
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.data.episodes_file import read_episodes, to_bytes, write_episodes
 from perilune.errors import RequestError
 
 
@@ -90,6 +93,47 @@ def test_the_same_episodes_give_the_same_bytes(tmp_path):
     write_episodes(tmp_path / "c", EPISODES[1:])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+
+def test_rows_give_the_table_that_pyarrow_makes_of_them():
+    pairs = pa.map_(pa.string(), pa.float64())
+    numbers = {"flags": pa.bool_(), "wide": pa.int32(), "logprobs": pa.float32()}
+    schema = pa.schema(
+        [("name", pa.string()), ("seed", pa.int64()), ("reward", pa.float64()), ("pairs", pairs)]
+        + [("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])))]
+        + [(name, pa.list_(kind)) for name, kind in numbers.items()]
+    )
+    rows = [
+        {"name": "é", "seed": -(2**62), "reward": None, "pairs": [("a", 0.1), ("b", np.inf)]}
+        | {"messages": [{"role": "user", "content": None}, None], "flags": np.arange(9) % 2 == 0}
+        | {"wide": [1, -2], "logprobs": None},
+        {"name": None, "seed": 3, "reward": 0.5, "pairs": [], "messages": []}
+        | {"flags": [], "wide": None, "logprobs": np.full(3, -0.1, np.float32)},
+    ]
+    for count in range(3):
+        made = to_table(rows[:count], schema)
+        assert made.equals(pa.Table.from_pylist(rows[:count], schema=schema))
+        made.validate(full=True)
+    for name in numbers:
+        found = numbers_of(made.column(name).combine_chunks().slice(1))
+        assert [None if one is None else one.tolist() for one in found] == made[name].to_pylist()[1:]
+    with pytest.raises(OverflowError, match="int32"):
+        to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
+
+
+def test_neither_writing_nor_reading_imports_pandas(tmp_path):
+    write_episodes(tmp_path / "a", EPISODES)
+    (tmp_path / "stream").write_bytes(to_bytes(EPISODES))
+    code = """
+import sys
+from pathlib import Path
+from perilune.data.episodes_file import from_bytes, read_episodes, write_episodes
+write_episodes(Path("b"), read_episodes(Path("a")))
+from_bytes(Path("stream").read_bytes())
+assert "pandas" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_duckdb_and_pandas_read_it(tmp_path):

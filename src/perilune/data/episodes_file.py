@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from perilune.data.arrow import numbers_of, to_table
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.files import write_atomic
@@ -71,7 +72,7 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
         ValueError: when a message has other keys than role and content.
     """
     rows = [_redacted(_row(episode)) for episode in episodes]
-    table = pa.Table.from_pylist(rows, schema=episode_schema())
+    table = to_table(rows, episode_schema())
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=["environment", "finish_reason"])
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -84,7 +85,7 @@ def to_bytes(episodes: Iterable[Episode]) -> bytes:
     Raises:
         ValueError: as `write_episodes`.
     """
-    table = pa.Table.from_pylist([_row(episode) for episode in episodes], schema=episode_schema())
+    table = to_table([_row(episode) for episode in episodes], episode_schema())
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -103,7 +104,8 @@ def read_episodes(path: Path) -> list[Episode]:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
     try:
-        table = pq.read_table(path, use_threads=False)
+        with pq.ParquetFile(path) as file:
+            table = file.read(use_threads=False)
     except FileNotFoundError:
         raise RequestError("the episodes file does not exist", where=str(path)) from None
     except (pa.ArrowInvalid, OSError) as error:
@@ -153,7 +155,7 @@ def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
 def _values(table: pa.Table, name: str) -> list[Any]:
     column = table.column(name)
     if name in _ARRAYS or name in ("step_rewards", "routed_experts"):
-        return [None if not item.is_valid else item.values.to_numpy(zero_copy_only=False) for item in column]
+        return numbers_of(column.combine_chunks())
     values: list[Any] = column.to_pylist()
     return values
 

@@ -217,6 +217,7 @@ class Store:
     def __init__(self, home: Home) -> None:
         self.database = database_of(home)
         self.engine = self.database.engine
+        self._reader = self.engine.execution_options(**DEFERRED)
         with self.transaction() as session:
             connection = session.connection()
             found = self.database.schema(connection)
@@ -246,9 +247,8 @@ class Store:
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
         """A read-only session on a consistent state of the database, without the write lock."""
-        reader = self.engine.execution_options(**DEFERRED)
         try:
-            with Session(reader, expire_on_commit=False, autoflush=False) as session:
+            with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
                 yield session
         except DatabaseError as error:
             raise self.database.explain(error) from error

@@ -47,7 +47,7 @@ from perilune.files import canonical_json, read_json, sha256_bytes, write_json
 from perilune.recipe.schema import MODEL, Recipe, job_for
 from perilune.recipe.staging import staged
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 OVERRIDES = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
 

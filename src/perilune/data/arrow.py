@@ -1,0 +1,94 @@
+"""Rows to Arrow and lists of numbers back, from their buffers.
+
+`pa.array`, `to_numpy` and `pq.read_table` import pandas wherever it is installed: half a second in every
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+
+def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """A table with one row for each mapping; the same as `pa.Table.from_pylist`.
+
+    Columns may be strings, numbers, lists, structs and maps. A list of numbers may be a NumPy array.
+
+    Raises:
+        OverflowError: a number does not fit the type of its column.
+    """
+    columns = [_array([row[field.name] for row in rows], field.type) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def numbers_of(lists: pa.ListArray) -> list[np.ndarray | None]:
+    """Each list of numbers as an array; None for a null."""
+    numbers = lists.values
+    is_boolean = pa.types.is_boolean(numbers.type)  # which DLPack does not know in bits
+    flat: np.ndarray = np.from_dlpack(numbers.cast(pa.uint8()) if is_boolean else numbers)
+    if is_boolean:
+        flat = flat.astype(np.bool_)
+    ends = np.from_dlpack(lists.offsets)
+    valid = lists.is_valid().to_pylist()
+    return [flat[ends[i] : ends[i + 1]] if valid[i] else None for i in range(len(lists))]
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    present = np.array([value is not None for value in values], np.bool_)
+    nulls = len(values) - int(present.sum())
+    buffers = [_bits(present) if nulls else None]
+    children: list[pa.Array] = []
+    if pa.types.is_struct(kind):
+        children = [
+            _array([None if value is None else value[field.name] for value in values], field.type)
+            for field in kind
+        ]
+    elif pa.types.is_string(kind):
+        parts = [b"" if value is None else value.encode() for value in values]
+        buffers += [_offsets(parts), pa.py_buffer(b"".join(parts))]
+    elif pa.types.is_list(kind) or pa.types.is_map(kind):
+        lists = [() if value is None else value for value in values]
+        buffers.append(_offsets(lists))
+        children = [_items(lists, kind)]
+    else:
+        buffers.append(_numbers([0 if value is None else value for value in values], kind))
+    return pa.Array.from_buffers(kind, len(values), buffers, nulls, children=children)
+
+
+def _items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """The items of all lists, one list after the other."""
+    if pa.types.is_map(kind):
+        entries = pa.struct([kind.key_field, kind.item_field])
+        return _array([{"key": key, "value": value} for key, value in chain(*lists)], entries)
+    if not pa.types.is_primitive(kind.value_type):
+        return _array(list(chain(*lists)), kind.value_type)
+    numbers = np.concatenate([np.empty(0, _dtype(kind.value_type)), *map(np.asarray, lists)])
+    buffer = _numbers(numbers, kind.value_type)
+    return pa.Array.from_buffers(kind.value_type, len(numbers), [None, buffer])
+
+
+def _numbers(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Buffer:
+    """The buffer of numbers; booleans take a bit each."""
+    given = np.asarray(values)
+    numbers = given.astype(_dtype(kind), copy=False)
+    if pa.types.is_integer(kind) and not np.array_equal(numbers, given):
+        raise OverflowError(f"a number does not fit {kind}")
+    return _bits(numbers) if pa.types.is_boolean(kind) else pa.py_buffer(np.ascontiguousarray(numbers))
+
+
+def _dtype(kind: pa.DataType) -> Any:
+    return kind.to_pandas_dtype()  # NumPy's
+
+
+def _bits(flags: np.ndarray) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(flags, bitorder="little"))
+
+
+def _offsets(lists: Sequence[Any]) -> pa.Buffer:
+    """Where each list begins in the concatenation of all, and where the last one ends."""
+    return pa.py_buffer(np.cumsum([0, *map(len, lists)], dtype=np.int32))
