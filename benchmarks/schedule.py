@@ -36,8 +36,8 @@ WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
 ABOUT = (
     "One asynchronous run (staleness 2, an environment that waits) writes its schedule log. Two more runs "
     "follow the log: one while a process on every core does nothing but compute, one that is ended by "
-    "SIGKILL at random instants and resumed from its last checkpoint, which it writes every 5 steps. Compared are "
-    "metrics.jsonl, the episodes, the schedule log and the final checkpoint, byte for byte."
+    "SIGKILL at random instants and resumed from its last checkpoint, which it writes every 5 steps. "
+    "Compared are metrics.jsonl, the episodes, the schedule log and the final checkpoint, byte for byte."
 )
 
 
