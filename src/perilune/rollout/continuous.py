@@ -138,7 +138,6 @@ class ContinuousRollouts:
         self._turns: dict[int, dict[int, _Turn]] = {}  # by request of the engine and sample
         self._held: list[_Turn] = []  # wait for the next weights
         self._lanes = [_Lane(one, worker, self.post) for one in worker.scorer.processes]
-        self._opened = 0
 
     def post(self, event: Event) -> None:
         """Have `advance` call `event`. May be called by any thread."""
@@ -169,8 +168,7 @@ class ContinuousRollouts:
         """Open the sessions of a group. Sampling begins when all are open."""
         self._groups[group.key] = group
         for sample in range(self._samples):
-            lane = self._lanes[self._opened % len(self._lanes)]
-            self._opened += 1
+            lane = min(self._lanes, key=lambda one: one.sessions)
             lane.open(group, sample, lambda sample, rollout: self._begun(group, sample, rollout))
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
@@ -318,12 +316,16 @@ class _Lane:
 
     Answers of single-turn sessions that wait together are scored together, as many as take `TOGETHER`
     seconds. Sessions of several turns may wait for tools, so each of their steps is a call of its own.
+
+    Attributes:
+        sessions: number of open sessions.
     """
 
     def __init__(
         self, process: EnvironmentProcess, worker: RolloutWorker, post: Callable[[Event], None]
     ) -> None:
         self.process, self._worker, self._post = process, worker, post
+        self.sessions = 0
         self._sessions = Sessions([process], worker.environment)
         self._work: SimpleQueue[_Move | Event] = SimpleQueue()
         self._seconds = TOGETHER  # to score an answer, the last time
@@ -333,6 +335,7 @@ class _Lane:
         """Open a session and pass a new rollout to `done`."""
         worker, (step, index) = self._worker, group.key
         key = (worker.seed, step, index)
+        self.sessions += 1
 
         def work() -> None:
             (session,) = self._sessions.open([(group.task, session_seed(key))])
@@ -348,6 +351,7 @@ class _Lane:
 
     def close(self, rollout: Rollout) -> None:
         """Close the session of a rollout."""
+        self.sessions -= 1
         self._work.put(lambda: self._sessions.close([rollout.session]))
 
     def _run(self) -> None:
