@@ -78,7 +78,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
         """
         if self.asynchronous is None or "off_policy" in self.model_fields_set:
             return self
-        return self.model_copy(update={"off_policy": default_corrections(self.asynchronous)})
+        updates = self.updates_per_batch * self.epochs_per_batch
+        corrections = default_corrections(self.asynchronous, updates)
+        return self.model_copy(update={"off_policy": corrections})
 
     @model_validator(mode="after")
     def _can_be_asynchronous(self) -> RLSpec:

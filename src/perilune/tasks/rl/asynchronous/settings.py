@@ -25,9 +25,13 @@ class AsynchronousSettings(Frozen):
         return f"up to {self.staleness} steps ahead, {processes} with {self.environments} environments each"
 
 
-def default_corrections(settings: AsynchronousSettings) -> OffPolicySettings:
+def default_corrections(settings: AsynchronousSettings, updates: int) -> OffPolicySettings:
     """Truncated importance weights per token, without tokens that are much older than usual.
 
     Pacing bounds the mean age, not the age of the longest episode's first tokens; those are masked.
+
+    Args:
+        updates: of a step.
     """
-    return OffPolicySettings(proximal="learner", weight="truncate", max_staleness=4 * settings.staleness + 4)
+    oldest = updates * 4 * (settings.staleness + 1)
+    return OffPolicySettings(proximal="learner", weight="truncate", max_staleness=oldest)
