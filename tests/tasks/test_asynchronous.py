@@ -93,7 +93,8 @@ def test_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
 
 def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None:
     bundle = make_bundle(
-        tmp_path / "bundle", make_job("rl", **{**OPTIONS, "asynchronous": {"staleness": 1, "workers": 2}})
+        tmp_path / "bundle",
+        make_job("rl", **{**OPTIONS, "asynchronous": {"staleness": 1, "workers": 2}, "lora": {"rank": 4}}),
     )
     process = context.Process(target=run_in, args=(bundle,))
     process.start()
@@ -106,7 +107,7 @@ def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None
     children[0].kill()
     process.join()
     assert process.exitcode == 0
-    assert not list(Path("/dev/shm").glob("rollouts-*"))
+    assert not list(Path("/dev/shm").glob(f"rollouts-{process.pid}-*"))
     tasks = [
         task for step in range(1, 9) for task in set(episodes(bundle, f"step-{step:06d}.parquet").task_id)
     ]

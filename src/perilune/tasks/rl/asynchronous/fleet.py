@@ -76,8 +76,10 @@ class Fleet:
         self.losses = 0
         self.lag = 0.0
         self._workspace = workspace
-        self._folder = tempfile.TemporaryDirectory(prefix="rollouts-", dir=_folder(workspace, weights))
-        self._weights: dict[str, Any] | None = None
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=f"rollouts-{os.getpid()}-", dir=_folder(workspace, weights)
+        )
+        self._weights: list[dict[str, Any]] = []  # messages that give a new process the newest weights
         self._published = 0.0
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
@@ -93,18 +95,29 @@ class Fleet:
 
     # -- messages to the processes -------------------------------------------------------------------------
 
-    def publish(self, state: Mapping[str, Tensor], version: int, checksum: str) -> None:
-        """Give all processes new weights. They swap between two tokens."""
-        folder = Path(self._folder.name)
-        path = folder / f"weights-{version}.safetensors"
+    def publish(self, state: Mapping[str, Tensor], version: int, checksum: str, *, whole: bool) -> None:
+        """Give all processes new weights. They swap between two tokens.
+
+        Args:
+            state: all tensors, or those that may differ from the last whole state.
+            checksum: of all tensors.
+        """
+        path = Path(self._folder.name) / f"weights-{version}.safetensors"
         save_file({name: one.detach().cpu().contiguous() for name, one in state.items()}, path)
-        self._weights = {"weights": str(path), "version": version, "checksum": checksum}
+        message = {"weights": str(path), "version": version, "checksum": checksum}
+        self._weights = [message] if whole else [self._weights[0], message]
         self._published = time.monotonic()
         for one in self._processes:
-            one.send(self._weights)
-        files = sorted(folder.glob("weights-*"), key=lambda file: file.stat().st_mtime_ns)
-        for old in files[:-KEPT_VERSIONS]:
-            old.unlink()
+            one.send(message)
+        self._remove_old_weights()
+
+    def _remove_old_weights(self) -> None:
+        files = Path(self._folder.name).glob("weights-*")
+        newest = sorted(files, key=lambda file: file.stat().st_mtime_ns)
+        needed = {message["weights"] for message in self._weights}
+        for old in newest[:-KEPT_VERSIONS]:
+            if str(old) not in needed:
+                old.unlink()
 
     def admit(self, message: Mapping[str, Any]) -> None:
         """Have the process with the fewest groups play one more."""
@@ -163,7 +176,7 @@ class Fleet:
             self._lost_in_a_row = 0
         elif "holds" in message:
             process.holds = message["holds"]
-            if self._weights is not None and self.holds == self._weights["version"]:
+            if self._weights and self.holds == self._weights[-1]["version"]:
                 self.lag = time.monotonic() - self._published
         elif "failed" in message:
             raise WorkFailedError(f"a rollout process failed: {message['failed']}")
@@ -180,8 +193,8 @@ class Fleet:
         )
         process = _Process(number, child)
         Thread(target=self._read, args=(process,), name=f"rollout process {number}", daemon=True).start()
-        if self._weights is not None:
-            process.send(self._weights)
+        for message in self._weights:
+            process.send(message)
         return process
 
     def _read(self, process: _Process) -> None:

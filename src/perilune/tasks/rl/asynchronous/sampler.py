@@ -18,6 +18,7 @@ import numpy as np
 
 from perilune.bundle.workspace import SCHEDULE
 from perilune.data.episodes_file import from_bytes, to_bytes
+from perilune.learn.adaptation import trainable
 from perilune.learn.trainer import Learner
 from perilune.models.checkpoints.checksum import checksum
 from perilune.rollout.failures import require_few_failures
@@ -84,12 +85,7 @@ class AsynchronousSampler(GroupSource):
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """Publish the learner's weights, admit groups, and wait for those of a step."""
-        version, decoder = self._learner.version, self._player.policy.decoder
-        if self._published != version:
-            state = decoder.state_dict()
-            self.versions[version] = checksum(state)
-            self._fleet.publish(state, version, self.versions[version])
-            self._published = version
+        self._publish()
         self._admit(may_admit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
         began = watch.elapsed
         batch = self._take(step)
@@ -137,6 +133,18 @@ class AsynchronousSampler(GroupSource):
             "finished": {number: stream.decode() for number, stream in finished.items()},
             "versions": {str(version): one for version, one in self._recent_versions().items()},
         }
+
+    def _publish(self) -> None:
+        """Send the learner's weights if they are new: all of them first, then those that are trained."""
+        version, decoder = self._learner.version, self._player.policy.decoder
+        if self._published == version:
+            return
+        state = decoder.state_dict()
+        self.versions[version] = checksum(state)
+        whole = self._published is None
+        changed = state if whole else {name: state[name] for name in trainable(decoder)}
+        self._fleet.publish(changed, version, self.versions[version], whole=len(changed) == len(state))
+        self._published = version
 
     # -- admission -------------------------------------------------------------------------------------------
 
