@@ -20,6 +20,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.answer_form import FormWatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
+from perilune.tasks.checks.little_learned import little_learned
 from perilune.tasks.rl.curriculum import uniform_figures
 from perilune.tasks.stage.outcomes import environment_figures, outcome_figures
 from perilune.tasks.stage.own_metrics import OwnMetrics
@@ -104,9 +105,11 @@ class Recorder:
             self._workspace.event("collapse" if self._collapse.alarm else "recovery", step=step)
         return float(self._collapse.alarm)
 
-    def _warnings(self) -> dict[str, list[str]]:
+    def _warnings(self, lines: Sequence[Mapping[str, Any]], samples: int) -> dict[str, list[str]]:
         """Warnings to show first in the summary of a finished run."""
         warnings = [self._form.warning] if self._form.warning else []
+        if self._stop_without_signal and not warnings and lines:  # a player against itself gains nothing
+            warnings += filter(None, [little_learned(lines, lines[-1]["groups"] * samples)])
         watch = self._collapse
         if watch.since is not None:
             end = "has not recovered" if watch.alarm else "has recovered"
@@ -141,7 +144,7 @@ class Recorder:
         curve = objective_curve(algorithm, samples) if algorithm.compares == "group" else []
         return {
             "algorithm": algorithm.name,
-            **self._warnings(),
+            **self._warnings(lines, samples),
             **first_and_last(lines, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),

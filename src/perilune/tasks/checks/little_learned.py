@@ -1,0 +1,56 @@
+"""Says why reinforcement learning may have changed little: groups without a gradient, or answers cut off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEAST_STEPS = 10  # fewer steps say nothing
+CLEAR = 2.0  # standard errors by which the reward must rise
+MANY_DEAD = 0.6  # share of dead groups that explains a slow climb
+MANY_CUT_OFF = 0.3  # share of answers at the token limit that does
+SOLVED = 0.9  # pass rate above which little is left to learn
+
+
+def little_learned(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:
+    """A warning with causes and remedies if the reward in training did not rise clearly, else "".
+
+    The mean rewards of the first and the last fifth of the steps are compared.
+
+    Args:
+        lines: the metrics of each step.
+        episodes: of a step.
+    """
+    if len(lines) < LEAST_STEPS:
+        return ""
+    edge = len(lines) // 5
+    parts = lines[:edge], lines[-edge:]
+    first, last = (_mean(part, "reward") for part in parts)
+    error = math.hypot(*(_mean(part, "reward_std") for part in parts)) / math.sqrt(edge * episodes)
+    if last - first > CLEAR * error or _mean(parts[0], "pass_rate") > SOLVED:
+        return ""
+    return f"the mean reward in training went from {first:.3f} to {last:.3f}. {' '.join(_causes(lines))}"
+
+
+def _causes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    rate, dead, cut_off = (_mean(lines, name) for name in ("pass_rate", "dead_groups", "truncated"))
+    causes = []
+    if dead > MANY_DEAD:
+        alike, remedy = (
+            ("wrong", "train longer on traces first, choose easier tasks or a curriculum, or raise samples")
+            if rate < 0.5
+            else ("right", "choose harder tasks, or a curriculum")
+        )
+        causes.append(
+            f"{dead:.0%} of the groups had no gradient, because all answers were {alike}: {remedy}."
+        )
+    if cut_off > MANY_CUT_OFF:
+        causes.append(f"The token limit cut off {cut_off:.0%} of the answers: raise max_tokens.")
+    return causes or [
+        f"{1 - dead:.0%} of the groups had a gradient, so more may be learned with more steps or another lr."
+    ]
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+    return math.fsum(line[name] for line in lines) / len(lines)
