@@ -108,8 +108,6 @@ class Recorder:
     def _warnings(self, lines: Sequence[Mapping[str, Any]], samples: int) -> dict[str, list[str]]:
         """Warnings to show first in the summary of a finished run."""
         warnings = [self._form.warning] if self._form.warning else []
-        if self._stop_without_signal and not warnings and lines:  # a player against itself gains nothing
-            warnings += filter(None, [little_learned(lines, lines[-1]["groups"] * samples)])
         watch = self._collapse
         if watch.since is not None:
             end = "has not recovered" if watch.alarm else "has recovered"
@@ -117,6 +115,8 @@ class Recorder:
                 f"the reward collapsed by step {watch.since} and {end}: {watch.mean:.3g} at the end,"
                 f" {watch.best:.3g} at its best"
             )
+        if self._stop_without_signal and not warnings and lines:  # a player against itself gains nothing
+            warnings += filter(None, [little_learned(lines, lines[-1]["groups"] * samples)])
         return {"warnings": warnings} if warnings else {}
 
     def _without_signal(self, step: int, dead: float) -> WorkFailedError | None:
