@@ -38,7 +38,7 @@ def test_fields_of_the_environment_are_written(here, tmp_path: Path) -> None:
     [
         (
             '{"prompt": "2+2=", "completion": "4"}',
-            'task: sft, checkpoint: model, data: "./own.jsonl", steps: 8',
+            'task: sft, checkpoint: model, data: "./own.jsonl", steps: 300',
         ),
         (
             '{"chosen": "2+2= 4", "rejected": "2+2= 5"}',
@@ -51,7 +51,7 @@ def test_own_data_gives_the_task(here, tmp_path: Path, row: str, written: str) -
     done = here("new", "mine", "--model", "tiny", "--from", "./own.jsonl")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "mine.yaml").read_text()
-    assert written in text and "environment:" not in text
+    assert written in text and "environment:" not in text and "# A new model" in text
     other = here("new", "other", "--model", "tiny", "--from", "./own.jsonl", "--task", "rl")
     assert other.returncode == 2 and "are for task" in other.stderr
 

@@ -109,9 +109,29 @@ def test_a_beginning_of_sequence_token_comes_once() -> None:
     assert parts(tokenizer, text="ab") == ("<|im_start|>ab<|im_end|>", "ab<|im_end|>")
 
 
+def chat(answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
+
+
 def write(path: Path, *texts: str) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
+
+
+def test_rows_that_teach_nothing_are_named(tmp_path: Path) -> None:
+    chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": " "}, chat(""), chat("c")]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = RowReader(Tokenizer.characters(), 64)
+    assert reader.check(chats, pairs=False) == (4, 0)
+    assert reader.warnings() == ["an empty answer in 2 of 4 rows, first chats.jsonl:2"]
+    assert RowReader(Tokenizer.characters(), 64).noted() == {}
+
+    compared = [{"prompt": "a", "chosen": "b", "rejected": worse} for worse in ("c", "b")]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in compared))
+    reader = RowReader(Tokenizer.characters(), 64)
+    assert reader.check(pairs, pairs=True, validation=0.999)[1] == 2  # one prompt
+    assert reader.noted() == {"warnings": ["two equal answers in 1 of 2 rows, first pairs.jsonl:2"]}
 
 
 def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
 from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 from perilune.recipe.staging import staged
 from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.supervised import tokens
+from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.ui.overview import data_words
 
 CHATS = [
@@ -151,6 +153,16 @@ def test_the_plan_counts_rows_and_tokens(tmp_path: Path) -> None:
     lines(tmp_path / "pairs.jsonl", PAIRS)
     (stage,) = derive(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
     assert stage["derived"]["data"].startswith("pairs.jsonl: 12 rows, ")
+
+
+def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path) -> None:
+    path = lines(tmp_path / "chats.jsonl", CHATS)
+    evaluated = ["own.validation=0.4", "own.eval={every: 1, tasks: 0}", "own.batch_size=12", "own.steps=2"]
+    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
+    reader = tokens.RowReader(Tokenizer.characters(), 512)
+    trained = len(Demonstrations([path], reader, seed=0, validation=0.4))
+    said = f"; {12 - trained} of 12 are held out; {24 / trained:.1f} epochs of the others"
+    assert 0 < trained < 12 and stage["derived"]["data"].endswith(said)
 
 
 def test_of_a_large_file_the_plan_counts_some_tokens_and_checks_all_rows(

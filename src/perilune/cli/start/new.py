@@ -75,6 +75,7 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
 
 EPOCHS = {"sft": 3, "preference": 1}
 ROWS = 16  # of a step
+NEW_STEPS = 300  # at least, of a new model, which has to learn to write first
 OWN_STAGES = {  # from the user's own data
     "sft": (
         "supervised fine-tuning on {data}",
@@ -89,13 +90,22 @@ OWN_STAGES = {  # from the user's own data
     "preference": (
         "preference learning on {data}",
         """\
-  # {rows:,} pairs; {steps} steps of {batch} are {epochs} epoch. nll: 1.0 keeps the chosen answers likely.
+  # {rows:,} pairs; {steps} steps of {batch} are {epochs} epochs. nll: 1.0 keeps the chosen answers likely.
   # A pair that is too long is an error; too_long: drop leaves it out. loss: dpo, dpo_norm or ipo.
   - {{name: dpo, task: preference, checkpoint: model, data: {data}, loss: dpo, beta: 0.1, steps: {steps},
      batch_size: {batch}}}
 """,
         "dpo",
     ),
+}
+
+NEW_MODEL = {
+    "sft": """\
+  # A new model knows nothing, so it needs many more steps than a pretrained one.
+""",
+    "preference": """\
+  # A new model only writes noise. Train it by sft on chosen answers first, and start this stage from there.
+""",
 }
 
 
@@ -136,7 +146,7 @@ def new(
         model, "--model", f"model: a folder, a cached model id, or one of {', '.join(PRESETS)}", "tiny"
     )
     if data:
-        parts = _own_parts(data, task)
+        parts = _own_parts(data, task, is_new=model in PRESETS)
     else:
         environment = _asked(
             environment, "--environment", "environment (perilune environments list)", "calculator"
@@ -161,7 +171,7 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
     return str(typer.prompt(question, default=default, err=True)).strip()
 
 
-def _own_parts(path: str, task: Task | None) -> tuple[str, str, str]:
+def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
     """The title, the stages and the training stage for the user's own data, as its first row has it."""
     from perilune.data.sources import first_row, read_rows
 
@@ -172,11 +182,12 @@ def _own_parts(path: str, task: Task | None) -> tuple[str, str, str]:
         )
     rows = sum(1 for _ in read_rows(Path(path)))
     batch = min(ROWS, rows)
-    steps = ceil(EPOCHS[guessed] * rows / batch)
+    steps = max(ceil(EPOCHS[guessed] * rows / batch), NEW_STEPS if is_new and guessed == "sft" else 1)
     data = json.dumps(path if "." in path or "/" in path else f"./{path}")
-    values = {"data": data, "rows": rows, "batch": batch, "steps": steps, "epochs": EPOCHS[guessed]}
+    epochs = f"{steps * batch / rows:.3g}"
+    values = {"data": data, "rows": rows, "batch": batch, "steps": steps, "epochs": epochs}
     title, stages, trained = OWN_STAGES[guessed]
-    return title.format(**values), stages.format(**values), trained
+    return title.format(**values), (NEW_MODEL[guessed] if is_new else "") + stages.format(**values), trained
 
 
 def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str, str, str]) -> str:

@@ -14,8 +14,7 @@ from perilune.data.examples import Conversation
 from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
 from perilune.errors import RequestError
-from perilune.files import sha256_bytes
-from perilune.tasks.supervised.tokens import RowReader
+from perilune.tasks.supervised.tokens import RowReader, prompt_digest
 
 
 class Demonstrations:
@@ -85,7 +84,7 @@ class Demonstrations:
     def _prompt(self, index: int) -> str:
         """The digest of a row's prompt, or of the whole row if it has none."""
         start, end = self._ends[index], self._ends[index + 1]
-        return sha256_bytes(self._ids[start : start + (self._prompts[index] or end - start)].tobytes())
+        return prompt_digest(self._ids[start : start + (self._prompts[index] or end - start)])
 
     def episode(self, index: int) -> Episode:
         """One row as an episode that no policy sampled; its id is its place in the file."""

@@ -82,6 +82,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         "algorithm": spec.loss,
         "pairs": len(data.train),
         "data": reader.figures(),
+        **reader.noted(),
         "validation_pairs": len(data.validation),
         **first_and_last(lines, ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")),
         "validation": {name: value for name, value in lines[-1].items() if name.startswith("validation_")},

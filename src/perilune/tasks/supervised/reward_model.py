@@ -67,6 +67,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         "algorithm": "bradley_terry",
         "pairs": len(data.train),
         "data": reader.figures(),
+        **reader.noted(),
         "validation_pairs": len(data.validation),
         **first_and_last(workspace.step_metrics(), ("loss", "accuracy", "margin")),
         "accuracy_before": before["accuracy"],

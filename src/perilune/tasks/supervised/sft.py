@@ -57,6 +57,7 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
         "traces": len(demonstrations),
         **({"validation_traces": len(held)} if held else {}),
         "data": reader.figures(),
+        **reader.noted(),
         **first_and_last(workspace.step_metrics(), ("loss",)),
         "memory": memory_figures(memory, device),
     }

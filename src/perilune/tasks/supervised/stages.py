@@ -99,12 +99,17 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
 
         tokenizer = recipe_tokenizer(job.model, training_texts(Path(path)))
         reader = spec.reader(tokenizer, model_config(job))
-        rows = reader.check(Path(path), pairs=isinstance(spec, PairTrainingSpec))
+        pairs = isinstance(spec, PairTrainingSpec)
+        rows, held = reader.check(Path(path), pairs=pairs, validation=spec.validation)
         checked = (
             reader.describe() if rows <= reader.rows else f"{rows:,} rows; the first {reader.describe()}"
         )
-        epochs = spec.steps * spec.batch_size / rows
-        lines[name] = f"{Path(path).name}: {checked}; {epochs:,.1f} epochs"
+        trained = max(1, rows - rows * held // reader.rows)
+        epochs = spec.steps * spec.batch_size / trained
+        seen = f"{held:,} of {reader.rows:,} are held out; {epochs:,.1f} epochs of the others"
+        lines[name] = f"{Path(path).name}: {checked}; {seen if held else f'{epochs:,.1f} epochs'}"
+        for warning in reader.warnings():
+            lines["warning"] = f"{name}: {warning}"
     return lines
 
 

@@ -8,7 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from perilune.data.chat_format import from_openai
+import numpy as np
+from numpy.typing import ArrayLike
+
+from perilune.data.chat_format import content_text, from_openai
 from perilune.data.examples import (
     Comparison,
     Conversation,
@@ -18,12 +21,16 @@ from perilune.data.examples import (
     comparison,
     demonstration,
 )
+from perilune.data.records import is_validation
 from perilune.data.sources import Row, read_rows
 from perilune.errors import RequestError
+from perilune.files import sha256_bytes
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import encode_conversations, is_in_template
 
 CHUNK = 256  # rows that are tokenized together
+EMPTY = "an empty answer"
+EQUAL = "two equal answers"
 MOST_CHECKED = 20_000  # rows whose tokens a plan counts
 
 TooLong = Literal["error", "drop", "truncate"]
@@ -57,6 +64,7 @@ class RowReader:
         too_long: what to do with a longer row. A truncated row loses its end.
         rows, dropped, truncated: numbers of rows that were yielded, left out and truncated.
         tokens, learned, longest: numbers of tokens that were yielded, that have loss, and of the longest row.
+        useless: the places of the rows that teach nothing, by reason.
     """
 
     tokenizer: Tokenizer
@@ -69,6 +77,7 @@ class RowReader:
     tokens: int = 0
     learned: int = 0
     longest: int = 0
+    useless: dict[str, list[str]] = field(default_factory=dict)
     _refused: list[tuple[str, int]] = field(default_factory=list)  # place and length
 
     def demonstrations(self, source: Iterable[Row]) -> Iterator[tuple[Row, Example, Tokens]]:
@@ -85,6 +94,8 @@ class RowReader:
                 found = self._fitting(row, tokens)
                 if found is not None:
                     self._count(found)
+                    if has_empty_answer(example):
+                        self.useless.setdefault(EMPTY, []).append(row.place)
                     yield row, example, found
         self._refuse_long_rows()
 
@@ -106,28 +117,36 @@ class RowReader:
                     self._count(better)
                     self._count(worse)
                     self.rows -= 1  # a pair is one row
+                    if better.token_ids == worse.token_ids:
+                        self.useless.setdefault(EQUAL, []).append(row.place)
                     yield row, pair, better, worse
         self._refuse_long_rows()
 
-    def check(self, path: Path, *, pairs: bool) -> int:
+    def check(self, path: Path, *, pairs: bool, validation: float = 0.0) -> tuple[int, int]:
         """Check every row of a source, and count the tokens of the first `MOST_CHECKED`, which takes longer.
 
+        Args:
+            validation: share of the prompts or tasks that are held out.
+
         Returns:
-            the number of rows.
+            the number of rows, and how many of those whose tokens were counted are held out.
 
         Raises:
             RequestError: as `demonstrations` or `comparisons`, and when there are no rows.
         """
         rows = read_rows(path)
         first = islice(rows, MOST_CHECKED)
-        for _ in self.comparisons(first) if pairs else self.demonstrations(first):
-            pass
+        if pairs:
+            names = (pair.task_id for _, pair, *_ in self.comparisons(first))
+        else:
+            names = (prompt_digest(tokens.prompt_ids) for *_, tokens in self.demonstrations(first))
+        held = sum(is_validation(name, validation) for name in names)
         read: Callable[[Row], object] = comparison if pairs else demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
             why = " because all are too long" if self.dropped else ""
             raise RequestError(f"there are no rows to train on{why}", where=str(path))
-        return total
+        return total, held
 
     @property
     def limit(self) -> int:
@@ -144,6 +163,17 @@ class RowReader:
         rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
         parts = [f"{self.rows:,} rows", *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
         return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"
+
+    def warnings(self) -> list[str]:
+        """A sentence for each kind of row that teaches nothing."""
+        return [
+            f"{what} in {len(places):,} of {self.rows:,} rows, first {Path(places[0]).name}"
+            for what, places in self.useless.items()
+        ]
+
+    def noted(self) -> dict[str, list[str]]:
+        """The warnings for a stage's summary; empty without warnings."""
+        return {"warnings": found} if (found := self.warnings()) else {}
 
     def _fitting(self, row: Row, tokens: Tokens) -> Tokens | None:
         """The row as it is used; None if it is left out."""
@@ -178,6 +208,19 @@ class RowReader:
             where=place,
             remedy="too_long: drop leaves out such rows, and in sft too_long: truncate keeps their start",
         )
+
+
+def prompt_digest(token_ids: ArrayLike) -> str:
+    """The name of a prompt, by which its rows are held out together."""
+    return sha256_bytes(np.asarray(token_ids, np.int32).tobytes())
+
+
+def has_empty_answer(example: Example) -> bool:
+    """Whether an answer that is trained on has no text."""
+    if isinstance(example, PlainText):
+        return not example.completion.strip()
+    answers = [turn for turn in example.turns if turn["role"] == "assistant" and not turn.get("tool_calls")]
+    return any(not content_text(turn.get("content"), "").strip() for turn in answers)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
