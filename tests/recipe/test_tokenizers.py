@@ -41,6 +41,24 @@ class Capitals(SingleTurn):
         return Score(float(transcript.text == task.data["answer"]))
 """
 
+SEVERAL_TURNS = """\
+from perilune.environments import MultiTurn, Observation, Task
+
+class Guess(MultiTurn):
+    id, players, max_turns = "guess", 1, 2
+
+    def __init__(self, section):
+        pass
+
+    def tasks(self, split, seed):
+        yield Task(f"{split}-0", (), {})
+
+    def play(self, task, rng):
+        yield Observation(({"role": "user", "content": "→ your guess?"},))
+        yield Observation(({"role": "user", "content": "again"},))
+        return Observation(done=True, rewards=(1.0,))
+"""
+
 
 def loaded(
     folder: Path, rows: list[dict[str, Any]], model: str = "{preset: tiny}", more: str = "", **changes: Any
@@ -121,6 +139,13 @@ def test_a_model_at_a_path_is_refused_by_the_plan(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61"):
         derive(recipe, check=True)
     derive(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
+
+
+def test_the_first_turn_of_several_counts(tmp_path: Path) -> None:
+    (tmp_path / "guess.py").write_text(SEVERAL_TURNS)
+    recipe = loaded(tmp_path, ROWS, environment="{id: 'guess.py:Guess'}")
+    found = foreign_character(recipe) or ""
+    assert "no token for '→' in guess, training task 1, message of the user" in found
 
 
 def test_the_plan_looks_at_more_tasks(tmp_path: Path) -> None:

@@ -64,16 +64,24 @@ def environment_texts(section: Mapping[str, Any], tasks: int = TRIED) -> Iterato
 
 
 def _messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
-    """The conversation with the right answer if the environment knows it, else what the teacher `gold` reads.
+    """The conversation with the right answer if the environment knows it, else its beginning and what the
+    teacher `gold` writes.
 
     Sessions that do more than compute are not opened.
     """
+    opens = getattr(environment, "confined", True)
     gold = getattr(environment, "gold", lambda _: None)(task)
-    if gold is not None and getattr(environment, "confined", True):
+    if gold is not None and opens:
         return conversation(environment, task, gold)
     stated = task.data.get("actions") or (task.data.get("answer"),)
     answers = [{"role": "assistant", "content": one} for one in stated if isinstance(one, str)]
-    return (*task.prompt, *answers)
+    if not opens or getattr(environment, "max_turns", 1) == 1:
+        return (*task.prompt, *answers)
+    session = environment.reset(task, 0)
+    try:
+        return (*task.prompt, *session.observation.messages, *answers)
+    finally:
+        session.close()
 
 
 def data_texts(path: Path) -> Iterator[Text]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perilune.cli.train.estimate import Estimate
     from perilune.control.queries.forecast import CostForecast, Forecast, StageForecast
     from perilune.control.runs.templates import Template
-    from perilune.recipe.schema import ModelSpec, Recipe
+    from perilune.recipe.schema import Recipe
 
 
 def derive(recipe: Recipe, template: Template | None = None, *, check: bool = False) -> list[dict[str, Any]]:
@@ -96,8 +96,8 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         )
         asked = f", environment {environment}" if environment else ""
         lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}{asked}"]
-        if recipe.model.preset:
-            lines.append(f"  tokenizer: {_tokenizer(recipe, recipe.model)}")
+        if tokenizer := describe_tokenizer(recipe):
+            lines.append(f"  tokenizer: {tokenizer}")
     labels = [name for stage in stages for name in stage["derived"]]
     width = max((len(label) for label in labels), default=0)
     for stage in stages:
@@ -108,8 +108,11 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
     out.flush()
 
 
-def _tokenizer(recipe: Recipe, model: ModelSpec) -> str:
-    """The tokenizer of a new model, and why it was chosen."""
+def describe_tokenizer(recipe: Recipe) -> str | None:
+    """The tokenizer of a new model, and why it was chosen; None without a new model."""
+    model = recipe.model
+    if model is None or model.preset is None:
+        return None
     match model.tokenizer:
         case "bpe":
             most = f"at most {model.vocab_size:,} tokens"

@@ -202,7 +202,7 @@ def _print_forecast(
 
     from perilune.cli.data.audit import grades_of, print_grades
     from perilune.cli.train.estimate import estimate_document
-    from perilune.cli.train.plan import print_estimate, print_forecast
+    from perilune.cli.train.plan import describe_tokenizer, print_estimate, print_forecast
     from perilune.control.queries.forecast import forecast
     from perilune.control.runs.experiments import Control, stage_plans
 
@@ -211,7 +211,7 @@ def _print_forecast(
         placed = None if template is None else template.model_dump(mode="json")
         document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
         document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
-        print_json(document | {"reward_audits": grades_of(recipe)})
+        print_json(document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": grades_of(recipe)})
     else:
         print_estimate(recipe, estimated, template, sys.stdout)
         print_forecast(ahead, sys.stdout)
