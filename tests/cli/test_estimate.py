@@ -15,10 +15,11 @@ from perilune.cli.start.calibration import Calibration, Overhead, Speed, _line, 
 from perilune.cli.train.estimate import Estimate, compared, estimate, keep_estimate, kept_estimate, total
 from perilune.cli.train.lengths import Expected, _as_before
 from perilune.cli.train.plan import print_estimate
-from perilune.cli.train.trial import Lengths
+from perilune.cli.train.trial import Lengths, lengths_of_rows
 from perilune.cli.train.work import work_of
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import Template
+from perilune.data.sources import Row
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
@@ -129,7 +130,7 @@ def test_an_estimate_has_a_range_where_lengths_may_change(
 def test_the_lengths_of_own_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     (tmp_path / "own.yaml").write_text(OWN)
-    rows = [{"prompt": "1+1=", "completion": "2" * 9}, {"prompt": "1+1=", "completion": "2" * 29}]
+    rows = [{"prompt": "1+1=", "completion": "2" * 9}, {"prompt": "1+2=", "completion": "2" * 29}]
     pairs = [{"prompt": f"{one}=", "chosen": "3" * 9, "rejected": "4" * 19} for one in range(40)]
     for name, lines in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,6 +141,15 @@ def test_the_lengths_of_own_files_count(tmp_path: Path, monkeypatch: pytest.Monk
     reference = 40 * (2.75 + 10 + 20) / 3  # a forward pass over all pairs
     assert found["dpo"].seconds == pytest.approx(10 * 2 * (2.75 + 10 + 20) + reference, abs=0.1)
     assert found["sft"].basis == "rows of rows.jsonl"
+
+
+def test_equal_prompts_of_a_batch_count_once() -> None:
+    rows = [
+        Row(str(one), {"prompt": "1+1="[: 3 + one % 2], "completion": "2" * (1 + one)}) for one in range(8)
+    ]
+    found = lengths_of_rows(rows, Tokenizer.characters())
+    assert found is not None
+    assert (found.prompt, found.distinct, found.longest, found.fed) == (3.5, 0.25, 9, 5.5)
 
 
 def test_a_finished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
-from perilune.bundle.plugin import load_plugin
+from perilune.bundle.plugin import file_fields, load_plugin
 from perilune.cli.start.calibration import Calibration, Overhead, load
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 FILE = "estimate.json"  # in the folder of an experiment
 FORWARD = 1 / 3  # time of a forward pass, in that of a training step
 LIKE = {  # whose overhead a stage has, if not that of its own kind
-    "selfplay": "rl",
-    **dict.fromkeys(("preference", "reward_model", "distill", "flywheel", "new_model"), "sft"),
+    **dict.fromkeys(("selfplay", "distill", "flywheel"), "rl"),
+    **dict.fromkeys(("preference", "reward_model"), "sft"),
     **dict.fromkeys(("rejection_sampling", "pairs"), "evaluate"),
 }
 
@@ -184,20 +185,29 @@ def _memory(job: Job, expected: Expected, process: int) -> int | None:
     from perilune.models.memory import PROCESS_BYTES, MemoryPlan, cache_bytes
     from perilune.tasks.stage.memory_plan import StageMemory, model_config
 
-    planned = dict(load_plugin(job.task).plan(job)).get("memory")
+    planned = dict(load_plugin(job.task).plan(_without_files(job))).get("memory")
     if not isinstance(planned, StageMemory):
         return None
-    lengths, spec = expected.high, job.spec
-    episodes = spec.get("prompts", spec.get("tasks", 0)) * spec.get("samples", 0)
-    rows = spec.get("batch_size", 0) * (1 if job.task == "sft" else 2) or episodes
-    tokens = int(rows * (lengths.prompt + lengths.fed))
-    plan = planned.replan(max(1, min(tokens, planned.token_budget))) if planned.token_budget else planned
-    persistent = dict(plan.persistent)
+    plan: MemoryPlan = planned
+    persistent = dict(planned.persistent)
     persistent["process"] += (process or PROCESS_BYTES) - PROCESS_BYTES
+    spec, longest = job.spec, expected.high
+    episodes = spec.get("prompts", spec.get("tasks", 0)) * spec.get("samples", 0)
+    if budget := planned.token_budget:
+        rows = spec.get("batch_size", 0) * (1 if job.task == "sft" else 2) or episodes
+        ends = zip((expected.low, expected.high), expected.live, strict=True)
+        tokens = [min(budget, live * rows * (one.prompt * one.distinct + one.fed)) for one, live in ends]
+        plan = planned.replan(max(1, int(fmean(tokens))))
     if "cache" in persistent and episodes:
-        length = int(lengths.prompt + lengths.fed) + 1
+        length = int(longest.prompt + longest.fed) + 1
         persistent["cache"] = min(persistent["cache"], cache_bytes(model_config(job), episodes, length))
     return MemoryPlan(persistent, plan.transient).total
+
+
+def _without_files(job: Job) -> Job:
+    """The job with stages in place of the user's own files, which its plan then does not read again."""
+    files = file_fields(load_plugin(job.task).spec, job.spec)
+    return job.model_copy(update={"spec": {**job.spec, **dict.fromkeys(files, "data")}})
 
 
 def total(found: Mapping[str, Estimate]) -> Estimate:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SECONDS = 1.0  # of the processor, for each measurement
 TRIED = 128  # most items of a measurement
 ROWS = 2000  # of a user's file
+BATCH = 32  # rows in which prompts are compared
 WARM = 4  # before the clock starts
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Lengths:
         sampled: mean tokens that the policy writes, of those.
         longest: most tokens that it writes in any of the episodes.
         turns: mean number of its turns.
+        distinct: share of the prompts of a batch that differ; a batch computes equal ones once.
         reading: seconds to read a row as tokens.
     """
 
@@ -52,6 +54,7 @@ class Lengths:
     sampled: float
     longest: float
     turns: float = 1.0
+    distinct: float = 1.0
     reading: float = 0.0
 
 
@@ -172,12 +175,14 @@ def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = 
     if not sides:
         return None
     answers = [sum(one.loss_mask) for one in sides]
+    prompts = [tuple(one.prompt_ids) for one in sides[:: 2 if pairs else 1][:BATCH]]
     return Lengths(
         prompt=fmean(len(one.prompt_ids) for one in sides),
         fed=fmean(len(one.token_ids) for one in sides),
         sampled=fmean(answers),
         longest=max(answers),
         turns=fmean(map(_turns, sides)),
+        distinct=len(set(prompts)) / len(prompts),
         reading=reading,
     )
 

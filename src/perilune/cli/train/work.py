@@ -37,7 +37,9 @@ def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0)
         case "rl" | "selfplay" | "distill":
             work = _reinforced(job, lengths, live)
         case "sft" | "preference" | "reward_model":
-            row = lengths.prompt + lengths.fed * (1 if job.task == "sft" else 2)  # a pair has two answers
+            row = lengths.prompt * lengths.distinct + lengths.fed * (
+                1 if job.task == "sft" else 2
+            )  # a pair has two answers
             reference = rows * row if job.task == "preference" else 0.0
             work = _trained(spec["steps"], spec["steps"] * spec["batch_size"] * row)
             work |= {"row": rows, "forward": reference}
@@ -49,7 +51,8 @@ def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0)
         case "flywheel":
             sampled = _sampled(lengths, spec["tasks"], spec["samples"])
             judged = _sampled(lengths, 4 * spec["heldout"], 1)
-            learned = spec["updates"] * spec["batch_size"] * (lengths.prompt + lengths.fed)
+            row = lengths.prompt * lengths.distinct + lengths.fed
+            learned = spec["updates"] * spec["batch_size"] * row
             work = _times(spec["steps"], _sum(sampled, judged, _trained(spec["updates"], learned)))
         case _:
             return None
