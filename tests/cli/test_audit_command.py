@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from perilune.cli.data.audit import print_grades
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 
@@ -133,6 +134,17 @@ def test_a_factory_is_audited_and_one_without_a_function_is_refused(tmp_path, he
     function = ("--set", "factory=my_sums:make")
     audit = here("environments", "audit", "factory", *function, *QUICK)
     assert audit.returncode == 0 and "grade A" in audit.stdout, audit.stderr
+
+
+def test_the_plan_says_once_which_rewards_were_not_audited(monkeypatch, capsys):
+    graded = {"environment": "tools", "grade": "A", "time": 0, "worst": ""}
+    rows = [{"environment": name, "grade": None} for name in ("calculator", "jsonl")] + [graded]
+    monkeypatch.setattr("perilune.cli.data.audit.grades_of", lambda _: rows)
+    print_grades(None, "perilune environments audit mix.yaml")
+    assert capsys.readouterr().out.splitlines() == [
+        "  reward   tools: grade A on 1970-01-01: no findings",
+        "  reward   not audited (calculator, jsonl): perilune environments audit mix.yaml",
+    ]
 
 
 def test_a_recipe_without_an_environment_has_nothing_to_audit(tmp_path, here):

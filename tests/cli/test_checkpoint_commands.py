@@ -1,5 +1,6 @@
 """Commands that take a checkpoint by its folder or by its run: `perilune eval`, `perilune chat`."""
 
+import io
 import json
 import shutil
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from cli_cases import SCRIPT, environment
 
+from perilune.cli.inspect import chat as chatting
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
@@ -113,6 +115,15 @@ def test_chat_answers_the_lines_of_stdin_and_remembers_until_reset(tmp_path: Pat
     second = answer(user, {"role": "assistant", "content": first}, user)
     system = answer({"role": "system", "content": "be brief"}, user)
     assert done.stdout == "".join(f"{text}\n" for text in (first, second, first, system))
+
+
+def test_chat_answers_each_line_on_its_own(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello\n"))
+    chatting.chat(str(model), max_tokens=6, temperature=0.0, separate=True)
+    text = capsys.readouterr().out
+    assert text == text[: len(text) // 2] * 2 and text
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path, model: Path) -> None:

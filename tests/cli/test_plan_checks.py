@@ -19,7 +19,7 @@ environment: {environment}
 rewards: {rewards}
 resources: {{device: {device}, threads: 1}}
 stages:
-  - {{name: traces, task: collect, teacher: {teacher}, traces: 8}}
+  - {{name: traces, task: collect, teacher: {teacher}, traces: {traces}}}
   - {{name: sft, task: sft, data: traces, steps: 10, batch_size: 4, lr: {lr}}}
   - name: rl
     task: rl
@@ -38,7 +38,9 @@ def loaded(tmp_path: Path, **changes: Any) -> Recipe:
     rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
     (tmp_path / "pens.jsonl").write_text("".join(rows))
     options = {"environment": PENS, "rewards": "{}", "device": "cpu", "teacher": "gold", "lr": "0.003"}
-    (tmp_path / "pens.yaml").write_text(RECIPE.format(**options | {"tasks": 4, "evaluated": 4} | changes))
+    (tmp_path / "pens.yaml").write_text(
+        RECIPE.format(**options | {"tasks": 4, "evaluated": 4, "traces": 8} | changes)
+    )
     return load_recipe(tmp_path / "pens.yaml")
 
 
@@ -51,6 +53,8 @@ def test_a_recipe_that_fits_has_no_warning(tmp_path: Path) -> None:
     ("changes", "where", "message"),
     [
         ({"tasks": 500}, "stages.after: tasks", r"jsonl has \d+ held-out tasks, and the stage needs 500"),
+        ({"tasks": 5000}, "stages.after: tasks", "held-out tasks, and the stage needs 5000"),
+        ({"traces": 100}, "stages.traces: traces", r"has \d+ training tasks, and the stage needs 100"),
         ({"evaluated": 500}, r"stages.rl: eval.tasks \(set heldout\)", r"held-out tasks, and .* needs 500"),
         ({"teacher": "calculator"}, "stages.traces", "calculator"),
         ({"rewards": "{verifier: 1.0, fomat: 0.1}"}, "stages.traces: rewards", "no reward term 'fomat'"),

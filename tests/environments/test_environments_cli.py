@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,23 @@ from perilune.cli.data.environments import app
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 
+ECHO = """\
+from pydantic import BaseModel, Field
+from perilune.environments import Score, SingleTurn, Task
+
+class Spec(BaseModel):
+    numbers: int = Field(3, description="how many")
+
+class Echo(SingleTurn):
+    Spec = Spec
+    id = "echo"
+    def __init__(self, spec):
+        self.spec = spec
+    def tasks(self, split, seed):
+        yield Task(split, ({"role": "user", "content": "7?"},), {"answer": "7"})
+    def score(self, task, transcript):
+        return Score(float(transcript.text == task.data["answer"]))
+"""
 TURNS = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '\n' }}{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
 
@@ -69,6 +87,17 @@ def test_sample_shows_tasks_and_that_their_answers_pass():
     assert document == json.loads(run(*command, "-n", "3", "--split", "heldout", "--seed", "7", "--json"))
     text = run(*command, "-n", "1")
     assert "scores 1.0" in text and "difficulty" in text
+
+
+def test_an_own_environment_shows_its_fields_and_the_answers_in_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    monkeypatch.chdir(tmp_path)
+    shown = run("show", "echo.py:Echo")
+    assert 'environment: {"id": "echo.py:Echo"}' in shown and "how many" in shown
+    assert "def score" not in shown
+    assert "answer  7   scores 1.0" in run("sample", "echo.py:Echo", "-n", "1")
 
 
 def test_sample_copes_with_a_family_that_states_no_answer():

@@ -86,10 +86,12 @@ def test_no_traces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("task", "options"), [("evaluate", {"tasks": 20}), ("collect", {"traces": 60})])
 def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"digits gave|no more tasks") as caught:
+    with pytest.raises(Exception, match=r"digits gave|no more training tasks") as caught:
         run_task(tmp_path / task, task, environment={**DIGITS, "limit": 60}, **options)
     if task == "collect":
-        assert "of 60 traces passed the verifier (no more tasks)" in str(caught.value)
+        kept = int(caught.value.what.split()[0])
+        assert 0 < kept < 60 and "(the environment has no more training tasks)" in caught.value.what
+        assert caught.value.remedy.startswith(f"set traces to {kept} at most")
     else:
         assert isinstance(caught.value, RequestError)
         assert "widen the environment's config" in caught.value.remedy

@@ -103,12 +103,16 @@ def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
 
 def print_grades(recipe: Recipe, command: str) -> None:
     """Print the last audit of each reward of the recipe; `command` audits them."""
-    for row in grades_of(recipe):
-        if row["grade"] is None:
-            echo(f"  reward   not audited: {command}")
-        else:
+    rows = grades_of(recipe)
+    for row in rows:
+        if row["grade"] is not None:
+            name = f"{row['environment']}: " if len(rows) > 1 else ""
             day = time.strftime("%Y-%m-%d", time.gmtime(row["time"]))
-            echo(f"  reward   grade {row['grade']} on {day}: {row['worst'] or 'no findings'}")
+            echo(f"  reward   {name}grade {row['grade']} on {day}: {row['worst'] or 'no findings'}")
+    missing = [row["environment"] for row in rows if row["grade"] is None]
+    if missing:
+        names = f" ({', '.join(missing)})" if len(rows) > 1 else ""
+        echo(f"  reward   not audited{names}: {command}")
 
 
 def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
@@ -198,7 +202,8 @@ def _show(audit: Audit, out: Path | None) -> None:
     if audit.form != "…":
         echo(f"the reward accepts answers in the form {audit.form!r}, where … is the stated answer")
     if audit.without_gold:
-        echo(f"{audit.without_gold} tasks state no answer, so no probe was made from it")
+        echo(f"{audit.without_gold} tasks state no answer, so no probe was made from it. The method `gold`")
+        echo("of an environment states it: docs/how-to/reward-audit.md")
     if not audit.searched:
         echo("no search: --search is 0, or no output is known to be wrong without a second opinion")
     if audit.unjudged:

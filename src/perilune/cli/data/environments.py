@@ -17,7 +17,7 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
-    from perilune.environments import Environment, Split, Task
+    from perilune.environments import Environment, Split, Task, Transcript
 
 app = command_group("List, show, sample, check and audit environments.")
 
@@ -77,7 +77,7 @@ def show(name: Name, as_json: Json = False) -> None:
     """Show the fields of an environment that a recipe can set, and the settings of its family."""
     from pydantic import BaseModel
 
-    from perilune.environments.core.registry import environment_notes, environment_spec
+    from perilune.environments.core.registry import SOURCE, environment_notes, environment_spec
 
     section = section_of(name, [])
     model = environment_spec(section["id"], section.get("source"))
@@ -98,7 +98,7 @@ def show(name: Name, as_json: Json = False) -> None:
         form = {"players": players, "max_turns": turns}
         print_json({"name": name, **form, "fields": fields, "config": settings, "notes": notes})
         return
-    echo(f"environment: {json.dumps(section)}")
+    echo(f"environment: {json.dumps({key: value for key, value in section.items() if key != SOURCE})}")
     if turns is not None and (turns > 1 or players != 1):
         echo(f"  {players} player{'s' * (players != 1)}, at most {turns} turns")
     for field, facts in fields.items():
@@ -254,7 +254,7 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
     from perilune.environments import Failure
     from perilune.environments.core.replay import conversation
 
-    stated = getattr(environment, "gold", lambda task: None)(task)
+    stated = getattr(environment, "gold", _answer_in_data)(task)
     outcome = None if stated is None else environment.score(task, stated)
     scored = str(outcome) if isinstance(outcome, Failure) else outcome and outcome.reward
     return {
@@ -267,6 +267,14 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
         "difficulty": task.difficulty,
         "score": scored,
     }
+
+
+def _answer_in_data(task: Task) -> Transcript | None:
+    """The answer that the teacher `gold` writes, of an environment without a method `gold`."""
+    from perilune.environments import Transcript
+
+    answer = task.data.get("answer")
+    return Transcript(answer) if isinstance(answer, str) else None
 
 
 def section_of(name: str, settings: list[str]) -> dict[str, Any]:

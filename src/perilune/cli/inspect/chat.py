@@ -37,17 +37,22 @@ def chat(
     plain: Annotated[
         bool, typer.Option("--plain", help="Use no chat template: join the messages as plain text.")
     ] = False,
+    separate: Annotated[
+        bool, typer.Option("--separate", help="Answer each message on its own, as after /reset.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Selects the samples.")] = 0,
 ) -> None:
     """Chat with a checkpoint. Answers are streamed; Ctrl-C stops an answer.
 
     /reset forgets the conversation, /system TEXT sets the system message, /quit ends the chat. Without a
-    terminal, each line of stdin is one message, and the answers go to stdout.
+    terminal, each line of stdin is one message, and the answers go to stdout. All messages are one
+    conversation, unless --separate is given.
 
     \b
     perilune chat quickstart/rl --plain
     perilune chat ./my-model --adapter ./lora --temperature 0.7
     echo "What is 17 + 25?" | perilune chat ./my-model --max-tokens 64
+    perilune chat words/sft --plain --separate < questions.txt
     """
     conversation = _open(checkpoint_folder(checkpoint), adapter, chat_template, plain=plain)
     conversation.temperature, conversation.max_tokens, conversation.seed = temperature, max_tokens, seed
@@ -58,6 +63,8 @@ def chat(
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
             break
+        if separate:
+            conversation.messages.clear()
         try:
             _handle_line(conversation, command, rest.strip(), line)
         except RequestError as error:

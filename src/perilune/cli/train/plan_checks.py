@@ -16,7 +16,7 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
-    from perilune.environments.core.protocol import Outcome, Task
+    from perilune.environments.core.protocol import Outcome, Split, Task
     from perilune.recipe.schema import Recipe
 
 MOST_TASKS = 4096  # that are made to count them
@@ -54,13 +54,15 @@ def check_job(job: Job) -> list[str]:
     """Warnings about the job of a stage.
 
     Raises:
-        RequestError: when an environment has fewer held-out tasks than the stage needs, the teacher has no
-            answer to any of the first tasks, or the environment lacks a reward term.
+        RequestError: when an environment has fewer tasks than the stage needs, the teacher has no answer to
+            any of the first tasks, or the environment lacks a reward term.
     """
     if not job.environment or getattr(load_plugin(job.task), "standalone", False):
         return []
     for key, section, count in _heldout(job):
-        _require_tasks(key, section, min(count, MOST_TASKS), job.seed)
+        _require_tasks(key, section, "heldout", count, job.seed)
+    if job.task == "collect":
+        _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
     return list(_teacher_warnings(job)) if job.task == "collect" else []
 
@@ -81,12 +83,14 @@ def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
             yield f"eval.tasks (set {name})", section, settings.tasks
 
 
-def _require_tasks(key: str, section: Mapping[str, Any], count: int, seed: int) -> None:
+def _require_tasks(key: str, section: Mapping[str, Any], split: Split, count: int, seed: int) -> None:
+    """Refuse a stage that needs more tasks than there are, if there are fewer than `MOST_TASKS`."""
     environment = make_environment(section)
-    found = sum(1 for _ in islice(environment.tasks("heldout", seed), count))
-    if found < count:
+    found = sum(1 for _ in islice(environment.tasks(split, seed), min(count, MOST_TASKS)))
+    if found < min(count, MOST_TASKS):
+        kind = "held-out" if split == "heldout" else "training"
         raise RequestError(
-            f"{environment.id} has {found} held-out tasks, and the stage needs {count}",
+            f"{environment.id} has {found} {kind} tasks, and the stage needs {count}",
             where=key,
             remedy=f"set it to {found} at most, or widen the environment's config"
             if found
@@ -133,7 +137,10 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
     answers = (Text("the teacher's answers", text) for one in candidates for text in one.transcript.actions)
     _require_tokens(first_lacking(answers, recipe_tokenizer(job.model).lacks))
     outcomes = _score(job, [(one.task, one.transcript) for one in candidates])
-    if not any(not isinstance(one, Failure) and one.reward >= 1 for one in outcomes):
+    failed = [one.reason for one in outcomes if isinstance(one, Failure)]
+    if len(failed) == len(outcomes):
+        yield f"the verifier fails on all of the teacher's first {len(outcomes)} answers: {failed[0]}"
+    elif not any(not isinstance(one, Failure) and one.reward >= 1 for one in outcomes):
         yield (
             f"the verifier rejects the teacher's answers to all of the first {len(candidates)} tasks:"
             f" '{teacher.name}' may not fit {environment.id}"

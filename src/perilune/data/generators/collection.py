@@ -36,6 +36,7 @@ class CollectedTraces:
     environment: str
     kept: list[TraceRecord] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+    exhausted: bool = False  # the environment had no more training tasks
 
     @property
     def reasons(self) -> Counter[str]:
@@ -55,7 +56,8 @@ class CollectedTraces:
     def describe_rejections(self) -> str:
         """The most frequent reasons of rejection, in words."""
         worst = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
-        return worst or "no more tasks"
+        ends = ["the environment has no more training tasks"] if self.exhausted else []
+        return "; ".join([*([worst] if worst else []), *ends])
 
 
 def collect_traces(
@@ -98,7 +100,8 @@ def collect_traces(
                 found.kept.append(one)
             show(len(found.kept), len(found.rejected))
             if len(found.kept) == count or len(found.rejected) > MOST_REJECTED * count:
-                break
+                return found
+    found.exhausted = True
     return found
 
 

@@ -37,11 +37,12 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     collected.write(workspace.root / OUTPUT)
     kept = collected.kept
     if len(kept) < spec.traces:
+        fewer = f"set traces to {len(kept)} at most" if collected.exhausted and kept else "lower traces"
         raise WorkFailedError(
             f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})",
             where=f"stage {workspace.job.stage}",
-            remedy=f"look at {OUTPUT}/rejected.jsonl in the run's directory; lower traces, widen the"
-            " environment's config, or use another teacher",
+            remedy=f"{fewer}, widen the environment's config, or use another teacher; rejected answers are in"
+            f" {OUTPUT}/rejected.jsonl of the run's directory",
         )
     counts = {f"source/{name}": count for name, count in collected.sources.items()}
     workspace.metric(0, rows=len(kept), rejected=len(collected.rejected), **counts)
