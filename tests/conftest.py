@@ -6,6 +6,7 @@ A test marked `gpu` may skip anywhere; no other may where CI is set.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -73,6 +74,17 @@ def walls() -> None:
         found = one.capabilities()
     if found.missing:
         pytest.xfail(f"this machine cannot build {', '.join(found.missing)}: {found.reasons}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """What collecting makes lives to the end: the garbage collector would look through it in vain."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
