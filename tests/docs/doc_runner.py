@@ -35,6 +35,7 @@ SMALL = {
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
 SEEDS = re.compile(r"--seeds \S+")
+TWO_VALUES = re.compile(r"^([\w.]+=[^,\[{]+,[^,]+),.*")  # of an axis with more
 
 
 def smaller(value: Any, own: Any) -> Any:
@@ -108,10 +109,10 @@ class Runner:
         )
 
     def small(self, line: str) -> str:
-        """The command with overrides that make its recipe small, and one seed instead of several."""
+        """The command with overrides that make its recipe small, and of a sweep two values and one seed."""
         if not (command := RUNS_A_RECIPE.match(line)):
             return line
-        words = shlex.split(command[0])
+        words = [TWO_VALUES.sub(r"\1", word) for word in shlex.split(command[0])]
         named = Path("quickstart" if words[1] == "quickstart" else words[2])
         bundled = not (self.folder / named).exists()
         recipe = load_recipe(bundled_recipe(str(named)) if bundled else self.folder / named)

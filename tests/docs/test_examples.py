@@ -87,6 +87,9 @@ def test_a_recipe_is_made_small_and_a_hanging_command_ended(runner: Runner) -> N
     small = runner.small("perilune run quickstart --set rl.steps=500 | tail -n 1")
     assert small.index("rl.steps=500") < small.index("rl.steps=2") < small.index("| tail -n 1")
     assert runner.small("perilune runs") == "perilune runs"
+    assert "--set rl.lr=1,2 --seeds 1 " in runner.small(
+        "perilune sweep quickstart --set rl.lr=1,2,3 --seeds 5"
+    )
     runner.seconds = 0.2
     with pytest.raises(subprocess.TimeoutExpired):
         runner.do(Block(ROOT / "README.md", 7, "bash", "", "sleep 5\n", ""))
