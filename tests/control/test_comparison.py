@@ -100,6 +100,24 @@ def test_seeds_of_one_setting_are_one_arm_and_differences_are_paired(control: Co
     )
 
 
+@pytest.mark.parametrize(("best", "edge"), [(1e-5, "lowest rl.lr"), (3e-5, ""), (1e-4, "highest rl.lr")])
+def test_a_best_value_at_the_edge_of_those_tried_is_told(control: Control, best: float, edge: str) -> None:
+    names = [
+        experiment(control, lr, seed, [6, 6, 5, 6] if lr == best else [2, 2, 3, 2])
+        for lr in (1e-5, 3e-5, 1e-4)
+        for seed in range(3)
+    ]
+    notes = " ".join(compare_experiments(control, names).notes)
+    assert (f"The best arm has the {edge} that was tried." in notes) == bool(edge)
+    assert ("was tried" in notes) == bool(edge)
+
+
+def test_the_interval_of_a_share_stays_within_it(control: Control, perilune: Command) -> None:
+    names = [experiment(control, 1e-5, 0, [8, 8, 8, 8]), experiment(control, 1e-5, 1, [0, 0, 1, 0])]
+    _, out, _ = perilune("compare", *names)
+    assert "51.6% (0.0% to 100.0%)" in out
+
+
 def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Command) -> None:
     ids = all_of(control, (0,))
     found = compare_experiments(control, ids)

@@ -125,6 +125,8 @@ def _figure(arm: Arm, is_share: bool) -> str:
     if arm.figure is None:
         return "–"
     mean, low, high = arm.figure
+    if is_share and math.isfinite(low):  # Student's t does not know that a share is from 0 to 1
+        low, high = max(low, 0.0), min(high, 1.0)
     form = ".1%" if is_share else ".4g"
     return f"{mean:{form}} ({low:{form}} to {high:{form}})" if math.isfinite(low) else f"{mean:{form}}"
 

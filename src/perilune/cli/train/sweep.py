@@ -306,6 +306,7 @@ class _Run:
         self.tracked: set[str] = set()  # ids of runs
         self.view = stage_progress()
         self.labels: dict[str, str] = {}  # by experiment
+        self.begun: set[str] = set()  # experiments of which a stage has started
         self.failed: dict[str, str] = {}  # what failed, by experiment
 
     def run(self, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
@@ -322,6 +323,7 @@ class _Run:
             try:
                 for settings in arms:
                     self._submit(settings, recipes)
+                self.view.say(f"{plural(len(self.labels), 'experiment')} submitted")
                 self._follow()
                 for warning in self.trackers.warnings(LAST_SECONDS):
                     self.view.say(warning)
@@ -355,7 +357,6 @@ class _Run:
         self.sweep = self.sweep.with_arms(self.control, list(arms.values()))
         for seed, recipe in loaded.items():
             self.labels[experiments[seed]] = " ".join(overrides_of(settings, seed))
-            self.view.started(self.labels[experiments[seed]], "")
             self.runner.submit(experiments[seed], recipe)
 
     def _follow(self) -> None:
@@ -374,6 +375,9 @@ class _Run:
         from perilune.control.runs.experiments import read_progress
 
         label, stage = self.labels[experiment], state.stage
+        if experiment not in self.begun and any(one.attempt_dir is not None for one in state.stages):
+            self.begun.add(experiment)
+            self.view.started(label, "")
         for one in state.stages:
             if one.attempt_dir is not None and one.run_id not in self.tracked:
                 self.tracked.add(one.run_id)

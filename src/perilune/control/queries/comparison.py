@@ -356,11 +356,26 @@ def _notes(found: Comparison) -> Iterator[str]:
         " several noisy figures is biased: expect a worse figure on new tasks. For an unbiased figure, run"
         " this arm and the baseline on seeds that had no part in the choice."
     )
+    if edge := _at_the_edge(found):
+        yield f"The best arm has the {edge} that was tried. A better value may lie beyond it."
     if _repeats_tasks(found.arms[found.best]):
         yield (
             "Here different seeds were evaluated on mostly the same held-out tasks, so new seeds alone do not"
             " remove this bias. Evaluate the chosen checkpoint on tasks that no arm was evaluated on."
         )
+
+
+def _at_the_edge(found: Comparison) -> str:
+    """The settings of which the best arm has the lowest or highest of at least three numbers, in words."""
+    assert found.best is not None
+    edges = []
+    for key in found.keys:
+        values = [arm.settings.get(key) for arm in found.arms]
+        numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
+        if len(numbers) >= 3 and len(numbers) == len(set(map(repr, values))):
+            best = found.arms[found.best].settings[key]
+            edges += [f"lowest {key}"] * (best == min(numbers)) + [f"highest {key}"] * (best == max(numbers))
+    return " and ".join(edges)
 
 
 def _repeats_tasks(arm: Arm) -> bool:
