@@ -17,10 +17,13 @@ def training_figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def training_sentence(summary: Mapping[str, Any]) -> str:
     """The main figures of `training_figures`; empty for a stage without them."""
-    said = ", ".join(f"{name} {value}" for name, value in _changes(summary).items() if name in MAIN)
+    said, held = _main(_changes(summary)), _main(_held_out(summary))
     said += " (first to last steps)" if said else ""
-    held = ", ".join(f"{name} {value}" for name, value in _held_out(summary).items() if name in MAIN)
     return f"{said}; on {summary['validation_pairs']:,} held-out pairs {held}" if held else said
+
+
+def _main(figures: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {figures[name]}" for name in MAIN if name in figures)
 
 
 def _changes(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -164,7 +164,7 @@ def sample(
     if as_json:
         print_json({"environment": environment.id, "split": split, "seed": seed, **facts, "tasks": rows})
         return
-    if facts:
+    if tokenizer is not None and tokenizer.chat_template is not None:
         print_facts(facts["template"])
     for row in rows:
         difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"

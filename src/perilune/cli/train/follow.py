@@ -17,6 +17,7 @@ from perilune.control.runs.requests import cancel, request_experiment_cancel
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.placements.upload import read_sent
+from perilune.metrics.training import training_sentence
 
 if TYPE_CHECKING:
     from perilune.control.record.home import Home
@@ -95,7 +96,8 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
         case events.StageReused():
             view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
         case events.StageFinished():
-            view.ended(event.stage, "done", duration(event.seconds))
+            figures = training_sentence(event.summary)
+            view.ended(event.stage, "done", duration(event.seconds) + (f"; {figures}" if figures else ""))
         case events.StageFailed():
             view.ended(event.stage, "failed", event.cause)
 
