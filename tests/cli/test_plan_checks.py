@@ -31,6 +31,18 @@ stages:
     eval: {{tasks: {evaluated}}}
   - {{name: after, task: evaluate, checkpoint: rl, tasks: {tasks}, samples: 2, max_tokens: 10}}
 """
+BROKEN = """\
+from perilune.environments import SingleTurn, Task
+
+class Broken(SingleTurn):
+    id = "broken"
+    def __init__(self, section):
+        pass
+    def tasks(self, split, seed):
+        yield Task(split, ({"role": "user", "content": "7?"},), {"answer": "7"})
+    def score(self, task, transcript):
+        return task.data["missing"]
+"""
 PENS = "{id: jsonl, path: pens.jsonl, match: number}"
 
 
@@ -67,6 +79,15 @@ def test_what_does_not_exist_is_refused(
     with pytest.raises(RequestError, match=message) as found:
         derive(recipe, check=True)
     assert re.match(where, found.value.where)
+
+
+def test_a_score_that_raises_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
+    (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
+    (rl,) = derive(load_recipe(tmp_path / "broken.yaml"), check=True)
+    said = "broken.py:Broken fails to score the answer '0' to its first task: scorer raised KeyError"
+    assert rl["derived"]["warning 1"].startswith(said)
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,11 @@ BAD = {  # (text replaced, by what): where, what is said
         "set processes or nodes",
     ),
     ("seed: 3", "resources: 2"): (":2:", "resources is 2 but should be a section of keys", ""),
+    ("seed: 3", "learning_rate: 1"): (
+        ":2:",
+        "learning_rate is not a known key",
+        "'lr', which belongs in another",
+    ),
     ("stages:", "stagse:"): (":5:", "stagse is not a known key (and 1 more)", "'stages'"),
     ("name: dinner\n", ""): (":1:", "name is missing", ""),
     (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "at least 1 item"),

@@ -100,9 +100,10 @@ def test_rejected_traces_are_kept_apart_with_the_reason(tmp_path: Path) -> None:
 )
 def test_when_every_verdict_fails_the_work_stops(task: str, said: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"traces": 5} if task == "collect" else {}
-    with pytest.raises(WorkFailedError, match=said):
+    with pytest.raises(WorkFailedError, match=said) as caught:
         run_task(tmp_path / task, task, environment={**DIGITS, "raises": "0123456789abcdef"}, **options)
     if task == "collect":
+        assert caught.value.remedy.startswith("correct the verifier")
         rejected = tmp_path / task / "artifacts" / "traces" / "rejected.jsonl"
         assert len(list(read_json_lines(rejected))) == 21
 

@@ -163,6 +163,14 @@ def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path
     trained = len(Demonstrations([path], reader, seed=0, validation=0.4))
     said = f"; {12 - trained} of 12 are held out; {24 / trained:.1f} epochs of the others"
     assert 0 < trained < 12 and stage["derived"]["data"].endswith(said)
+    assert "data warning" not in stage["derived"]
+
+
+def test_the_plan_warns_about_an_empty_answer(tmp_path: Path) -> None:
+    lines(tmp_path / "chats.jsonl", [*CHATS, {"prompt": "1+1=", "completion": ""}])
+    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), ["own.lr=1.0"]))
+    assert stage["derived"]["data warning"] == "an empty answer in 1 of 13 rows, first chats.jsonl:13"
+    assert "times the default" in stage["derived"]["warning"]
 
 
 def test_of_a_large_file_the_plan_counts_some_tokens_and_checks_all_rows(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
-from perilune.recipe.aliases import ADVICE, alias_of
+from perilune.recipe.aliases import ADVICE, ALIASES, alias_of
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -47,6 +47,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     meant = alias_of(name, names)
     if not meant and name in ADVICE:
         return ADVICE[name]
+    if not meant and name in ALIASES:
+        elsewhere = " or ".join(f"'{key}'" for key in ALIASES[name])
+        return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     return f"'{close[0]}'; {listed}" if close else listed

@@ -5,14 +5,18 @@ These checks make tasks, ask teachers and score answers, which takes seconds, so
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
-from perilune.environments.core.registry import REWARDS, make_environment
+from perilune.environments.core.registry import REWARDS, make_environment, part_sections
 from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
+from perilune.extensions import names_file
+from perilune.files import canonical_json
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -64,7 +68,7 @@ def check_job(job: Job) -> list[str]:
     if job.task == "collect":
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
-    return list(_teacher_warnings(job)) if job.task == "collect" else []
+    return list(_teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job))
 
 
 def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
@@ -111,6 +115,26 @@ def _require_terms(job: Job) -> None:
     (outcome,) = _score(job, [(task, Transcript(""))])
     if isinstance(outcome, Failure) and outcome.reason.startswith("no reward term"):
         raise RequestError(outcome.reason, where=REWARDS, remedy="correct the name, or write a function")
+
+
+def _verifier_warnings(job: Job) -> Iterator[str]:
+    """Score one answer in an environment whose code the user wrote: its `score` may raise."""
+    for section in part_sections(job.environment).values() or (job.environment,):
+        if names_file(section["id"]) and (reason := _failure(canonical_json(section), job.seed)):
+            yield f"{section['id']} fails to score the answer '0' to its first task: {reason}"
+
+
+@cache
+def _failure(section: bytes, seed: int) -> str:
+    """Why the first training task of an environment cannot be scored; "" if it can."""
+    from perilune.environments.core.protocol import Failure, Transcript
+    from perilune.verifiers import Scorer
+
+    whole = json.loads(section)
+    with Scorer(whole) as scorer:
+        tasks = islice(make_environment(whole).tasks("train", seed), 1)
+        outcomes = scorer.score([(task, Transcript("0")) for task in tasks])
+    return "".join(one.reason for one in outcomes if isinstance(one, Failure))
 
 
 def _teacher_warnings(job: Job) -> Iterator[str]:

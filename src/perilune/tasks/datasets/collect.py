@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.data.generators.collection import collect_traces
+from perilune.data.generators.collection import CollectedTraces, collect_traces
 from perilune.data.generators.registry import make_teacher
 from perilune.data.generators.teacher import Candidate
 from perilune.errors import WorkFailedError
@@ -37,12 +37,10 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     collected.write(workspace.root / OUTPUT)
     kept = collected.kept
     if len(kept) < spec.traces:
-        fewer = f"set traces to {len(kept)} at most" if collected.exhausted and kept else "lower traces"
         raise WorkFailedError(
             f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})",
             where=f"stage {workspace.job.stage}",
-            remedy=f"{fewer}, widen the environment's config, or use another teacher; rejected answers are in"
-            f" {OUTPUT}/rejected.jsonl of the run's directory",
+            remedy=_remedy(collected),
         )
     counts = {f"source/{name}": count for name, count in collected.sources.items()}
     workspace.metric(0, rows=len(kept), rejected=len(collected.rejected), **counts)
@@ -57,6 +55,19 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         "environment": collected.environment,
         "seconds": perf_counter() - began,
     }
+
+
+def _remedy(collected: CollectedTraces) -> str:
+    """What to do when too few traces were collected."""
+    place = f"{OUTPUT}/rejected.jsonl in the run's directory"
+    failed = sum(count for reason, count in collected.reasons.items() if reason.startswith("verifier:"))
+    if failed > len(collected.rejected) / 2:
+        return (
+            f"correct the verifier; its failures are in {place}, and `perilune environments check` finds them"
+        )
+    kept = len(collected.kept)
+    fewer = f"set traces to {kept} at most" if collected.exhausted and kept else "lower traces"
+    return f"{fewer}, widen the environment's config, or use another teacher; look at {place}"
 
 
 def _code(spec: CollectSpec) -> dict[str, str]:

@@ -109,7 +109,7 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
         seen = f"{held:,} of {reader.rows:,} are held out; {epochs:,.1f} epochs of the others"
         lines[name] = f"{Path(path).name}: {checked}; {seen if held else f'{epochs:,.1f} epochs'}"
         for warning in reader.warnings():
-            lines["warning"] = f"{name}: {warning}"
+            lines[f"{name} warning"] = warning
     return lines
 
 
