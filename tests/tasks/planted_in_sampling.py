@@ -150,7 +150,7 @@ def _next(items: Any) -> Any:
 
 def rewards_of_neighbours(patch: Patch) -> None:
     """Each episode has the reward of the next of its group."""
-    right = RolloutWorker._group
+    right = RolloutWorker.group
 
     def group(self: RolloutWorker, games: Any, *args: Any) -> Any:
         outcomes = {id(game): Rollout.outcome(other, 0) for game, other in _next(games)}
@@ -163,7 +163,7 @@ def rewards_of_neighbours(patch: Patch) -> None:
         object.__setattr__(self, "_episode", another)
         return right(self, games, *args)
 
-    patch.setattr(RolloutWorker, "_group", group)
+    patch.setattr(RolloutWorker, "group", group)
 
 
 def verdicts_of_neighbours(patch: Patch) -> None:
@@ -204,9 +204,9 @@ def top_p_unreported(patch: Patch) -> None:
 
 def seeds_reused(patch: Patch) -> None:
     """Every step draws with the random numbers of the first."""
-    right = RolloutWorker._open
+    right = RolloutWorker._begin
 
-    def opened(self: RolloutWorker, sessions: Any, tasks: Any, samples: Any, step: int, places: Any) -> Any:
+    def begun(self: RolloutWorker, sessions: Any, tasks: Any, samples: Any, step: int, places: Any) -> Any:
         games = right(self, sessions, tasks, samples, step, places)
         of_first = Engine.sample
 
@@ -218,7 +218,7 @@ def seeds_reused(patch: Patch) -> None:
             patch.setattr(Engine, "sample", sample)
         return games
 
-    patch.setattr(RolloutWorker, "_open", opened)
+    patch.setattr(RolloutWorker, "_begin", begun)
 
 
 def same_tasks_again(patch: Patch) -> None:
