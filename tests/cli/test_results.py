@@ -97,6 +97,18 @@ def test_a_change_says_gained_lost_or_neither(
     assert f"{sentence} on the same 9 tasks" in capsys.readouterr().out
 
 
+def test_a_fall_of_pass_at_8_is_told(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    assert document["evaluations"][1]["change"]["pass@8"]["mean"] == 1.0  # no task before, every task after
+    print_results(document)
+    assert "points of pass@8" not in capsys.readouterr().out
+    fell = {"pass@8": {"mean": -0.062, "low": -0.1, "high": -0.02}}
+    last = document["evaluations"][-1]
+    print_results(document | {"evaluations": [last | {"change": last["change"] | fell}]})
+    shown = " ".join(capsys.readouterr().out.split())
+    said = "rl lost 6.2 points of pass@8 (2.0 to 10.0) against after_sft on the same 4 tasks"
+    assert f"{said}: it solves fewer of them" in shown
+
+
 def test_the_document_names_everything_that_was_left(document: dict, tmp_path: Path) -> None:
     assert document["experiment"] == "X1"
     assert (document["recipe"], document["seed"], document["seconds"]) == ("climb", 5, 12.346)
@@ -143,6 +155,10 @@ def test_the_tables_say_the_same(document: dict, capsys: pytest.CaptureFixture[s
     steps = next_steps(document, "perilune quickstart")
     assert "perilune quickstart --seed 6" in steps
     assert "perilune reproduce RUN-rl" in steps
+    assert "sweep" not in steps
+    steps = next_steps(document, "perilune run mine.yaml --set rl.lr=1e-4")
+    assert "repeat it over three seeds perilune sweep mine.yaml --set rl.lr=1e-4 --seeds 3" in steps
+    assert "sweep" not in next_steps(document, "perilune run mine.yaml --set 'rl.tags=[a, b]'")
 
 
 def test_training_that_no_stage_evaluates_is_printed(

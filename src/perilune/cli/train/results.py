@@ -94,9 +94,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for stage in document["stages"]:
         for warning in stage["warnings"]:
             console.print(as_markup(f"warning: {stage['name']}: {warning}"))
-    for one in evaluations:
-        if change := one.get("change"):
-            console.print(_sentence(one["checkpoint"], change))
+    for sentence in (found for one in evaluations for found in _sentences(one)):
+        console.print(sentence)
     _print_training(console, document)
     for one in document["held_out"]:
         _print_held_out(console, one)
@@ -123,9 +122,10 @@ def next_steps(document: Mapping[str, Any], again: str) -> str:
         ("read the model's answers" if answered else "see the curves", _open_command(document["report"])),
         *(("ask the model", command) for command in _chat_command(document)),
         ("run with another seed", f"{again} --seed {document['seed'] + 1}"),
+        *(("repeat it over three seeds", command) for command in _sweep_command(document, again)),
         ("reproduce it bit for bit", f"perilune reproduce {trained['run']}"),
         ("check the files", f"perilune bundle verify {document['bundles'][trained['name']]}"),
-        ("list more environments", "perilune environments list"),
+        *([("list more environments", "perilune environments list")] if answered else []),
     ]
     return "\n".join(["Next:", *(f"  {purpose:<26} {command}" for purpose, command in lines)])
 
@@ -143,6 +143,16 @@ def _chat_command(document: Mapping[str, Any]) -> Iterator[str]:
             plain = " --plain" if Tokenizer.load(folder).chat_template is None else ""
             yield f"perilune chat {document['recipe']}/{stage['name']}{plain}"
             return
+
+
+def _sweep_command(document: Mapping[str, Any], again: str) -> Iterator[str]:
+    """The command that runs seeds 0 to 2 and compares them, if the recipe evaluates anything.
+
+    A sweep reads a value with a comma or two dots as several values.
+    """
+    command, _, options = again.partition(" run ")
+    if document["evaluations"] and options and "," not in options and ".." not in options:
+        yield f"{command} sweep {options} --seeds 3"
 
 
 def _open_command(report: str) -> str:
@@ -169,16 +179,23 @@ def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[s
     before = parent_evaluation(evaluation.name, checkpoints, settings)
     if before is None:
         return {}
-    old, new = _pass_rates(summaries[before]), _pass_rates(summaries[evaluation.name])
-    shared = old.keys() & new.keys()  # tasks without a verdict are missing
-    if not shared:
-        return {}
-    difference = paired_difference({t: old[t] for t in shared}, {t: new[t] for t in shared}, seed=recipe.seed)
-    return {"change": {"against": before, "tasks": len(shared), "pass@1": difference._asdict()}}
+    change: dict[str, Any] = {}
+    for k in (1, 8):
+        old, new = _pass_rates(summaries[before], k), _pass_rates(summaries[evaluation.name], k)
+        shared = old.keys() & new.keys()  # tasks without a verdict are missing
+        if shared:
+            kept = ({task: rates[task] for task in shared} for rates in (old, new))
+            change |= {f"pass@{k}": paired_difference(*kept, seed=recipe.seed)._asdict()}
+            change.setdefault("tasks", len(shared))
+    return {"change": {"against": before, **change}} if change else {}
 
 
-def _pass_rates(summary: Mapping[str, Any]) -> dict[str, float]:
-    return {task: correct / samples for task, samples, correct in summary["correct_per_task"]}
+def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
+    """The estimate of pass@k of each task with at least k scored answers."""
+    from perilune.metrics.pass_at_k import pass_at_k
+
+    rows = [row for row in summary["correct_per_task"] if row[1] >= k]
+    return {task: right / n if k == 1 else pass_at_k(n, right, k) for task, n, right in rows}
 
 
 def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
@@ -282,15 +299,25 @@ def _interval(value: Mapping[str, float] | None) -> str:
     return f"{value['mean']:.1%} [dim]({100 * value['low']:.1f} to {100 * value['high']:.1f})[/]"
 
 
-def _sentence(checkpoint: str, change: Mapping[str, Any]) -> str:
-    """Whether training changed pass@1, with the confidence interval."""
-    mean, low, high = (100 * change["pass@1"][key] for key in ("mean", "low", "high"))
+def _sentences(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """The change of pass@1, if it is known, and a clear fall of pass@8."""
+    if change := evaluation.get("change"):
+        yield _sentence(evaluation["checkpoint"], change)
+        if (change.get("pass@8") or {"high": 0.0})["high"] < 0:
+            yield f"{_sentence(evaluation['checkpoint'], change, 'pass@8')}: it solves fewer of them"
+
+
+def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:
+    """Whether training changed a measure, with the confidence interval."""
+    mean, low, high = (100 * change[measure][key] for key in ("mean", "low", "high"))
     tasks = f"against {change['against']} on the same {change['tasks']} tasks"
     if low > 0:
-        return f"{checkpoint} gained {mean:.1f} points of pass@1 ({low:.1f} to {high:.1f}) {tasks}"
+        return f"{checkpoint} gained {mean:.1f} points of {measure} ({low:.1f} to {high:.1f}) {tasks}"
     if high < 0:
-        return f"{checkpoint} lost {-mean:.1f} points of pass@1 ({-high:.1f} to {-low:.1f}) {tasks}"
-    return f"{checkpoint}: no clear change of pass@1 ({mean:+.1f} points, {low:+.1f} to {high:+.1f}) {tasks}"
+        return f"{checkpoint} lost {-mean:.1f} points of {measure} ({-high:.1f} to {-low:.1f}) {tasks}"
+    return (
+        f"{checkpoint}: no clear change of {measure} ({mean:+.1f} points, {low:+.1f} to {high:+.1f}) {tasks}"
+    )
 
 
 def _share(value: float | None) -> str:
