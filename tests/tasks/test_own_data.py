@@ -166,6 +166,16 @@ def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path
     assert "data warning" not in stage["derived"]
 
 
+def test_texts_are_held_out_one_by_one(tmp_path: Path) -> None:
+    path = lines(tmp_path / "texts.jsonl", [{"text": f"a text, number {n}"} for n in range(40)])
+    reader = tokens.RowReader(Tokenizer.characters(), 512)
+    data = Demonstrations([path], reader, seed=0, validation=0.3)
+    assert len(data) + len(data.held_out) == 40 and 3 < len(data.held_out) < 25
+    assert tokens.RowReader(Tokenizer.characters(), 512).check(path, pairs=False, validation=0.3)[1] == len(
+        data.held_out
+    )
+
+
 def test_the_plan_warns_about_an_empty_answer(tmp_path: Path) -> None:
     lines(tmp_path / "chats.jsonl", [*CHATS, {"prompt": "1+1=", "completion": ""}])
     (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), ["own.lr=1.0"]))

@@ -14,7 +14,7 @@ from perilune.data.examples import Conversation
 from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
 from perilune.errors import RequestError
-from perilune.tasks.supervised.tokens import RowReader, prompt_digest
+from perilune.tasks.supervised.tokens import RowReader, split_name
 
 
 class Demonstrations:
@@ -47,9 +47,12 @@ class Demonstrations:
         ids, mask, ends, prompts = array("i"), bytearray(), array("q", [0]), array("i")
         self._places: list[str] = []
         self._messages: list[tuple[Mapping[str, Any], ...]] = []
+        held: list[int] = []
         path = Path()
         for path in paths:
             for row, example, tokens in reader.demonstrations(read_rows(path)):
+                if is_validation(split_name(example, tokens), validation):
+                    held.append(len(self._places))
                 ids.extend(tokens.prompt_ids)
                 ids.extend(tokens.token_ids)
                 mask += bytes(len(tokens.prompt_ids)) + bytes(tokens.loss_mask)
@@ -62,7 +65,6 @@ class Demonstrations:
             raise RequestError("there are no traces to train on", where=str(path))
         self._ids, self._mask = np.frombuffer(ids, np.int32), np.frombuffer(mask, np.bool_)
         self._ends, self._prompts = ends, prompts
-        held = [index for index in range(len(ends) - 1) if is_validation(self._prompt(index), validation)]
         self._trained = sorted({*range(len(ends) - 1)} - {*held})
         if not self._trained or (validation and not held):
             raise RequestError(
@@ -80,11 +82,6 @@ class Demonstrations:
         """The episodes of optimizer step `step` (from 0)."""
         indices = batch_indices(self.seed, step, size, len(self))
         return [self.episode(self._trained[index]) for index in indices]
-
-    def _prompt(self, index: int) -> str:
-        """The digest of a row's prompt, or of the whole row if it has none."""
-        start, end = self._ends[index], self._ends[index + 1]
-        return prompt_digest(self._ids[start : start + (self._prompts[index] or end - start)])
 
     def episode(self, index: int) -> Episode:
         """One row as an episode that no policy sampled; its id is its place in the file."""

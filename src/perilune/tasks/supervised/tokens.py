@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from perilune.data.chat_format import content_text, from_openai
 from perilune.data.examples import (
@@ -139,7 +138,7 @@ class RowReader:
         if pairs:
             names = (pair.task_id for _, pair, *_ in self.comparisons(first))
         else:
-            names = (prompt_digest(tokens.prompt_ids) for *_, tokens in self.demonstrations(first))
+            names = (split_name(example, tokens) for _, example, tokens in self.demonstrations(first))
         held = sum(is_validation(name, validation) for name in names)
         read: Callable[[Row], object] = comparison if pairs else demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
@@ -210,9 +209,11 @@ class RowReader:
         )
 
 
-def prompt_digest(token_ids: ArrayLike) -> str:
-    """The name of a prompt, by which its rows are held out together."""
-    return sha256_bytes(np.asarray(token_ids, np.int32).tobytes())
+def split_name(example: Example, tokens: Tokens) -> str:
+    """The name by which rows are held out together: of their prompt, or of a whole text without one."""
+    is_text = isinstance(example, PlainText) and not example.prompt
+    ids = [*tokens.prompt_ids, *tokens.token_ids] if is_text else tokens.prompt_ids
+    return sha256_bytes(np.asarray(ids, np.int32).tobytes())
 
 
 def has_empty_answer(example: Example) -> bool:
