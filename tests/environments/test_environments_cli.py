@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.data.environments import app
+from perilune.cli.data.environments import MOST_COUNTED, app
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -96,7 +96,10 @@ def test_an_own_environment_shows_its_fields_and_the_answers_in_its_data(
     monkeypatch.chdir(tmp_path)
     shown = run("show", "echo.py:Echo")
     assert 'environment: {"id": "echo.py:Echo"}' in shown and "how many" in shown
-    assert "def score" not in shown
+    assert "def score" not in shown and "tasks:" not in shown
+    assert "  heldout tasks: 1\n" in run("show", "echo.py:Echo", "--set", "numbers=2", "--count")
+    counted = json.loads(run("show", "calculator", "--count", "--json"))["tasks"]
+    assert counted["train"] == MOST_COUNTED
     assert "answer  7   scores 1.0" in run("sample", "echo.py:Echo", "-n", "1")
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 app = command_group("List, show, sample, check and audit environments.")
 
+MOST_COUNTED = 4096  # tasks of a split; an environment may have infinitely many
+
 Name = Annotated[
     str,
     typer.Argument(
@@ -72,14 +74,24 @@ def list_environments(
             echo(f"{row['name']}{'  (compact)' if row['compact_prompt'] else ''}")
 
 
-@app.command(epilog="Example: perilune environments show reasoning_gym/chain_sum")
-def show(name: Name, as_json: Json = False) -> None:
+@app.command(
+    epilog="Example: perilune environments show reasoning_gym/chain_sum --set config.max_terms=2 --count"
+)
+def show(
+    name: Name,
+    settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
+    *,
+    count: Annotated[
+        bool, typer.Option("--count", help=f"Count the tasks of each split, up to {MOST_COUNTED:,}.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show the fields of an environment that a recipe can set, and the settings of its family."""
     from pydantic import BaseModel
 
     from perilune.environments.core.registry import SOURCE, environment_notes, environment_spec
 
-    section = section_of(name, [])
+    section = section_of(name, settings)
     model = environment_spec(section["id"], section.get("source"))
     fields: dict[str, dict[str, Any]] = {}
     for field, info in (model.model_fields if model else {}).items():
@@ -91,12 +103,14 @@ def show(name: Name, as_json: Json = False) -> None:
         }
     missing = {field for field, facts in fields.items() if facts["required"]} - set(section)
     environment = None if missing else _open(section)
-    settings = _settings(environment)
+    config = _settings(environment)
+    tasks = _count_tasks(environment) if count and environment is not None else {}
     notes = environment_notes(section["id"])
     players, turns = getattr(environment, "players", None), getattr(environment, "max_turns", None)
     if as_json:
         form = {"players": players, "max_turns": turns}
-        print_json({"name": name, **form, "fields": fields, "config": settings, "notes": notes})
+        counted = {"tasks": tasks} if tasks else {}
+        print_json({"name": name, **form, **counted, "fields": fields, "config": config, "notes": notes})
         return
     echo(f"environment: {json.dumps({key: value for key, value in section.items() if key != SOURCE})}")
     if turns is not None and (turns > 1 or players != 1):
@@ -104,8 +118,10 @@ def show(name: Name, as_json: Json = False) -> None:
     for field, facts in fields.items():
         shown = "required" if facts["required"] else json.dumps(facts["default"])
         echo(f"  {field:10} {shown:14} {facts['description']}")
-    for setting, value in settings.items():
+    for setting, value in config.items():
         echo(f"  config.{setting}: {json.dumps(value, default=str)}")
+    for split, number in tasks.items():
+        echo(f"  {split} tasks: {number:,}{' or more' if number == MOST_COUNTED else ''}")
     for heading, lines in notes.items():
         echo(f"  {heading}")
         for what, line in lines.items():
@@ -267,6 +283,12 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
         "difficulty": task.difficulty,
         "score": scored,
     }
+
+
+def _count_tasks(environment: Environment) -> dict[str, int]:
+    """The number of tasks of each split, at most `MOST_COUNTED`."""
+    splits: tuple[Split, ...] = ("train", "heldout")
+    return {split: sum(1 for _ in islice(environment.tasks(split, 0), MOST_COUNTED)) for split in splits}
 
 
 def _answer_in_data(task: Task) -> Transcript | None:
