@@ -95,7 +95,7 @@ def test_the_document_is_all_of_stdout_and_the_plan_comes_before_the_work(first:
     document, err = first
     assert set(document) == {
         "experiment", "recipe", "seed", "stages", "evaluations", "calibrations", "training", "held_out",
-        "forgetting", "report", "bundles", "seconds",
+        "forgetting", "cost", "report", "bundles", "seconds",
     }  # fmt: skip
     (evaluation,) = document["evaluations"]
     assert evaluation["stage"] == "base"
