@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from perilune.tasks.supervised.tokens import Tokens
     from perilune.verifiers import Scorer
 
-SECONDS = 1.0  # of the processor, for each measurement
+SECONDS = 1.0  # of each measurement
 TRIED = 128  # most items of a measurement
 ROWS = 2000  # of a user's file
 BATCH = 32  # rows in which prompts are compared
@@ -86,8 +86,10 @@ def try_environment(
     from perilune.verifiers import Scorer
 
     environment = make_environment(section)
+    # Time in the processes that an environment starts, and on the network, is not that of our processors.
+    clock = processor_seconds if getattr(environment, "confined", True) else time.perf_counter
     coming = environment.tasks("train", seed)
-    tasks, task_seconds = _timed(lambda count: list(islice(coming, count)))
+    tasks, task_seconds = _timed(lambda count: list(islice(coming, count)), clock)
     prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
     lengths, trace = None, 0.0
     games = [Game(task, 0, ("0",)) for task in tasks]
@@ -95,11 +97,11 @@ def try_environment(
         scorer.score([(task, Transcript("0")) for task in tasks[:1]])
         start = scorer_seconds()
         if collect is not None:
-            lengths, trace, games = _traces(collect, environment, scorer, tokenizer)
+            lengths, trace, games = _traces(collect, environment, scorer, tokenizer, clock)
         sessions, waiting = Sessions(scorer.processes, environment), cycle(games)
-        _, episode = (
-            _timed(lambda count: _play(sessions, list(islice(waiting, count)))) if games else ((), 0.0)
-        )
+        episode = 0.0
+        if games:
+            _, episode = _timed(lambda count: _play(sessions, list(islice(waiting, count))), clock)
     return Trial(lengths, fmean(prompts) if prompts else 0.0, trace, task_seconds, episode, start)
 
 
@@ -112,7 +114,11 @@ class Game(NamedTuple):
 
 
 def _traces(
-    job: Job, environment: Environment, scorer: Scorer, tokenizer: Tokenizer
+    job: Job,
+    environment: Environment,
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    clock: Callable[[], float],
 ) -> tuple[Lengths | None, float, list[Game]]:
     """The lengths of a teacher's traces, the seconds of each, and the games that they record."""
     from perilune.data.generators.registry import make_teacher
@@ -138,7 +144,7 @@ def _traces(
         )
         return [one for one in found if isinstance(one, TraceRecord)]
 
-    kept, seconds = _timed(write)
+    kept, seconds = _timed(write, clock)
     rows = [
         Row(str(index), {"messages": [dict(message) for message in one.messages]})
         for index, one in enumerate(kept)
@@ -200,18 +206,18 @@ def _turns(tokens: Tokens) -> int:
     return sum(now and not before for before, now in zip([False, *mask], mask, strict=False))
 
 
-def _timed(work: Callable[[int], Sequence[T]]) -> tuple[list[T], float]:
-    """The results of `work(count)`, and the processor seconds for each of them.
+def _timed(work: Callable[[int], Sequence[T]], clock: Callable[[], float]) -> tuple[list[T], float]:
+    """The results of `work(count)`, and the seconds of `clock` for each of them.
 
     The first calls import modules and start processes, and then show how many items fit into `SECONDS`.
     """
     found = list(work(WARM))
-    began = processor_seconds()
+    began = clock()
     found += work(WARM)
-    each = (processor_seconds() - began) / WARM
-    began = processor_seconds()
+    each = (clock() - began) / WARM
+    began = clock()
     measured = work(min(TRIED, max(WARM, int(SECONDS / max(each, SECONDS / TRIED)))))
-    spent = max(0.0, processor_seconds() - began)
+    spent = max(0.0, clock() - began)
     return [*found, *measured], spent / max(1, len(measured))
 
 
