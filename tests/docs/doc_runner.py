@@ -174,7 +174,7 @@ def parses(words: list[str]) -> None:
         click.UsageError: when it does not.
     """
     start = words.index("perilune") + 1  # variables, and what is piped into it, come first
-    name, *rest = itertools.takewhile(lambda word: word != "|", words[start:])
+    name, *rest = itertools.takewhile(lambda word: word not in {"|", "<"}, words[start:])
     command = load_command(name)
     while commands := getattr(command, "commands", None):
         command, rest = commands[rest[0]], rest[1:]
