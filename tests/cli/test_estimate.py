@@ -104,6 +104,7 @@ def test_an_estimate_has_a_range_where_lengths_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial costs nothing
     control, recipe = Control(), pens(tmp_path)
     assert estimate(control, recipe, {}) == {}
     kept = calibration(sampled=1.0, start=100.0)

@@ -8,12 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, worker_of
+from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, wait_for, worker_of
 
 from perilune.cli.inspect.run_table import doubts
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFinished
+from perilune.execution.processes import Presence, ProcessIdentity
 
 
 def test_an_empty_home_says_what_to_do(perilune: Command) -> None:
@@ -152,7 +153,9 @@ def test_a_dead_worker_is_noticed_by_a_listing_which_starts_nothing(
     perilune: Command, control: Control
 ) -> None:
     events, attempt = hanging(control)
-    os.kill(worker_of(attempt), signal.SIGKILL)
+    worker = ProcessIdentity.of(worker_of(attempt))
+    assert worker is not None and worker.send(signal.SIGKILL)
+    wait_for(lambda: worker.presence() is Presence.ABSENT, "the end of the worker")
     (one,) = json.loads(perilune("runs", "--json")[1])["runs"]
     assert (one["state"], one["cause"]) == ("queued", "runner_died")
     assert not (attempt.parent / "2").exists()

@@ -135,7 +135,7 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
 def test_an_environment_that_contains_itself_is_not_confined():
     spec = SPEC | {"confined": False, "players": 2}
     with Scorer(spec, workers=2) as own:
-        sessions = Sessions(own, Echo(spec))
+        sessions = Sessions(own.processes, Echo(spec))
         lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
         sessions.step([(live, "write", True) for live in lives])
         assert [live.result.rewards for live in lives] == [(0.25, 0.25)] * 2
