@@ -94,7 +94,9 @@ def test_a_change_says_gained_lost_or_neither(
     change = {"against": "before", "tasks": 9, "pass@1": {"mean": mean, "low": low, "high": high}}
     last = document["evaluations"][-1]
     print_results(document | {"evaluations": [last | {"change": change}]})
-    assert f"{sentence} on the same 9 tasks" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{sentence} on the same 9 tasks" in out
+    assert ("on which less than 3.0 points would not show" in out) == (low < 0 < high)
 
 
 def test_a_fall_of_pass_at_8_is_told(document: dict, capsys: pytest.CaptureFixture[str]) -> None:

@@ -315,9 +315,9 @@ def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1
         return f"{checkpoint} gained {mean:.1f} points of {measure} ({low:.1f} to {high:.1f}) {tasks}"
     if high < 0:
         return f"{checkpoint} lost {-mean:.1f} points of {measure} ({-high:.1f} to {-low:.1f}) {tasks}"
-    return (
-        f"{checkpoint}: no clear change of {measure} ({mean:+.1f} points, {low:+.1f} to {high:+.1f}) {tasks}"
-    )
+    interval = f"({mean:+.1f} points, {low:+.1f} to {high:+.1f})"
+    limit = f", on which less than {(high - low) / 2:.1f} points would not show" if high > low else ""
+    return f"{checkpoint}: no clear change of {measure} {interval} {tasks}{limit}"
 
 
 def _share(value: float | None) -> str:
