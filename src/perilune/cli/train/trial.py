@@ -93,9 +93,10 @@ def try_environment(
     prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
     lengths, trace = None, 0.0
     games = [Game(task, 0, ("0",)) for task in tasks]
+    before = scorer_seconds()
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("0")) for task in tasks[:1]])
-        start = scorer_seconds()
+        start = scorer_seconds() - before
         if collect is not None:
             lengths, trace, games = _traces(collect, environment, scorer, tokenizer, clock)
         sessions, waiting = Sessions(scorer.processes, environment), cycle(games)
