@@ -22,8 +22,13 @@ CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
 
 
 def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
-    one = run_task(tmp_path / "synchronous", "rl", **CORRECTED)
-    other = run_task(tmp_path / "asynchronous", "rl", asynchronous={"staleness": 0}, **CORRECTED)
+    """Also with weights that are rounded for the engine and sent as deltas."""
+    options = {**CORRECTED, "precision": "bfloat16"}
+    one = run_task(tmp_path / "synchronous", "rl", **options)
+    ahead = {"staleness": 0, "weights": "delta"}
+    other = run_task(tmp_path / "asynchronous", "rl", asynchronous=ahead, **options)
+    sent = [line["weights_bytes"] for line in read_json_lines(other / "artifacts" / "timings.jsonl")]
+    assert sent[1] < sent[0]
     differences = {one.path for one in compare_artifacts(one, other)}
     assert differences <= {"artifacts/schedule.jsonl", "artifacts/metrics.jsonl"}
     for line, again in zip(metrics(one), metrics(other), strict=True):

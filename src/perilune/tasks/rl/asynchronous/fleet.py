@@ -21,18 +21,21 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from safetensors.torch import save_file
-from torch import Tensor
-
 from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import from_bytes
 from perilune.errors import ProcessLostError, WorkFailedError
+from perilune.learn.adaptation import trainable
+from perilune.models.checkpoints.checksum import checksum
+from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
+from perilune.weights import Sent
+from perilune.weights.delta import KeptCopy, Update, WeightWriter
+from perilune.weights.precision import engine_dtypes
 
 PROCESS = "perilune.tasks.rl.asynchronous.process"
 STARTS = 3  # losses in a row, without a finished group, after which the stage fails
 MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
-KEPT_VERSIONS = 2  # weights files; a process may still read the last but one
+KEPT_VERSIONS = 2  # updates that are not needed any more; a process may still read the last but one
 
 Key = tuple[int, int]
 
@@ -64,22 +67,25 @@ class Fleet:
     Args:
         count: number of processes.
         weights: bytes of one version.
+        sent: whether versions are sent whole or as deltas.
 
     Attributes:
         finished: groups that no step has trained on yet, by key.
         losses: processes that died so far.
         lag: seconds between the last publication and the moment when all processes held it.
+        writing: seconds that it took to write the last update.
     """
 
-    def __init__(self, workspace: Workspace, count: int, weights: int) -> None:
+    def __init__(self, workspace: Workspace, count: int, weights: int, sent: Sent = "auto") -> None:
         self.finished: dict[Key, Groups] = {}
         self.losses = 0
-        self.lag = 0.0
+        self.lag = self.writing = 0.0
         self._workspace = workspace
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"rollouts-{os.getpid()}-", dir=_folder(workspace, weights)
         )
-        self._weights: list[dict[str, Any]] = []  # messages that give a new process the newest weights
+        self._writer, self._changed = WeightWriter(sent), KeptCopy()
+        self._updates: list[tuple[Update, dict[str, Any]]] = []  # those that a new process needs, in order
         self._published = 0.0
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
@@ -95,29 +101,37 @@ class Fleet:
 
     # -- messages to the processes -------------------------------------------------------------------------
 
-    def publish(self, state: Mapping[str, Tensor], version: int, checksum: str, *, whole: bool) -> None:
-        """Give all processes new weights. They swap between two tokens.
+    def publish(self, decoder: Decoder, version: int) -> None:
+        """Give all processes the decoder's weights. They swap between two tokens.
 
-        Args:
-            state: all tensors, or those that may differ from the last whole state.
-            checksum: of all tensors.
+        The first time all tensors are sent, then those that are trained, rounded as the engines round them.
         """
+        began = time.monotonic()
+        dtypes, state = engine_dtypes(decoder), decoder.state_dict()
+        held = {name: one.to(dtypes.get(name, one.dtype)).to(one.dtype) for name, one in state.items()}
+        names = trainable(decoder) if self._updates else state
         path = Path(self._folder.name) / f"weights-{version}.safetensors"
-        save_file({name: one.detach().cpu().contiguous() for name, one in state.items()}, path)
-        message = {"weights": str(path), "version": version, "checksum": checksum}
-        self._weights = [message] if whole else [self._weights[0], message]
+        sent = {name: held[name].to(dtypes.get(name, held[name].dtype)) for name in names}
+        update = self._writer.write(path, sent, version, self._changed)
+        message = {"weights": str(path), "version": version, "checksum": checksum(held)}
+        needed = [(one, its) for one, its in self._updates if not update.replaces(one)]
+        self._updates = [*needed, (update, message)]
         self._published = time.monotonic()
+        self.writing = self._published - began
         for one in self._processes:
             one.send(message)
         self._remove_old_weights()
 
+    @property
+    def sent(self) -> Update:
+        """The last update."""
+        return self._updates[-1][0]
+
     def _remove_old_weights(self) -> None:
-        files = Path(self._folder.name).glob("weights-*")
-        newest = sorted(files, key=lambda file: file.stat().st_mtime_ns)
-        needed = {message["weights"] for message in self._weights}
-        for old in newest[:-KEPT_VERSIONS]:
-            if str(old) not in needed:
-                old.unlink()
+        needed = {update.path for update, _ in self._updates}
+        files = set(Path(self._folder.name).glob("weights-*")) - needed
+        for old in sorted(files, key=lambda file: file.stat().st_mtime_ns)[: -KEPT_VERSIONS + 1]:
+            old.unlink()
 
     def admit(self, message: Mapping[str, Any]) -> None:
         """Have the process with the fewest groups play one more."""
@@ -176,7 +190,7 @@ class Fleet:
             self._lost_in_a_row = 0
         elif "holds" in message:
             process.holds = message["holds"]
-            if self._weights and self.holds == self._weights[-1]["version"]:
+            if self._updates and self.holds == self.sent.version:
                 self.lag = time.monotonic() - self._published
         elif "failed" in message:
             raise WorkFailedError(f"a rollout process failed: {message['failed']}")
@@ -193,7 +207,7 @@ class Fleet:
         )
         process = _Process(number, child)
         Thread(target=self._read, args=(process,), name=f"rollout process {number}", daemon=True).start()
-        for message in self._weights:
+        for _, message in self._updates:
             process.send(message)
         return process
 

@@ -25,8 +25,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from safetensors.torch import load_file
-
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.workspace import FollowerWorkspace
 from perilune.data.episodes_file import to_bytes
@@ -37,6 +35,8 @@ from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens
 from perilune.rollout.groups import Groups
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player, open_player
+from perilune.weights.delta import WeightReader
+from perilune.weights.precision import engine_dtypes
 
 
 class RolloutProcess:
@@ -48,6 +48,7 @@ class RolloutProcess:
         self._player, self._folder, self._send = player, folder, send
         params = spec.params(player.policy.stop_token_ids)
         self._rollouts = ContinuousRollouts(player.rollouts, params, spec.samples, self._deliver)
+        self._reader = WeightReader(engine_dtypes(player.policy.decoder))
         self._settle: int | None = None
         Thread(target=self._read, name="learner", daemon=True).start()
 
@@ -78,10 +79,11 @@ class RolloutProcess:
     def _load(self, message: Mapping[str, Any]) -> None:
         version, decoder = message["version"], self._player.policy.decoder
         try:
-            state = load_file(message["weights"])
+            state = self._reader.read(Path(message["weights"]), decoder.state_dict())
         except FileNotFoundError:
             return  # a newer version has replaced it, and its message follows
         decoder.load_state_dict(state, strict=False)
+        self._reader.commit()
         self._rollouts.update_weights(None, version)
         if (held := self._player.engine.checksum) != message["checksum"]:
             raise WorkFailedError(

@@ -18,7 +18,6 @@ import numpy as np
 
 from perilune.bundle.workspace import SCHEDULE
 from perilune.data.episodes_file import from_bytes, to_bytes
-from perilune.learn.adaptation import trainable
 from perilune.learn.trainer import Learner
 from perilune.models.checkpoints.checksum import checksum
 from perilune.rollout.failures import require_few_failures
@@ -66,7 +65,7 @@ class AsynchronousSampler(GroupSource):
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
         weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
-        self._fleet = Fleet(self._workspace, self._settings.workers, weights)
+        self._fleet = Fleet(self._workspace, self._settings.workers, weights, self._settings.weights)
         for number, stream in known.get("finished", {}).items():
             self._fleet.finished[self._key(int(number))] = [tuple(from_bytes(base64.b64decode(stream)))]
         self._process_rewards = ProcessRewards(
@@ -115,6 +114,9 @@ class AsynchronousSampler(GroupSource):
         """How long the last publication took to reach all processes, and what is ready for the next step."""
         return {
             "publish_lag": self._fleet.lag,
+            "weights_bytes": float(self._fleet.sent.bytes),
+            "weights_changed": self._fleet.sent.changed,
+            "weights_seconds": self._fleet.writing,
             "groups_ready": float(len(self._fleet.finished)),
             "rollout_processes_lost": float(self._fleet.losses),
         }
@@ -135,15 +137,12 @@ class AsynchronousSampler(GroupSource):
         }
 
     def _publish(self) -> None:
-        """Send the learner's weights if they are new: all of them first, then those that are trained."""
+        """Send the learner's weights if they are new."""
         version, decoder = self._learner.version, self._player.policy.decoder
         if self._published == version:
             return
-        state = decoder.state_dict()
-        self.versions[version] = checksum(state)
-        whole = self._published is None
-        changed = state if whole else {name: state[name] for name in trainable(decoder)}
-        self._fleet.publish(changed, version, self.versions[version], whole=len(changed) == len(state))
+        self.versions[version] = checksum(decoder.state_dict())
+        self._fleet.publish(decoder, version)
         self._published = version
 
     # -- admission -------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Frozen
 from perilune.learn.off_policy import OffPolicySettings
+from perilune.weights import Sent
 
 
 class AsynchronousSettings(Frozen):
@@ -17,6 +18,12 @@ class AsynchronousSettings(Frozen):
     workers: int = Field(1, ge=1, description="rollout processes; each has an engine of its own")
     environments: int = Field(
         4, ge=1, description="environment processes of each; a slow tool delays the episodes of one"
+    )
+
+    weights: Sent = Field(
+        "auto",
+        description="how weights reach the rollout processes: whole (full), only changed values (delta), or"
+        " for each bfloat16 tensor the smaller one (auto)",
     )
 
     def describe(self) -> str:

@@ -1,0 +1,325 @@
+"""Weight updates as files: whole tensors, or the positions and values of the entries that changed.
+
+An update is a safetensors file. Per tensor it has
+
+    NAME                        the whole tensor, or
+    NAME/values, NAME/gaps8     the new values of the changed entries in order, and the numbers of unchanged
+                                entries before each: 8, 16 or 32 bits wide, compressed with zstd
+
+and nothing for a tensor without changes. Values overwrite, so applying an update twice is harmless. The
+metadata has the version, the digest of all tensors before the update except the whole ones (`base`), and the
+digest of all tensors after it (`result`). An update without a base is complete: the model as safetensors.
+
+An update may come from another machine. Names, dtypes, shapes, sizes and positions are checked, nothing is
+unpickled, and `WeightReader.read` changes no tensor: the caller loads its result, or keeps the old weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.weights import Sent
+
+FORMAT = "perilune-weights-1"
+ANCHOR_EVERY = 20  # updates; then tensors are sent whole, as after deltas that together are as large
+GAPS: dict[str, type[np.unsignedinteger[Any]]] = {"gaps8": np.uint8, "gaps16": np.uint16, "gaps32": np.uint32}
+VALUES = "values"
+
+Changed = Callable[[str, Tensor], NDArray[np.bool_] | None]
+"""The entries of a named flat tensor that may differ from what was sent last; None if unknown."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_METADATA = {"version": r"[0-9]{1,15}", "base": r"([0-9a-f]{32})?", "result": r"[0-9a-f]{32}"}
+_LEVEL = 1  # higher levels of zstd shrink gaps by another 2% in three times the time
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that was written.
+
+    Attributes:
+        version: policy version after it.
+        rewritten: names of the tensors that it has whole.
+        named: names of all tensors that it changes.
+        base, result: digests of what must be there before, and of all tensors after it.
+        changed: share of the values that differ from the previous version; 1 where that is unknown.
+        bytes, full_bytes: size of the file, and of all its tensors whole.
+    """
+
+    path: Path
+    version: int
+    rewritten: frozenset[str]
+    named: frozenset[str]
+    base: str
+    result: str
+    changed: float
+    bytes: int
+    full_bytes: int
+
+    def replaces(self, earlier: Update) -> bool:
+        """Whether nothing of `earlier` is needed after this update."""
+        return earlier.named <= self.rewritten
+
+
+class WeightWriter:
+    """Writes the updates of one sequence of versions.
+
+    Args:
+        sent: what is sent. With "auto", tensors of four bytes and more per value are sent whole: nearly all
+            of their values change in every step (docs/results/weight_sync.md).
+    """
+
+    def __init__(self, sent: Sent = "auto") -> None:
+        self._sent = sent
+        self._digests: dict[str, str] = {}
+        self._until_anchor = 0
+        self._written = 0  # bytes since all tensors were sent whole
+
+    def write(
+        self, path: Path, state: Mapping[str, Tensor], version: int, changed: Changed | None = None
+    ) -> Update:
+        """Write the tensors that differ from those of the last update, as a new file at `path`.
+
+        Args:
+            state: all tensors, or those that may have changed.
+            changed: finds the changed entries; without it tensors are sent whole.
+        """
+        full = _size(state.values())
+        anchor = self._until_anchor == 0 or self._written >= full
+        before, parts = dict(self._digests), dict[str, Tensor]()
+        rewritten, named, differing = set(), set(), 0
+        for name, tensor in state.items():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            digest = tensor_digest(flat)
+            if digest == self._digests.get(name) and not anchor:
+                continue
+            mask = self._mask(name, flat, changed)
+            differing += flat.numel() if mask is None else int(mask.sum())
+            delta = None if mask is None or anchor else _encoded(name, flat, mask)
+            if delta is None or (self._sent == "auto" and _size(delta.values()) >= flat.nbytes):
+                parts[name] = flat.reshape(tensor.shape)
+                rewritten.add(name)
+            else:
+                parts |= delta
+            named.add(name)
+            self._digests[name] = digest
+        base = digest_of({name: one for name, one in before.items() if name not in rewritten})
+        result = digest_of(self._digests)
+        _save(parts, path, {"version": str(version), "base": base, "result": result})
+        size = path.stat().st_size
+        self._until_anchor = ANCHOR_EVERY - 1 if anchor else self._until_anchor - 1
+        self._written = 0 if anchor else self._written + _size(parts.values())
+        share = differing / max(sum(one.numel() for one in state.values()), 1)
+        return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size, full)
+
+    def _mask(self, name: str, flat: Tensor, changed: Changed | None) -> NDArray[np.bool_] | None:
+        wide = flat.element_size() >= 4
+        if changed is None or self._sent == "full" or (self._sent == "auto" and wide):
+            return None
+        return changed(name, flat)
+
+
+class KeptCopy:
+    """Finds changed entries by comparison with a copy of what was sent last."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, NDArray[Any]] = {}
+
+    def __call__(self, name: str, flat: Tensor) -> NDArray[np.bool_] | None:
+        """The changed entries of a flat tensor, which becomes the copy; None the first time."""
+        bits = _bits(flat)
+        before = self._copies.get(name)
+        self._copies[name] = bits.copy()
+        return None if before is None or before.shape != bits.shape else before != bits
+
+
+class WeightReader:
+    """Reads updates, each against the weights that the previous ones gave.
+
+    Args:
+        dtypes: dtypes in which tensors are sent, where they differ from those of the receiver.
+
+    Attributes:
+        version: of the last update that was committed, -1 before the first.
+        result: digest of all tensors after it.
+    """
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype] = {}) -> None:
+        self.version = -1
+        self.result = ""
+        self._dtypes = dtypes
+        self._digests: dict[str, str] = {}
+        self._next: tuple[int, str, dict[str, str]] | None = None
+
+    def read(self, path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """New tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
+
+        Args:
+            held: all tensors of the receiver, with the values of the last commit.
+
+        Raises:
+            RequestError: when the file is damaged or malformed, fits other tensors, or needs another base.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = _about(file.metadata(), path)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise RequestError(f"not a weight update: {error}", where=str(path)) from None
+        rewritten, new = _decoded(tensors, held, self._dtypes, path)
+        kept = {name: one for name, one in self._digests.items() if name not in rewritten}
+        missing = held.keys() - self._digests.keys() - rewritten
+        if missing or digest_of(kept) != about["base"]:
+            raise RequestError(
+                f"version {about['version']} needs weights with digest {about['base']}, and this receiver has"
+                f" {digest_of(kept)} of version {self.version}",
+                where=str(path),
+                remedy="send a full update",
+            )
+        digests = self._digests | {name: tensor_digest(one) for name, one in new.items()}
+        if (result := digest_of(digests)) != about["result"]:
+            raise RequestError(
+                f"version {about['version']} should have digest {about['result']}, and has {result}",
+                where=str(path),
+                remedy="the file was damaged; send it again",
+            )
+        self._next = int(about["version"]), result, digests
+        return new
+
+    def commit(self) -> None:
+        """Record that the tensors of the last `read` are loaded."""
+        assert self._next is not None
+        (self.version, self.result, self._digests), self._next = self._next, None
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """A digest of dtype and values: xxh3-128, which detects damage and not forgery."""
+    bits = _bits(tensor.detach().cpu().contiguous().reshape(-1))
+    return f"{tensor.dtype}:{xxhash.xxh3_128_hexdigest(bits.data)}"
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """The digest of named tensors from their digests; empty for none."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else ""
+
+
+def _encoded(name: str, flat: Tensor, mask: NDArray[np.bool_]) -> dict[str, Tensor]:
+    """The parts of a delta. `mask` may have more entries than those that changed."""
+    positions = np.flatnonzero(mask)
+    gaps = np.diff(positions, prepend=-1) - 1
+    widest = int(gaps.max(initial=0))
+    kind = next(kind for kind, width in GAPS.items() if widest <= np.iinfo(width).max)
+    # All low bytes come first, then all high bytes, because each kind compresses better alone.
+    planes = gaps.astype(GAPS[kind]).view(np.uint8).reshape(len(gaps), -1).T
+    packed = pa.Codec("zstd", compression_level=_LEVEL).compress(planes.tobytes(), asbytes=True)
+    values = torch.from_numpy(_bits(flat)[positions]).view(flat.dtype)
+    return {
+        f"{name}/{VALUES}": values,
+        f"{name}/{kind}": torch.from_numpy(np.frombuffer(packed, np.uint8).copy()),
+    }
+
+
+def _decoded(
+    parts: dict[str, Tensor], held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path
+) -> tuple[set[str], dict[str, Tensor]]:
+    """The names of whole tensors, and all new tensors.
+
+    Raises:
+        RequestError: when a part does not fit `held`.
+    """
+
+    def refuse(problem: str) -> RequestError:
+        return RequestError(problem, where=str(path), remedy="send a full update of this model")
+
+    whole = {name for name in parts if "/" not in name}
+    new = {name: parts.pop(name) for name in whole}
+    for name, tensor in new.items():
+        known = held.get(name)
+        if known is None:
+            raise refuse(f"tensor {name[:80]!r} is not in the model")
+        dtype = dtypes.get(name, known.dtype)
+        if known.shape != tensor.shape or dtype != tensor.dtype:
+            raise refuse(
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, and needs {dtype} {list(known.shape)}"
+            )
+    for name in sorted({part.rpartition("/")[0] for part in parts}):
+        known = held.get(name)
+        if known is None or name in new:
+            raise refuse(f"tensor {name[:80]!r} {'is there twice' if name in new else 'is not in the model'}")
+        dtype = dtypes.get(name, known.dtype)
+        kinds = [kind for kind in GAPS if f"{name}/{kind}" in parts]
+        values = parts.pop(f"{name}/{VALUES}", None)
+        if len(kinds) != 1 or values is None or values.dtype != dtype or values.dim() != 1:
+            raise refuse(f"the changes of tensor {name} need one list of gaps and one of {dtype} values")
+        positions = _positions(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), known.numel())
+        if positions is None:
+            raise refuse(f"the positions of tensor {name} do not fit its {known.numel():,} values")
+        flat = known.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1)
+        _bits(flat)[positions] = _bits(values)
+        new[name] = flat.reshape(known.shape)
+    if parts:
+        raise refuse(f"unknown part {next(iter(parts))[:80]!r}")
+    return whole, new
+
+
+def _positions(
+    packed: Tensor, width: type[np.unsignedinteger[Any]], count: int, size: int
+) -> NDArray[np.int64] | None:
+    """`count` ascending positions below `size`; None if the gaps give others."""
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or count > size:
+        return None
+    try:
+        planes = pa.Codec("zstd").decompress(packed.numpy(), count * np.dtype(width).itemsize, asbytes=True)
+    except (OSError, pa.ArrowInvalid):
+        return None
+    gaps = np.frombuffer(planes, np.uint8).reshape(-1, count).T.copy().view(width)[:, 0] if count else ()
+    positions = np.cumsum(np.asarray(gaps, np.int64) + 1) - 1
+    return None if count and positions[-1] >= size else positions
+
+
+def _about(metadata: Mapping[str, str] | None, path: Path) -> Mapping[str, str]:
+    """The metadata of an update, checked."""
+    about = metadata or {}
+    if about.get("format") != FORMAT:
+        raise RequestError(f"not a weight update in the format {FORMAT}", where=str(path))
+    for key, form in _METADATA.items():
+        if not re.fullmatch(form, about.get(key, "-")):
+            raise RequestError(f"{key} {about.get(key, '')[:40]!r} is malformed", where=str(path))
+    return about
+
+
+def _save(parts: Mapping[str, Tensor], path: Path, about: Mapping[str, str]) -> None:
+    """Write the file at `path` under another name first, so that it is complete when it appears."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(dict(parts), temporary, {"format": FORMAT, **about})
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _bits(flat: Tensor) -> NDArray[Any]:
+    """The memory of a flat tensor as integers."""
+    bits: NDArray[Any] = flat.view(_BITS[flat.element_size()]).numpy()
+    return bits
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

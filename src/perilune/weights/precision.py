@@ -1,0 +1,21 @@
+"""The precision in which an engine keeps the weights of a decoder. More need not be sent."""
+
+from __future__ import annotations
+
+import torch
+
+from perilune.models.adapters.lora import pairs_of
+from perilune.models.decoder import Decoder
+
+
+def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
+    """Dtypes by name of the tensors that an engine rounds when it copies the decoder's weights.
+
+    With bfloat16 products these are the matrices and the embeddings, in bfloat16. An adapter is added to its
+    base before the sum is rounded, so with an adapter nothing is rounded alone.
+    """
+    if decoder.precision != "bfloat16" or pairs_of(decoder):
+        return {}
+    rounded = [part.weight for one in decoder.projections() if not one.exact for part in one.parts]
+    places = {id(weight) for weight in (*rounded, decoder.model.embed_tokens.weight)}
+    return {name: torch.bfloat16 for name, weight in decoder.named_parameters() if id(weight) in places}

@@ -1,0 +1,286 @@
+"""Weight updates as files: what is written is read back to the bit, and nothing else is read at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from perilune.engine.engine import Engine
+from perilune.errors import RequestError
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.weights.delta import ANCHOR_EVERY, KeptCopy, WeightReader, WeightWriter
+from perilune.weights.precision import engine_dtypes
+
+State = dict[str, torch.Tensor]
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+SHAPES = ((), (0,), (1,), (300,), (17, 40), (3, 0, 5))
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
+    """Any bits: also NaN, infinities and -0."""
+    if dtype == torch.bool:
+        return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
+    width = torch.empty((), dtype=dtype).element_size()
+    count = int(np.prod(shape))
+    return (
+        torch.frombuffer(bytearray(rng.bytes(count * width)), dtype=dtype).reshape(shape)
+        if count
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype
+        and one[name].shape == other[name].shape
+        and one[name].reshape(-1).view(torch.uint8).equal(other[name].reshape(-1).view(torch.uint8))
+        for name in one
+    )
+
+
+class Pair:
+    """A writer and a reader, and the weights that the reader holds."""
+
+    def __init__(self, folder: Path, state: State, sent: Any = "delta") -> None:
+        self.folder, self.writer, self.changed, self.reader = (
+            folder,
+            WeightWriter(sent),
+            KeptCopy(),
+            WeightReader(),
+        )
+        self.held = {name: torch.zeros_like(one) for name, one in state.items()}
+        self.count = 0
+        self.send(state)
+
+    def write(self, state: State) -> Any:
+        self.count += 1
+        return self.writer.write(self.folder / f"{self.count}", state, self.count, self.changed)
+
+    def read(self, path: Path) -> None:
+        self.held |= self.reader.read(path, self.held)
+        self.reader.commit()
+
+    def send(self, state: State) -> Any:
+        update = self.write(state)
+        self.read(update.path)
+        return update
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0.0, 0.001, 0.05, 0.6, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_every_bit_arrives(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, share: float, dtype: torch.dtype
+) -> None:
+    rng = np.random.default_rng(seed)
+    state = {f"layer.{i}": random_bits(dtype, shape, rng) for i, shape in enumerate(SHAPES)}
+    pair = Pair(tmp_path_factory.mktemp("pair"), state)
+    assert same(pair.held, state)
+    for number in range(2):
+        for name, one in state.items():
+            mask = torch.from_numpy(np.asarray(rng.random(one.shape) < share))
+            state[name] = torch.where(mask, random_bits(dtype, one.shape, rng), one)
+        update = pair.send(dict(state))
+        assert same(pair.held, state)
+        assert number or not update.rewritten  # all of it was sent as changes
+        assert update.changed <= share * 1.5 + 0.01
+
+
+def small() -> State:
+    return {"a": torch.arange(1000).float().bfloat16(), "b": torch.ones(4, 5)}
+
+
+def altered(state: State, *positions: int) -> State:
+    state = {name: one.clone() for name, one in state.items()}
+    state["a"][list(positions)] += 4096
+    return state
+
+
+def test_few_changes_take_few_bytes(tmp_path: Path) -> None:
+    state = {"a": torch.arange(1 << 16).float().bfloat16()}
+    pair = Pair(tmp_path, state, "auto")
+    few = pair.send(altered(state, *range(0, 1 << 16, 100)))
+    assert few.bytes < few.full_bytes / 30
+    all_changed = pair.send({"a": -pair.held["a"] - 1})
+    assert all_changed.rewritten == {"a"}  # it would not be smaller
+
+
+def test_automatic_deltas_are_for_narrow_tensors(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(1000).bfloat16(), "b": torch.zeros(1000)}
+    pair = Pair(tmp_path, state, "auto")
+    new = {name: one.clone() for name, one in state.items()}
+    new["a"][3] = new["b"][3] = 1
+    assert pair.send(new).rewritten == {"b"}
+    assert same(pair.held, new)
+    assert pair.send(new).named == set()
+
+
+def test_all_is_sent_whole_from_time_to_time(tmp_path: Path) -> None:
+    state = small()
+    pair = Pair(tmp_path, state)
+    sizes = []
+    for number in range(2 * ANCHOR_EVERY):
+        state = altered(state, number)
+        sizes.append(bool(pair.send(state).rewritten))
+    assert [number + 2 for number, whole in enumerate(sizes) if whole] == [
+        ANCHOR_EVERY + 1,
+        2 * ANCHOR_EVERY + 1,
+    ]
+
+
+def test_deltas_are_not_kept_when_together_they_are_larger(tmp_path: Path) -> None:
+    """A new receiver reads a chain of updates that is never much longer than the weights."""
+    rng = np.random.default_rng(0)
+    state = {"a": random_bits(torch.bfloat16, (4000,), rng)}
+    pair = Pair(tmp_path, state)
+    whole = [bool(pair.send({"a": random_bits(torch.bfloat16, (4000,), rng)}).rewritten) for _ in range(4)]
+    assert whole == [False, True, False, True]
+
+
+def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+    state = small()
+    pair = Pair(tmp_path, state)
+    skipped = pair.write(altered(state, 5))
+    later = pair.write(altered(state, 5, 6))
+    before = pair.held
+    with pytest.raises(
+        RequestError, match=f"version 3 needs weights with digest {later.base}.* of version 1"
+    ):
+        pair.reader.read(later.path, pair.held)
+    assert pair.held is before and same(before, state)
+    pair.read(skipped.path)
+    pair.read(later.path)
+    assert same(pair.held, altered(state, 5, 6))
+    pair.read(pair.write(altered(state, 5, 6, 7)).path)
+
+
+def test_a_new_receiver_needs_all_tensors_first(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, small())
+    update = pair.send(altered(small(), 1))
+    with pytest.raises(RequestError, match="of version -1"):
+        WeightReader().read(update.path, pair.held)
+
+
+def test_a_part_that_is_sent_whole_fits_every_base(tmp_path: Path) -> None:
+    """An adapter is sent without its base, and a receiver may miss versions of it."""
+    state = small()
+    pair = Pair(tmp_path, state, "full")
+    first = pair.write({"b": state["b"] + 1})
+    second = pair.write({"b": state["b"] + 2})
+    assert second.replaces(first) and first.base == second.base
+    pair.read(second.path)
+    assert same(pair.held, state | {"b": state["b"] + 2})
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.9, 0.999])
+def test_a_changed_byte_is_refused(tmp_path: Path, where: float) -> None:
+    state = {"a": torch.zeros(5000).bfloat16()}
+    pair = Pair(tmp_path, state)
+    path = pair.write(altered(state, *range(0, 5000, 7))).path
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RequestError):
+        pair.reader.read(path, pair.held)
+    assert same(pair.held, state)
+
+
+def packed(gaps: np.ndarray[Any, Any]) -> torch.Tensor:
+    planes = gaps.view(np.uint8).reshape(len(gaps), -1).T.tobytes()
+    return torch.frombuffer(bytearray(pa.Codec("zstd").compress(planes, asbytes=True)), dtype=torch.uint8)
+
+
+U16 = np.dtype(np.uint16)
+BOMB = torch.frombuffer(bytearray(pa.Codec("zstd").compress(bytes(1 << 24), asbytes=True)), dtype=torch.uint8)
+ONE = torch.ones(1).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({"a/values": ONE, "a/gaps16": packed(np.array([1000], U16))}, "positions of tensor a"),
+        ({"a/values": ONE, "a/gaps32": packed(np.array([2**32 - 1], np.uint32))}, "positions of tensor a"),
+        ({"a/values": ONE, "a/gaps16": packed(np.array([1, 2], U16))}, "positions of tensor a"),
+        ({"a/values": ONE.repeat(2), "a/gaps16": packed(np.array([1], U16))}, "positions of tensor a"),
+        ({"a/values": ONE.repeat(1001), "a/gaps8": packed(np.zeros(1001, np.uint8))}, "positions of tensor"),
+        ({"a/values": ONE, "a/gaps16": BOMB}, "positions of tensor a"),
+        ({"a/values": ONE, "a/gaps16": torch.zeros(2)}, "positions of tensor a"),
+        ({"a/values": ONE, "a/gaps16": torch.zeros(9, dtype=torch.uint8)}, "positions of tensor a"),
+        ({"a/values": ONE.float(), "a/gaps16": packed(np.array([1], U16))}, "bfloat16 values"),
+        ({"a/values": ONE[None], "a/gaps16": packed(np.array([1], U16))}, "bfloat16 values"),
+        ({"a/values": ONE}, "one list of gaps"),
+        ({"a/gaps16": packed(np.array([1], U16))}, "one list of gaps"),
+        ({"a/gaps8": BOMB, "a/gaps16": BOMB.clone(), "a/values": ONE}, "one list of gaps"),
+        ({"a": torch.zeros(1000).bfloat16(), "a/values": ONE, "a/gaps8": BOMB}, "there twice"),
+        ({"a": torch.zeros(1000)}, "needs torch.bfloat16"),
+        ({"a": torch.zeros(10, 100).bfloat16()}, r"needs torch.bfloat16 \[1000\]"),
+        ({"c": ONE.clone()}, "'c' is not in the model"),
+        ({"c/values": ONE, "c/gaps16": BOMB}, "'c' is not in the model"),
+        ({"a/b/../../c": ONE}, "not in the model"),
+        ({"/a": ONE}, "not in the model"),
+        ({"a/x": ONE.clone(), "a/values": ONE, "a/gaps16": packed(np.array([1], U16))}, "unknown part 'a/x'"),
+    ],
+)  # fmt: skip
+def test_a_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> None:
+    pair = Pair(tmp_path, small())
+    before = {name: one.clone() for name, one in pair.held.items()}
+    about = {"format": "perilune-weights-1", "version": "2", "base": pair.reader.result, "result": "0" * 32}
+    save_file(parts, tmp_path / "hostile", about)
+    with pytest.raises(RequestError, match=error):
+        pair.reader.read(tmp_path / "hostile", pair.held)
+    assert same(pair.held, before)
+    pair.send(altered(small(), 3))  # and nothing of it is left
+
+
+@pytest.mark.parametrize(
+    "changes", [{"format": "2"}, {"version": "-1"}, {"version": "9" * 9999}, {"base": "é"}]
+)
+def test_hostile_metadata_is_refused(tmp_path: Path, changes: dict[str, str]) -> None:
+    pair = Pair(tmp_path, small())
+    path = pair.write(altered(small(), 1)).path
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    save_file(load_file(path), path, {**about, **changes})
+    with pytest.raises(RequestError, match=r"format|malformed"):
+        pair.reader.read(path, pair.held)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 100, b"\x80\x04\x95", (10**12).to_bytes(8, "little") + b"{}"]
+)
+def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "other").write_bytes(data)
+    with pytest.raises(RequestError, match="not a weight update"):
+        WeightReader().read(tmp_path / "other", {})
+
+
+def test_an_engine_needs_no_more_than_its_precision() -> None:
+    """Rounded weights give the same bits as those of the learner."""
+    tokenizer = Tokenizer.characters()
+    decoder = new_model("tiny", tokenizer, 0)
+    assert engine_dtypes(decoder) == {}
+    decoder.compute_in("bfloat16")
+    dtypes = engine_dtypes(decoder)
+    assert len(dtypes) == sum(one.ndim > 1 for one in decoder.parameters())
+    before = Engine(decoder, slots=2).score([[1, 2, 3]], [[4, 5, 6, 7]])
+    with torch.no_grad():
+        for name, one in decoder.named_parameters():
+            one.copy_(one.to(dtypes.get(name, one.dtype)))
+    assert np.array_equal(before, Engine(decoder, slots=2).score([[1, 2, 3]], [[4, 5, 6, 7]]))
