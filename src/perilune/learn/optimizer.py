@@ -47,6 +47,7 @@ class AdamW:
         self._weight_decay = weight_decay
         self._grad_clip = grad_clip
         self._lr_factors = dict(lr_factors or {})
+        self._lr = 0.0  # of the last update
 
     @torch.no_grad()
     def update(self, lr: float) -> float:
@@ -68,10 +69,9 @@ class AdamW:
             )
         scale = min(1.0, self._grad_clip / (norm + 1e-6))
         self.step += 1
-        correction = (1 - self._beta2**self.step) ** 0.5
+        self._lr = lr
         for name, parameter in self.parameters.items():
             first, second = self.first[name], self.second[name]
-            rate = lr * self._lr_factors.get(name, 1.0)
             gradient = gradients.get(name)
             if gradient is None:
                 first.mul_(BETA1)
@@ -80,13 +80,38 @@ class AdamW:
                 gradient = gradient.float().mul_(scale) if scale < 1 else gradient.float()
                 first.lerp_(gradient, 1 - BETA1)
                 second.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
-            if self._weight_decay and parameter.ndim > 1:
-                parameter.mul_(1 - rate * self._weight_decay)
-            denominator = second.sqrt().div_(correction).add_(EPSILON)
-            size = rate / (1 - BETA1**self.step)
-            parameter.sub_((first / denominator).mul_(size).to(parameter.dtype))
+            if (decay := self._decay(name)) != 1:
+                parameter.mul_(decay)
+            parameter.sub_(self._change(name).to(parameter.dtype))
             parameter.grad = None
         return norm
+
+    @torch.no_grad()
+    def before_update(self, name: str) -> tuple[Tensor, Tensor]:
+        """Lower and upper bounds, float32, of a float32 parameter before the last update.
+
+        AdamW can be inverted: before = (after + change) / decay, and the moments give the same change again.
+        The update rounds twice and its inversion twice, each time by at most 2^-24 of the largest magnitude
+        that occurs, |before| + |change|. The bounds allow for eight times that.
+        """
+        change = self._change(name)
+        before = (self.parameters[name] + change).div_(self._decay(name))
+        margin = change.abs_().add_(before.abs()).mul_(2.0**-21).add_(2.0**-140)
+        return before - margin, before + margin
+
+    def _change(self, name: str) -> Tensor:
+        """What the last update subtracted from a parameter, after its decay."""
+        correction = (1 - self._beta2**self.step) ** 0.5
+        denominator = self.second[name].sqrt().div_(correction).add_(EPSILON)
+        size = self._rate(name) / (1 - BETA1**self.step)
+        return (self.first[name] / denominator).mul_(size)
+
+    def _decay(self, name: str) -> float:
+        """The factor of a parameter in the last update."""
+        return 1 - self._rate(name) * self._weight_decay if self.parameters[name].ndim > 1 else 1.0
+
+    def _rate(self, name: str) -> float:
+        return self._lr * self._lr_factors.get(name, 1.0)
 
 
 def _zeros(parameter: nn.Parameter) -> Tensor:

@@ -39,8 +39,9 @@ ANCHOR_EVERY = 20  # updates; then tensors are sent whole, as after deltas that 
 GAPS: dict[str, type[np.unsignedinteger[Any]]] = {"gaps8": np.uint8, "gaps16": np.uint16, "gaps32": np.uint32}
 VALUES = "values"
 
-Changed = Callable[[str, Tensor], NDArray[np.bool_] | None]
-"""The entries of a named flat tensor that may differ from what was sent last; None if unknown."""
+Changed = Callable[[str, Tensor], NDArray[np.int64] | None]
+"""The ascending positions in a named flat tensor at which it may differ from what was sent last; None if
+they are not known."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _METADATA = {"version": r"[0-9]{1,15}", "base": r"([0-9a-f]{32})?", "result": r"[0-9a-f]{32}"}
@@ -107,9 +108,9 @@ class WeightWriter:
             digest = tensor_digest(flat)
             if digest == self._digests.get(name) and not anchor:
                 continue
-            mask = self._mask(name, flat, changed)
-            differing += flat.numel() if mask is None else int(mask.sum())
-            delta = None if mask is None or anchor else _encoded(name, flat, mask)
+            positions = self._positions(name, flat, changed)
+            differing += flat.numel() if positions is None else len(positions)
+            delta = None if positions is None or anchor else _encoded(name, flat, positions)
             if delta is None or (self._sent == "auto" and _size(delta.values()) >= flat.nbytes):
                 parts[name] = flat.reshape(tensor.shape)
                 rewritten.add(name)
@@ -126,7 +127,7 @@ class WeightWriter:
         share = differing / max(sum(one.numel() for one in state.values()), 1)
         return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size, full)
 
-    def _mask(self, name: str, flat: Tensor, changed: Changed | None) -> NDArray[np.bool_] | None:
+    def _positions(self, name: str, flat: Tensor, changed: Changed | None) -> NDArray[np.int64] | None:
         wide = flat.element_size() >= 4
         if changed is None or self._sent == "full" or (self._sent == "auto" and wide):
             return None
@@ -139,12 +140,36 @@ class KeptCopy:
     def __init__(self) -> None:
         self._copies: dict[str, NDArray[Any]] = {}
 
-    def __call__(self, name: str, flat: Tensor) -> NDArray[np.bool_] | None:
-        """The changed entries of a flat tensor, which becomes the copy; None the first time."""
+    def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64] | None:
+        """The positions at which a flat tensor differs from the copy, which it updates; None at first."""
         bits = _bits(flat)
         before = self._copies.get(name)
-        self._copies[name] = bits.copy()
-        return None if before is None or before.shape != bits.shape else before != bits
+        if before is None:
+            self._copies[name] = bits.copy()
+            return None
+        positions = np.flatnonzero(before != bits)
+        before[positions] = bits[positions]
+        return positions
+
+
+class BoundedChange:
+    """Finds changed entries from bounds of the earlier values, without a copy of them.
+
+    An entry has not changed if both bounds round to what it is now. Rounding is monotonic, so no change is
+    missed. Entries whose bounds round differently are sent although they may be equal.
+
+    Args:
+        bounds: lower and upper bounds of a named tensor's values before, in full precision.
+    """
+
+    def __init__(self, bounds: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        self._bounds = bounds
+
+    def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64]:
+        """The positions at which a flat tensor may differ from before."""
+        now = _bits(flat)
+        low, high = (_bits(one.to("cpu", flat.dtype).reshape(-1)) for one in self._bounds(name))
+        return np.flatnonzero((low != now) | (high != now))
 
 
 class WeightReader:
@@ -220,9 +245,8 @@ def digest_of(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else ""
 
 
-def _encoded(name: str, flat: Tensor, mask: NDArray[np.bool_]) -> dict[str, Tensor]:
-    """The parts of a delta. `mask` may have more entries than those that changed."""
-    positions = np.flatnonzero(mask)
+def _encoded(name: str, flat: Tensor, positions: NDArray[np.int64]) -> dict[str, Tensor]:
+    """The parts of a delta: the values at the ascending positions."""
     gaps = np.diff(positions, prepend=-1) - 1
     widest = int(gaps.max(initial=0))
     kind = next(kind for kind, width in GAPS.items() if widest <= np.iinfo(width).max)

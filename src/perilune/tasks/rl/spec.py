@@ -15,7 +15,7 @@ from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, StageMemory, stage_memory
+from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.sampling import SamplingSpec
 
@@ -68,6 +68,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             config, samples=self.prompts * self.samples, max_tokens=longest, device=device
         )
         held = {**plan.persistent, OTHER_PROCESSES: self.asynchronous.workers * sampling.total}
+        if self.asynchronous.keeps_sent(self):
+            held[SENT] = plan.persistent["weights"] // 2
         return replace(plan, persistent=held)
 
     @model_validator(mode="after")
@@ -94,6 +96,11 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             raise ValueError(
                 f"{self.algorithm.name} replaces dead groups, which asynchronous training cannot do yet."
                 " Choose another algorithm, or remove asynchronous"
+            )
+        if not self.asynchronous.keep_sent and self.updates_per_batch * self.epochs_per_batch > 1:
+            raise ValueError(
+                "asynchronous.keep_sent is false, and only one update can be reversed."
+                " Keep the copy, or set updates_per_batch and epochs_per_batch to 1"
             )
         return self
 

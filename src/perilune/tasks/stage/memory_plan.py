@@ -40,6 +40,7 @@ LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 SLOTS = 256  # most samples in flight
 CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys and values
 OTHER_PROCESSES = "rollout processes"  # part of a plan that the stage's own process does not hold
+SENT = "sent weights"  # part of a plan: the copy of the weights that rollout processes have
 PROMPT_TOKENS = 256  # assumed length of a prompt: the plan doesn't read the tasks
 
 

@@ -29,7 +29,7 @@ from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 from perilune.weights import Sent
-from perilune.weights.delta import KeptCopy, Update, WeightWriter
+from perilune.weights.delta import Changed, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
 PROCESS = "perilune.tasks.rl.asynchronous.process"
@@ -84,7 +84,7 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"rollouts-{os.getpid()}-", dir=_folder(workspace, weights)
         )
-        self._writer, self._changed = WeightWriter(sent), KeptCopy()
+        self._writer = WeightWriter(sent)
         self._updates: list[tuple[Update, dict[str, Any]]] = []  # those that a new process needs, in order
         self._published = 0.0
         self._lost_in_a_row = 0
@@ -101,10 +101,13 @@ class Fleet:
 
     # -- messages to the processes -------------------------------------------------------------------------
 
-    def publish(self, decoder: Decoder, version: int) -> None:
+    def publish(self, decoder: Decoder, version: int, changed: Changed | None) -> None:
         """Give all processes the decoder's weights. They swap between two tokens.
 
         The first time all tensors are sent, then those that are trained, rounded as the engines round them.
+
+        Args:
+            changed: finds the values that changed since the last version; without it all are sent.
         """
         began = time.monotonic()
         dtypes, state = engine_dtypes(decoder), decoder.state_dict()
@@ -112,7 +115,7 @@ class Fleet:
         names = trainable(decoder) if self._updates else state
         path = Path(self._folder.name) / f"weights-{version}.safetensors"
         sent = {name: held[name].to(dtypes.get(name, held[name].dtype)) for name in names}
-        update = self._writer.write(path, sent, version, self._changed)
+        update = self._writer.write(path, sent, version, changed)
         message = {"weights": str(path), "version": version, "checksum": checksum(held)}
         needed = [(one, its) for one, its in self._updates if not update.replaces(one)]
         self._updates = [*needed, (update, message)]

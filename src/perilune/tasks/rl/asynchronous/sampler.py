@@ -33,6 +33,7 @@ from perilune.tasks.stage.player import Player
 from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers.scorer import fields
 from perilune.watchdog import Waiting
+from perilune.weights.delta import BoundedChange, Changed, KeptCopy
 
 MEMORY = "asynchronous"  # key of the learner's memory
 
@@ -58,6 +59,7 @@ class AsynchronousSampler(GroupSource):
             int(version): one for version, one in known.get("versions", {}).items()
         }
         self._published: int | None = None
+        self._sent = KeptCopy()
         self._admitted: int = known.get("admitted", 0)
         self._waiting: dict[int, Any] = {}  # tasks of admitted groups, by number
         self._tasks = self._restored_tasks(known)
@@ -142,8 +144,15 @@ class AsynchronousSampler(GroupSource):
         if self._published == version:
             return
         self.versions[version] = checksum(decoder.state_dict())
-        self._fleet.publish(decoder, version)
+        self._fleet.publish(decoder, version, self._changed(version))
         self._published = version
+
+    def _changed(self, version: int) -> Changed | None:
+        """What finds the values that changed since the last publication."""
+        if self._settings.keep_sent:
+            return self._sent
+        one_update = self._published is not None and version == self._published + 1
+        return BoundedChange(self._learner.optimizer.before_update) if one_update else None
 
     # -- admission -------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Frozen
 from perilune.learn.off_policy import OffPolicySettings
+from perilune.learn.training_settings import LearnerSettings
 from perilune.weights import Sent
 
 
@@ -25,6 +26,16 @@ class AsynchronousSettings(Frozen):
         description="how weights reach the rollout processes: whole (full), only changed values (delta), or"
         " for each bfloat16 tensor the smaller one (auto)",
     )
+    keep_sent: bool = Field(
+        True,
+        description="find changed values with a copy of what was sent; false reverses the optimizer's update"
+        " instead, which saves the copy's memory and takes ten times as long",
+    )
+
+    def keeps_sent(self, learner: LearnerSettings) -> bool:
+        """Whether the learner keeps a bfloat16 copy of its weights to find those that changed."""
+        narrow = learner.precision == "bfloat16" and learner.lora is None
+        return self.keep_sent and self.weights != "full" and narrow
 
     def describe(self) -> str:
         """The settings, for the plan."""
