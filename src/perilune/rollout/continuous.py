@@ -339,8 +339,7 @@ class _Lane:
 
         def work() -> None:
             (session,) = self._sessions.open([(group.task, session_seed(key))])
-            players = getattr(worker.environment, "players", 1)
-            rollout = Rollout(session.task, key, sample, session, players)
+            rollout = worker.new_rollout(key, sample, session)
             self._post(lambda: done(sample, rollout))
 
         self._work.put(work)

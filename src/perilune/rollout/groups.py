@@ -16,12 +16,21 @@ def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
     """Gather the groups of all processes, in the order of the step's tasks."""
     if ranks.count == 1:
         return own
-    parts = ranks.all_gather("the episodes", to_bytes(one for group in own for one in group))
-    played = (groupby(from_bytes(part), key=lambda one: one.group_id) for part in parts)
-    groups = [tuple(group) for part in played for _, group in part]
+    parts = ranks.all_gather("the episodes", groups_to_bytes(own))
+    groups = [group for part in parts for group in groups_from_bytes(part)]
     watch.tokens += _sampled(groups) - _sampled(own)
     # Group ids are "step/index" or "step/index/p1".
     return sorted(groups, key=lambda group: int(group[0].group_id.split("/")[1]))
+
+
+def groups_to_bytes(groups: Groups) -> bytes:
+    """The groups as one Arrow stream of episodes."""
+    return to_bytes(one for group in groups for one in group)
+
+
+def groups_from_bytes(stream: bytes) -> Groups:
+    """The groups of a stream of `groups_to_bytes`."""
+    return [tuple(group) for _, group in groupby(from_bytes(stream), key=lambda one: one.group_id)]
 
 
 def _sampled(groups: Groups) -> int:

@@ -31,7 +31,7 @@ from perilune.rollout.opponents import Opponents
 from perilune.rollout.rollout import Rollout, Trajectory
 from perilune.rollout.timing import Stopwatch
 from perilune.verifiers import Scorer
-from perilune.verifiers.sessions import Sessions
+from perilune.verifiers.sessions import RemoteSession, Sessions
 from perilune.watchdog import STALL, Waiting
 
 Progress = Callable[[int, int], None]
@@ -134,15 +134,19 @@ class RolloutWorker:
         opened = sessions.open(
             [(task, session_seed(key)) for task, key in zip(tasks, keys, strict=True) for _ in range(samples)]
         )
-        players = getattr(self.environment, "players", 1)
-        rollouts = []
-        for number, session in enumerate(opened):
-            key = keys[number // samples]
-            opponents = frozenset(self.opponents.players_of(key, players) if self.opponents else ())
-            one = Rollout(session.task, key, number % samples, session, players, opponents=opponents)
+        rollouts = [
+            self.new_rollout(keys[number // samples], number % samples, session)
+            for number, session in enumerate(opened)
+        ]
+        for one in rollouts:
             one.advance()
-            rollouts.append(one)
         return rollouts
+
+    def new_rollout(self, key: tuple[int, int, int], sample: int, session: RemoteSession) -> Rollout:
+        """The rollout of a newly opened session."""
+        players = getattr(self.environment, "players", 1)
+        opponents = frozenset(self.opponents.players_of(key, players) if self.opponents else ())
+        return Rollout(session.task, key, sample, session, players, opponents=opponents)
 
     def _turn(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 
 from perilune.bundle.plugin import file_fields, load_plugin
-from perilune.cli.train.trial import Lengths, Trial, lengths_of_file
+from perilune.cli.train.trial import ROWS, Lengths, Trial, lengths_of_rows
 from perilune.control.record.store import Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.files import read_json, read_json_lines
@@ -81,13 +82,13 @@ def _from_data(
     for path in file_fields(load_plugin(stage.task).spec, job.spec).values():
         from perilune.data.sources import read_rows
 
-        lengths = lengths_of_file(Path(path), tokenizer, pairs=pairs)
-        rows = sum(1 for _ in read_rows(Path(path)))
-        return (
-            None
-            if lengths is None
-            else Expected(lengths, lengths, rows=rows, basis=f"rows of {Path(path).name}")
-        )
+        rows = read_rows(Path(path))
+        first = list(islice(rows, ROWS))
+        lengths = lengths_of_rows(first, tokenizer, pairs=pairs)
+        if lengths is None:
+            return None
+        count = len(first) + sum(1 for _ in rows)
+        return Expected(lengths, lengths, rows=count, basis=f"rows of {Path(path).name}")
     source = known.get(stage.consumes.get("data", ""))
     return None if source is None else replace(source, live=(1.0, 1.0))
 

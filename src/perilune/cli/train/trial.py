@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -192,13 +191,6 @@ def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = 
         distinct=len(set(prompts)) / len(prompts),
         reading=reading,
     )
-
-
-def lengths_of_file(path: Path, tokenizer: Tokenizer, *, pairs: bool) -> Lengths | None:
-    """The lengths of the first rows of the user's own file."""
-    from perilune.data.sources import read_rows
-
-    return lengths_of_rows(islice(read_rows(path), ROWS), tokenizer, pairs=pairs)
 
 
 def _turns(tokens: Tokens) -> int:

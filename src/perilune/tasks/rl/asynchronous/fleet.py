@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +22,11 @@ from threading import Thread
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.data.episodes_file import from_bytes
 from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.adaptation import trainable
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, groups_from_bytes
 from perilune.weights import Sent
 from perilune.weights.delta import Changed, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
@@ -89,7 +88,7 @@ class Fleet:
         self._published = 0.0
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
-        self._answers: list[Path | int] = []
+        self._answers: list[str | int] = []
         self._processes = [self._start(number) for number in range(count)]
 
     def close(self) -> None:
@@ -146,13 +145,13 @@ class Fleet:
         """The turns sampled so far of all groups in flight, by key."""
         recorded: dict[Key, Any] = {}
         for one in list(self._processes):
-            path = Path(self._folder.name) / f"snapshot-{one.number}.json"
-            one.send({"snapshot": str(path)})
+            path = f"{self._folder.name}/snapshot-{one.number}.json"
+            one.send({"snapshot": path})
             self._answers = []
             while path not in self._answers and one in self._processes:
                 self.receive()
             if one in self._processes:
-                for group in json.loads(path.read_bytes()):
+                for group in json.loads(Path(path).read_bytes()):
                     recorded[tuple(group["key"])] = group["samples"]
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
@@ -188,7 +187,7 @@ class Fleet:
             key = tuple(message["group"])
             path = Path(message["file"])
             if process.groups.pop(key, None) is not None:
-                self.finished[key] = _groups(path)
+                self.finished[key] = groups_from_bytes(path.read_bytes())
             path.unlink()
             self._lost_in_a_row = 0
         elif "holds" in message:
@@ -198,8 +197,7 @@ class Fleet:
         elif "failed" in message:
             raise WorkFailedError(f"a rollout process failed: {message['failed']}")
         else:
-            (value,) = message.values()
-            self._answers.append(Path(value) if "snapshot" in message else value)
+            self._answers += message.values()
 
     def _start(self, number: int) -> _Process:
         child = subprocess.Popen(
@@ -238,17 +236,6 @@ class Fleet:
         self._processes[self._processes.index(process)] = self._start(process.number)
         for message in groups:
             self.admit({**message, "recorded": None})
-
-
-def _groups(path: Path) -> Groups:
-    """The groups of a file, which has all episodes of one task."""
-    return list(_by_group(from_bytes(path.read_bytes())))
-
-
-def _by_group(episodes: list[Any]) -> Iterator[tuple[Any, ...]]:
-    names = dict.fromkeys(one.group_id for one in episodes)
-    for name in names:
-        yield tuple(one for one in episodes if one.group_id == name)
 
 
 def _folder(workspace: Workspace, weights: int) -> Path:

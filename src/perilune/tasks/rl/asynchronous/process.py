@@ -27,12 +27,11 @@ from typing import Any
 
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.workspace import FollowerWorkspace
-from perilune.data.episodes_file import to_bytes
 from perilune.environments.core.protocol import Task
 from perilune.errors import REPORT_BUG, PeriluneError, WorkFailedError
 from perilune.files import write_atomic
 from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, groups_to_bytes
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.player import Player, open_player
 from perilune.weights.delta import WeightReader
@@ -107,7 +106,7 @@ class RolloutProcess:
     def _deliver(self, group: Group, groups: Groups) -> None:
         step, index = group.key
         path = self._folder / f"{step}-{index}.arrow"
-        write_atomic(path, to_bytes(one for episodes in groups for one in episodes))
+        write_atomic(path, groups_to_bytes(groups))
         self._send({"group": group.key, "file": str(path)})
 
     def _snapshot(self, path: Path) -> None:

@@ -11,17 +11,16 @@ remove long episodes (docs/explanation/asynchronous.md).
 from __future__ import annotations
 
 import base64
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from perilune.bundle.workspace import SCHEDULE
-from perilune.data.episodes_file import from_bytes, to_bytes
 from perilune.learn.trainer import Learner
-from perilune.models.checkpoints.checksum import checksum
 from perilune.rollout.failures import require_few_failures
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, groups_from_bytes, groups_to_bytes
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.process_rewards.rewards import ProcessRewards
 from perilune.tasks.rl.asynchronous.fleet import Fleet, Key
@@ -36,6 +35,7 @@ from perilune.watchdog import Waiting
 from perilune.weights.delta import BoundedChange, Changed, KeptCopy
 
 MEMORY = "asynchronous"  # key of the learner's memory
+OLDEST = 100  # in units of staleness + 1: the age of a token that no group in flight exceeds
 
 
 def may_admit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
@@ -66,10 +66,11 @@ class AsynchronousSampler(GroupSource):
         self._recorded: Mapping[str, Any] = known.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
+        self._spans = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
         weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
         self._fleet = Fleet(self._workspace, self._settings.workers, weights, self._settings.weights)
         for number, stream in known.get("finished", {}).items():
-            self._fleet.finished[self._key(int(number))] = [tuple(from_bytes(base64.b64decode(stream)))]
+            self._fleet.finished[self._key(int(number))] = groups_from_bytes(base64.b64decode(stream))
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
         )
@@ -127,14 +128,14 @@ class AsynchronousSampler(GroupSource):
         """Put what a resumed run needs into the learner's memory: groups that no step has trained on."""
         recorded = self._fleet.snapshot()
         finished = {
-            str(self._number(key)): base64.b64encode(to_bytes(one for group in groups for one in group))
+            str(self._number(key)): base64.b64encode(groups_to_bytes(groups)).decode()
             for key, groups in self._fleet.finished.items()
         }
         self._learner.memory[MEMORY] = {
             "admitted": self._admitted,
             "waiting": sorted(self._waiting),
             "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
-            "finished": {number: stream.decode() for number, stream in finished.items()},
+            "finished": finished,
             "versions": {str(version): one for version, one in self._recent_versions().items()},
         }
 
@@ -143,7 +144,8 @@ class AsynchronousSampler(GroupSource):
         version, decoder = self._learner.version, self._player.policy.decoder
         if self._published == version:
             return
-        self.versions[version] = checksum(decoder.state_dict())
+        assert self._player.engine.version == version  # `Publisher` comes first
+        self.versions[version] = self._player.engine.checksum
         self._fleet.publish(decoder, version, self._changed(version))
         self._published = version
 
@@ -172,7 +174,7 @@ class AsynchronousSampler(GroupSource):
     def _send(self, number: int) -> None:
         spans = None
         if self._schedule is not None:
-            spans = next((batch[number] for batch in self._schedule.values() if number in batch), None)
+            spans = self._spans.get(number)
             if spans is None:
                 return  # no step trained on it
         self._fleet.admit(
@@ -214,7 +216,7 @@ class AsynchronousSampler(GroupSource):
 
     def _recent_versions(self) -> dict[int, str]:
         """The versions that may have sampled a token of a group in flight."""
-        oldest = max(self.versions, default=0) - 100 * (self._settings.staleness + 1)
+        oldest = max(self.versions, default=0) - OLDEST * (self._settings.staleness + 1)
         return {version: one for version, one in self.versions.items() if version >= oldest}
 
     def _key(self, number: int) -> Key:
