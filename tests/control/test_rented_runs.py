@@ -310,6 +310,7 @@ def test_a_panic_stops_what_wants_machines_until_it_is_lifted(
         request_cancel(control, run_id) if run_id != started[0] else None
     assert allow_renting(control.home) and not allow_renting(control.home)
     wait_for(lambda: later.reconciler.all() and set(bill(cloud)["costs"]) > made, "a new machine")
-    cancel(later, started[0])
+    request_cancel(later, started[0])  # the new machine may not answer yet, which `cancel` reports
+    wait_for(lambda: RunState(later.reconciler.one(started[0]).state).terminal, "the end of the run")
     all_gone(later, fleet, cloud)
     later.store.close()
