@@ -55,8 +55,8 @@ EPISODES = [
     episode(0),
     episode(1, tokens=0, finish_reason="aborted", reward=None, failure="verifier: no outcome", metrics={}),
     episode(2, finish_reason="length", step_rewards=np.linspace(0, 1, 5, dtype=np.float32)),
-    episode(3, routed_experts=np.arange(40, dtype=np.uint8).reshape(5, 4, 2)),
-    episode(4, routed_experts=np.arange(40, dtype=np.uint16).reshape(5, 4, 2) * 300),
+    episode(3, routed_experts=np.arange(64, dtype=np.uint8).reshape(8, 4, 2)),
+    episode(4, routed_experts=np.arange(64, dtype=np.uint16).reshape(8, 4, 2) * 300),
 ]
 
 

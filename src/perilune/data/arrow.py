@@ -91,4 +91,7 @@ def _bits(flags: np.ndarray) -> pa.Buffer:
 
 def _offsets(lists: Sequence[Any]) -> pa.Buffer:
     """Where each list begins in the concatenation of all, and where the last one ends."""
-    return pa.py_buffer(np.cumsum([0, *map(len, lists)], dtype=np.int32))
+    ends = np.cumsum([0, *map(len, lists)])
+    if ends[-1] > np.iinfo(np.int32).max:
+        raise OverflowError(f"{ends[-1]} items are too many for the lists of one column")
+    return pa.py_buffer(ends.astype(np.int32))

@@ -66,7 +66,8 @@ class Episode:
             "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
         metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognised.
-        routed_experts: uint8 or uint16 [T, layers, experts per token], or None for dense models.
+        routed_experts: uint8 or uint16 [P + T - 1, layers, experts per token], the experts that computed the
+            prompt and all tokens but the last (`perilune.data.routes`); None if they were not recorded.
     """
 
     episode_id: str
@@ -95,6 +96,9 @@ class Episode:
                 raise ValueError(
                     f"{self.episode_id}: {name} has {len(getattr(self, name))} of {length} tokens"
                 )
+        rows = len(self.prompt_ids) + length - 1
+        if self.routed_experts is not None and len(self.routed_experts) != rows:
+            raise ValueError(f"{self.episode_id}: routes of {len(self.routed_experts)} of {rows} tokens")
         if self.failure and self.reward is not None:
             raise ValueError(f"{self.episode_id}: a failed episode has no reward")
 

@@ -32,8 +32,12 @@ _ARRAYS = {
 
 
 @cache
-def episode_schema() -> pa.Schema:
-    """Columns of an episodes file. `truncated` and `text` are derived from other columns, for queries."""
+def episode_schema(routes: str = "uint16") -> pa.Schema:
+    """Columns of an episodes file. `truncated` and `text` are derived from other columns, for queries.
+
+    Args:
+        routes: dtype of the experts in `routed_experts`.
+    """
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     return pa.schema(
         [
@@ -56,7 +60,7 @@ def episode_schema() -> pa.Schema:
             ("step_rewards", pa.list_(pa.float32())),
             ("failure", pa.string()),
             ("metrics", pa.map_(pa.string(), pa.float64())),
-            ("routed_experts", pa.list_(pa.uint16())),
+            ("routed_experts", pa.list_(pa.type_for_alias(routes))),
             ("routed_experts_shape", pa.list_(pa.int32())),
             ("routed_experts_dtype", pa.string()),
         ]
@@ -72,7 +76,7 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
         ValueError: when a message has other keys than role and content.
     """
     rows = [_redacted(_row(episode)) for episode in episodes]
-    table = to_table(rows, episode_schema())
+    table = _table(rows)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=["environment", "finish_reason"])
     write_atomic(path, sink.getvalue().to_pybytes())
@@ -85,7 +89,7 @@ def to_bytes(episodes: Iterable[Episode]) -> bytes:
     Raises:
         ValueError: as `write_episodes`.
     """
-    table = to_table([_row(episode) for episode in episodes], episode_schema())
+    table = _table([_row(episode) for episode in episodes])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -95,6 +99,21 @@ def to_bytes(episodes: Iterable[Episode]) -> bytes:
 def from_bytes(stream: bytes) -> list[Episode]:
     """The inverse of `to_bytes`."""
     return _episodes(pa.ipc.open_stream(stream).read_all())
+
+
+def map_episodes(path: Path) -> list[Episode]:
+    """The episodes of a file with the bytes of `to_bytes`, which is mapped into memory and not read.
+
+    Tokens and routes are views into the file; their bytes are read when they are used. The file may be
+    deleted.
+    """
+    with pa.memory_map(str(path)) as file:
+        return _episodes(pa.ipc.open_stream(file).read_all())
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    kinds = {row["routed_experts_dtype"] for row in rows} - {None}
+    return to_table(rows, episode_schema("uint8" if kinds == {"uint8"} else "uint16"))
 
 
 def read_episodes(path: Path) -> list[Episode]:
@@ -113,7 +132,8 @@ def read_episodes(path: Path) -> list[Episode]:
     for field in episode_schema():
         if field.name not in table.column_names:
             raise RequestError(f"no column '{field.name}'", where=str(path))
-        if table.schema.field(field.name).type != field.type:
+        possible = [episode_schema(routes).field(field.name).type for routes in ("uint8", "uint16")]
+        if table.schema.field(field.name).type not in possible:
             raise RequestError(
                 f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}",
                 where=str(path),
@@ -163,7 +183,7 @@ def _values(table: pa.Table, name: str) -> list[Any]:
 def _episode(row: dict[str, Any]) -> Episode:
     experts = row["routed_experts"]
     if experts is not None:
-        experts = experts.astype(row["routed_experts_dtype"]).reshape(row["routed_experts_shape"])
+        experts = experts.astype(row["routed_experts_dtype"], copy=False).reshape(row["routed_experts_shape"])
     fields = {name: value for name, value in row.items() if name in Episode.__slots__}
     fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
+from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.attention import attend
@@ -40,6 +41,7 @@ class PagedCache:
         key_scales, value_scales: float32[blocks, KV, 16] for each layer of an int8 cache, with one scale per
             token and head; otherwise empty.
         table_of: the index of the block table of each layer, which is the index of its window.
+        routes: the experts of each token, if they are recorded.
     """
 
     def __init__(
@@ -63,6 +65,22 @@ class PagedCache:
             self.key_scales, scale_keys = self._make((BLOCK,), torch.float32)
             self.value_scales, scale_values = self._make((BLOCK,), torch.float32)
             self._parts += [*scale_keys, *scale_values]
+        self.routes: RouteStore | None = None
+
+    def record_routes(self, config: DecoderConfig) -> RouteStore:
+        """Store the routes of a mixture of experts from now on.
+
+        Raises:
+            RequestError: for a dense model.
+        """
+        self.routes = RouteStore(config, self.num_blocks, self.device)
+        return self.routes
+
+    def recorder(self, tables: Sequence[Tensor], offsets: Tensor) -> RouteRecorder | None:
+        """Records the routes of tokens in blocks int64[N], by window, at `offsets`; None if they are not."""
+        if self.routes is None:
+            return None
+        return RouteRecorder(self.routes, tables[self.routes.table] * BLOCK + offsets)
 
     def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
         """Store keys and values float[N, KV, D]."""
@@ -94,15 +112,19 @@ class PagedCache:
         tables = cycle(range(len(self.num_blocks)))
         for part, table in zip(self._parts, tables, strict=False):
             part[:, to[table]] = part[:, of[table]]
+        if self.routes is not None:
+            self.routes.copy(of, to)
 
     def clear(self) -> None:
         """Zero everything. Values that are not finite, left by a failure, would spoil masked products."""
         for part in self._parts:
             part.zero_()
+        if self.routes is not None:
+            self.routes.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, used or not."""
+        """Bytes of all blocks, used or not, without routes."""
         return sum(part.nbytes for part in self._parts)
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -180,6 +202,18 @@ class _Queries:
     tables: NDArray[np.int64]
 
 
+def places_of(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Blocks int64[W, N] and offsets int64[N] of a batch padded to N tokens. Padding is in the null block."""
+    fed = len(batch.token_ids)
+    shape = (len(batch.block_tables), tokens)
+    blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+    column, offsets[:fed] = np.divmod(batch.positions, BLOCK)
+    counts = np.diff(batch.cu_seqlens)
+    sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
+    blocks[:, :fed] = batch.block_tables[:, sequence, column]
+    return torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)
+
+
 class PagedAttention:
     """An `Attention` for the decoder that stores the tokens of one step and attends from them.
 
@@ -190,14 +224,7 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
         self._cache = cache
-        fed = len(batch.token_ids)
-        shape = (len(batch.block_tables), tokens)
-        blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
-        column, offsets[:fed] = np.divmod(batch.positions, BLOCK)
-        counts = np.diff(batch.cu_seqlens)
-        sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
-        blocks[:, :fed] = batch.block_tables[:, sequence, column]
-        at, within = (torch.from_numpy(x).to(cache.device) for x in (blocks, offsets))
+        at, within = places_of(batch, tokens, cache.device)
         self._places = [Places(of_table, within, cache.heads) for of_table in at]
         self._queries = list(_in_groups(batch))
         self._parts: dict[int | None, list[_Part]] = {}

@@ -159,7 +159,10 @@ class DecodeStep:
         tokens, positions = self._inputs[:, 0], self._inputs[:, 1]
         tables = torch.split(self._inputs[:, 2:], self._columns, dim=1)
         attention = self._attention(self._cache, tables, positions)
-        hidden: Tensor = self._decoder(tokens.long(), positions.long(), attention)
+        columns, offsets = (positions // BLOCK).long()[:, None], positions % BLOCK
+        blocks = [table.gather(1, columns)[:, 0].long() for table in tables] if self._cache.routes else []
+        recorder = self._cache.recorder(blocks, offsets)
+        hidden: Tensor = self._decoder(tokens.long(), positions.long(), attention, recorder)
         return hidden
 
     def _capture(self, graphs: Any) -> None:

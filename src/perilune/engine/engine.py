@@ -20,7 +20,8 @@ from perilune.engine.limits import EngineLimits, check_state, default_cache_toke
 from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
-from perilune.engine.runner import AdaptingRunner, Runner
+from perilune.engine.routes import RouteStore
+from perilune.engine.runner import AdaptingRunner, Runner, start_recording
 from perilune.engine.sampler import Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
@@ -82,6 +83,7 @@ class Engine:
             for window in decoder.config.distinct_windows
         )
         self._runner = runner(decoder, self._num_blocks)
+        self._routes: RouteStore | None = None
         self._limits = EngineLimits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
@@ -104,7 +106,7 @@ class Engine:
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
         self._sampler = Sampler(self._sequences)
-        self._outputs = OutputProcessor(self._sequences, self._tokenizer)
+        self._outputs = OutputProcessor(self._sequences, self._tokenizer, self._routes)
 
     def _enter(
         self, request: Request, collection: Collection | None = None, *, stream: bool = False
@@ -115,6 +117,15 @@ class Engine:
         self._outputs.register(entry, collection, stream=stream)
         self._scheduler.add(entry)
         return entry
+
+    def record_routes(self) -> None:
+        """Return the routes of a mixture of experts with each sample; to be called before the first one.
+
+        Raises:
+            RequestError: for a dense model, or a runner that cannot record.
+        """
+        self._routes = start_recording(self._runner)
+        self._open()
 
     # -- requests ----------------------------------------------------------------------------------------
 

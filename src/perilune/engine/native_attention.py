@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from perilune.engine.cache import PagedCache
+from perilune.engine.routes import RouteStore
 from perilune.engine.step import StepBatch
 from perilune.models.native import ops
-from perilune.models.native.attention import Cache, Step, attend_paged
+from perilune.models.native.attention import Cache, RouteMemory, Step, attend_paged
 
 
 def describe_cache(cache: PagedCache) -> Array[Cache]:
@@ -30,12 +31,15 @@ def describe_cache(cache: PagedCache) -> Array[Cache]:
 class DescribedStep:
     """A batch for the kernels.
 
+    Args:
+        routes: where the decoding step writes the routes of its tokens.
+
     Attributes:
         step: the argument of the kernels, with pointers into this object.
         logits: float32[R, V], which the decoding step writes.
     """
 
-    def __init__(self, batch: StepBatch, vocab_size: int = 0) -> None:
+    def __init__(self, batch: StepBatch, vocab_size: int = 0, routes: RouteStore | None = None) -> None:
         rows, counts = len(batch.token_ids), np.diff(batch.cu_seqlens)
         sequence = np.arange(rows) if batch.decodes == rows else np.repeat(np.arange(len(counts)), counts)
         self._arrays = [
@@ -51,7 +55,12 @@ class DescribedStep:
             *(array.ctypes.data for array in self._arrays),
             self._tables.ctypes.data,
             self.logits.data_ptr(),
+            RouteMemory() if routes is None else _describe_routes(routes),
         )
+
+
+def _describe_routes(routes: RouteStore) -> RouteMemory:
+    return RouteMemory(routes.experts.data_ptr(), routes.table, routes.dtype.itemsize, routes.layers)
 
 
 class NativePagedAttention:

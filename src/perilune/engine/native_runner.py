@@ -11,6 +11,7 @@ from torch import Tensor
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache
 from perilune.engine.native_attention import DescribedStep, describe_cache
+from perilune.engine.routes import RouteStore
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.models.adapters.files import Adapter
@@ -53,9 +54,12 @@ class NativeRunner:
     def run(self, batch: StepBatch) -> Tensor:
         if batch.adapters is not None and self._adapting is not None:
             return self._adapting.run(batch)
-        described = DescribedStep(batch, self._config.vocab_size)
+        described = DescribedStep(batch, self._config.vocab_size, self.cache.routes)
         self._decoder.step(self._caches, described.step, int(batch.positions.max()))
         return capped(described.logits, self._config.logit_softcap)
+
+    def record_routes(self) -> RouteStore:
+        return self.cache.record_routes(self._config)
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         self.cache.copy(sources, targets)

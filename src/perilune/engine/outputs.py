@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
+from perilune.data.routes import Routes
 from perilune.engine.constraints import ConstraintState, mask_words
 from perilune.engine.request import Completion, Delta, Request, TopLogprobs
+from perilune.engine.routes import RouteStore
 from perilune.engine.sampler import Drawn
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.text import TextStream
@@ -100,14 +102,19 @@ def needs_tracking(request: Request) -> bool:
 class OutputProcessor:
     """The outputs of all requests in flight.
 
+    Args:
+        routes: the routes to return with each whole sample, if they are recorded.
+
     Attributes:
         entries: requests by id.
         pending: deltas that `Engine.step` has not returned yet.
         failures: errors by row; the engine drops their requests and empties this.
     """
 
-    def __init__(self, sequences: Sequences, tokenizer: Tokenizer | None) -> None:
-        self._sequences, self._tokenizer = sequences, tokenizer
+    def __init__(
+        self, sequences: Sequences, tokenizer: Tokenizer | None, routes: RouteStore | None = None
+    ) -> None:
+        self._sequences, self._tokenizer, self._routes = sequences, tokenizer, routes
         self.entries: dict[int, Entry] = {}
         self.pending: list[Delta] = []
         self.failures: dict[int, PeriluneError] = {}
@@ -270,7 +277,28 @@ class OutputProcessor:
             if tracked.text is not None:
                 tracked.text.finish()
                 text = tracked.text.text
-        return replace(one, finish_reason=reason, text=text, raw_logprobs=raw, top_logprobs=top)
+        return replace(
+            one,
+            finish_reason=reason,
+            text=text,
+            raw_logprobs=raw,
+            top_logprobs=top,
+            routed_experts=self._routes_of(row),
+        )
+
+    def _routes_of(self, row: int) -> Routes | None:
+        """The routes of all computed tokens of a sample, gathered once when it ends.
+
+        After a swap of weights without recomputation, those of the prompt are missing: other weights chose
+        them than sampled.
+        """
+        if self._routes is None:
+            return None
+        sequences = self._sequences
+        routes = self._routes.gather(sequences.table(row), int(sequences.computed[row]))
+        if sequences.stale[row]:
+            routes[: sequences.prompt_length[row] - 1] = self._routes.missing
+        return routes
 
     def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
         """A whole sample as one delta."""
@@ -289,4 +317,5 @@ class OutputProcessor:
             None if one.raw_logprobs is None else one.raw_logprobs.tolist(),
             one.top_logprobs,
             int(self._sequences.cached[row]),
+            routed_experts=one.routed_experts,
         )

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
+from perilune.data.routes import Routes
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ class Completion:
         text: the text up to a stop text; None when it was not requested or the engine has no tokenizer.
         raw_logprobs: float32[T] under the model's own distribution, if requested.
         top_logprobs: if requested.
+        routed_experts: [P + T - 1, layers, K] routes of the prompt and all tokens but the last, if the engine
+            records them.
     """
 
     token_ids: NDArray[np.int32]
@@ -173,6 +176,7 @@ class Completion:
     text: str | None = None
     raw_logprobs: NDArray[np.float32] | None = None
     top_logprobs: TopLogprobs | None = None
+    routed_experts: Routes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +193,7 @@ class Delta:
         raw_logprobs, top_logprobs: one per token, if requested.
         cached_tokens: tokens of the prompt found in the prefix cache.
         failure: why the request failed. It gets no further delta; other requests continue.
+        routed_experts: as in `Completion`, in a delta that is a whole sample.
     """
 
     request_id: int
@@ -202,3 +207,4 @@ class Delta:
     top_logprobs: TopLogprobs | None = None
     cached_tokens: int = 0
     failure: PeriluneError | None = None
+    routed_experts: Routes | None = None

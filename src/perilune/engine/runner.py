@@ -16,9 +16,11 @@ from torch import Tensor
 
 from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
-from perilune.engine.cache import PagedAttention, PagedCache
+from perilune.engine.cache import PagedAttention, PagedCache, places_of
 from perilune.engine.native_attention import NativePagedAttention
+from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.attention import Attention
 from perilune.models.decoder import Decoder
@@ -54,6 +56,32 @@ class AdaptingRunner(Runner, Protocol):
 
     def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
         """Use `adapters`, which `StepBatch.adapters` indexes. `decoder` has the weights of the base."""
+
+
+@runtime_checkable
+class RoutingRunner(Runner, Protocol):
+    """A runner that can record the routes of a mixture of experts."""
+
+    def record_routes(self) -> RouteStore:
+        """Record routes from now on, where keys and values are stored.
+
+        Raises:
+            RequestError: for a dense model.
+        """
+
+
+def start_recording(runner: Runner) -> RouteStore:
+    """Have `runner` record routes.
+
+    Raises:
+        RequestError: for a dense model, or a runner that cannot record.
+    """
+    if not isinstance(runner, RoutingRunner):
+        raise RequestError(
+            f"{type(runner).__name__} cannot record which experts it uses",
+            remedy="remove routing_replay, or use a mixture of experts that Perilune computes itself",
+        )
+    return runner.record_routes()
 
 
 class TorchRunner:
@@ -94,7 +122,9 @@ class TorchRunner:
         attention = self._attention(batch, rows)
         if self._adapted is not None:
             self._adapted.select(batch)
-        hidden = self.decoder(self._tensor(tokens), self._tensor(positions), attention)
+        hidden = self.decoder(
+            self._tensor(tokens), self._tensor(positions), attention, self._recorder(batch, rows)
+        )
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
@@ -107,6 +137,15 @@ class TorchRunner:
         if is_native(self.decoder.model.norm.weight, self.cache.size):
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
+
+    def _recorder(self, batch: StepBatch, rows: int) -> RouteRecorder | None:
+        if self.cache.routes is None:
+            return None
+        blocks, offsets = places_of(batch, rows, self._device)
+        return self.cache.recorder(list(blocks), offsets)
+
+    def record_routes(self) -> RouteStore:
+        return self.cache.record_routes(self.decoder.config)
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError, WorkFailedError
+from perilune.learn.replay import packed_routes
 from perilune.learn.weights import PPO, Component, Surrogate, ValueTargets, WeightedGroup, aggregate
 
 Pair = tuple[Episode, Episode]
@@ -48,6 +49,7 @@ class PackedBatch:
         value_clip: clip range of the critic's predictions around `old_values`.
         temperature: sampling temperature; all log-probs are at this temperature.
         prefix_lengths: int64[S], length of the prefix that each completion continues; None for whole prompts.
+        routes: int16[N, layers, K], experts to replay (`packed_routes`); None to route all tokens anew.
     """
 
     token_ids: Tensor
@@ -73,6 +75,7 @@ class PackedBatch:
     reference_logprobs: Tensor | None = None
     temperature: float = 1.0
     prefix_lengths: Tensor | None = None
+    routes: Tensor | None = None
 
     def padded(self) -> Self:
         """The same batch padded to `round_up` tokens.
@@ -291,6 +294,7 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         returns=None if value is None else learned((item.returns for item in items), np.float32),
         old_values=None if value is None else learned((item.old_values for item in items), np.float32),
         temperature=temperature,
+        routes=packed_routes([item.episode for item in items], prompt_of),
     )
 
 

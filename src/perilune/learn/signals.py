@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.data.episode import Episode
+from perilune.data.routes import with_missing_row
 from perilune.errors import RequestError
 from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
@@ -107,6 +108,7 @@ def _extended(one: Episode) -> Episode:
         logprobs=np.append(one.logprobs, np.float32(0)),
         policy_version=np.append(one.policy_version, one.policy_version[-1]),
         step_rewards=None,
+        routed_experts=None if one.routed_experts is None else with_missing_row(one.routed_experts),
     )
 
 
@@ -122,7 +124,7 @@ def _token_signals(
     if critic is not None and "values" in names:
         signals["values"] = critic(states)
     if reference is not None and {"deviation", "uncertainty", "reference_logprobs"} & set(names):
-        reference_states = predicting_states(reference, batch)
+        reference_states = predicting_states(reference, replace(batch, routes=None))
         if "reference_logprobs" in names:
             signals["reference_logprobs"] = target_logprobs(reference, batch, reference_states)[0]
         if {"deviation", "uncertainty"} & set(names):

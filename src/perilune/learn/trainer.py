@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,13 @@ from perilune.learn.critic import Critic
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.figures import Figures, merge_micro_batches
 from perilune.learn.optimizer import AdamW
+from perilune.learn.replay import RouteReplay
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import in_row_chunks
 from perilune.models.logprobs import token_logprobs as row_logprobs
+from perilune.models.routing import Routing
 
 if TYPE_CHECKING:
     from perilune.learn.sharding import ShardedDecoder
@@ -99,8 +102,9 @@ class Learner:
             clip_fraction, staleness and staleness_max (updates since a token was sampled), kl_behaviour and
             kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_mean and
             logprob_gap_max, |sampler - learner| over tokens sampled with the current weights. kl_reference
-            (k3) and value_error (mean square of value - return) if the loss has these components. Figures
-            without any token are left out.
+            (k3) and value_error (mean square of value - return) if the loss has these components. With
+            routes, routing/missing and routing/flipped (shares of fed tokens), routing/load_max and
+            routing/load_entropy. Figures without any token are left out.
 
         Raises:
             RequestError: when a batch has reference_kl weights without reference log-probs, or value targets
@@ -119,7 +123,8 @@ class Learner:
                 remedy="call batch.with_reference(token_logprobs(reference, batch))",
             )
         figures = Figures()
-        states = predicting_states(self.trained, batch)
+        replay = None if batch.routes is None else RouteReplay(batch.routes)
+        states = predicting_states(self.trained, batch, replay)
         logprobs, entropy = target_logprobs(
             self.trained, batch, states, learn_entropy=batch.entropy is not None
         )
@@ -130,6 +135,8 @@ class Learner:
         figures.add_total("loss", loss.detach())
         figures.add_mean("entropy", entropy.detach())
         self._observe(batch, logprobs.detach(), figures)
+        if replay is not None:
+            replay.add_figures(figures)
         return figures
 
     def forward_backward_custom(
@@ -343,11 +350,18 @@ def target_logprobs(
     return logprobs[:learned], entropy[:learned]
 
 
-def predicting_states(decoder: Decoder, batch: PackedBatch) -> Tensor:
-    """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device."""
+def predicting_states(decoder: Decoder, batch: PackedBatch, routing: Routing | None = None) -> Tensor:
+    """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device.
+
+    Args:
+        routing: by default replays the routes of the batch, if it has any.
+    """
+    if routing is None and batch.routes is not None:
+        routing = RouteReplay(batch.routes)
     fed = batch.padded()
     attention = PackedAttention(fed.cu_seqlens, fed.prefix_of, fed.prefix_lengths)
-    return decoder(fed.token_ids, fed.positions, attention).index_select(0, batch.rows)  # type: ignore[no-any-return]
+    hidden = decoder(fed.token_ids, fed.positions, attention, routing)
+    return hidden.index_select(0, batch.rows)  # type: ignore[no-any-return]
 
 
 def _shard(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
@@ -369,10 +383,10 @@ def with_reference(
 ) -> list[PackedBatch]:
     """Add the log-probs of a frozen `reference` to the batches with reference_kl weights.
 
-    Each rank adds them only to the micro-batches that it computes.
+    The reference routes by itself. Each rank adds them only to the micro-batches that it computes.
     """
     return [
-        batch.with_reference(token_logprobs(reference, batch))
+        batch.with_reference(token_logprobs(reference, replace(batch, routes=None)))
         if batch.reference_kl is not None and index % ranks.count == ranks.rank
         else batch
         for index, batch in enumerate(batches)

@@ -25,6 +25,7 @@ from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
 from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind, Precision
+from perilune.models.routing import Routing
 
 
 class SelfAttention(nn.Module):
@@ -85,7 +86,8 @@ class Block(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
         if config.experts is not None and config.is_sparse(layer):
-            self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(config, config.experts)
+            index = sum(config.is_sparse(before) for before in range(layer))
+            self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(config, config.experts, index)
         else:
             self.mlp = MLP(config, config.intermediate_size)
         self._norms = NORM_NAMES[config.family.pre_norm, config.family.post_norm]
@@ -93,11 +95,15 @@ class Block(nn.Module):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
             self.add_module(name, norm)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, routing: Routing | None = None
+    ) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
         attended = self.self_attn(self._normalised(before_attention, x), cos, sin, attention)
         x = x + self._normalised(after_attention, attended)
-        return x + self._normalised(after_mlp, self.mlp(self._normalised(before_mlp, x)))
+        fed = self._normalised(before_mlp, x)
+        out = self.mlp(fed) if isinstance(self.mlp, MLP) else self.mlp(fed, routing)
+        return x + self._normalised(after_mlp, out)
 
     def _normalised(self, norm: str | None, x: Tensor) -> Tensor:
         return x if norm is None else self.get_submodule(norm)(x)
@@ -153,13 +159,15 @@ class Decoder(nn.Module):
         ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
         self.inverse_frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in ropes}
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: Attention, routing: Routing | None = None
+    ) -> Tensor:
         """The last hidden state float[N, d] of int64[N] tokens at int64[N] positions in their sequences."""
         rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
         x = self.embed(token_ids)
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            inputs = x, *rotations[self.config.rope_of(layer)], attention
+            inputs = x, *rotations[self.config.rope_of(layer)], attention, routing
             if recompute:
                 x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

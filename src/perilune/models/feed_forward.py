@@ -11,6 +11,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.kernels import geglu, route, swiglu
 from perilune.models.layers import Projection
+from perilune.models.routing import Routing
 
 
 class MLP(nn.Module):
@@ -35,18 +36,22 @@ class MixtureOfExperts(nn.Module):
     """K of E experts compute each token, weighted by the router's probabilities.
 
     Top-k routing without a capacity limit (Shazeer et al. 2017; Qwen3, 2025).
+
+    Args:
+        index: number of the layer among those with experts.
     """
 
-    def __init__(self, config: DecoderConfig, experts: Experts) -> None:
+    def __init__(self, config: DecoderConfig, experts: Experts, index: int = 0) -> None:
         super().__init__()
+        self.index = index
         self.per_token, self.normalised = experts.per_token, experts.normalised
         self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
         self.experts = nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
         # Rounding the router would change the choice of experts and save almost nothing.
         self.router = Projection(self.gate, exact=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.route(x)
+    def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
+        weights, chosen = self.route(x, routing)
         # Sort the (token, expert) pairs by expert, and back, so that each token's sum has a fixed order.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -57,7 +62,11 @@ class MixtureOfExperts(nn.Module):
         # Add one by one, as the native step does; `sum` uses another order when there are many.
         return functools.reduce(torch.add, out.unbind(1))
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """Weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""
-        weights, chosen = route(self.router(x), self.per_token, self.normalised)
+        logits = self.router(x)
+        given = None if routing is None else routing.given(self.index, len(x))
+        weights, chosen = route(logits, self.per_token, self.normalised, given)
+        if routing is not None:
+            routing.observe(self.index, logits.detach(), chosen)
         return weights.to(x.dtype), chosen

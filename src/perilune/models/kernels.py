@@ -323,27 +323,33 @@ class _Gated(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad), None
 
 
-def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, per_token: int, normalised: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The K most probable experts of each token; on ties the lower index.
 
     Args:
         logits: float[N, E].
         per_token: K.
         normalised: scale the weights of each token to sum to one.
+        given: int64[N, K], experts to take instead, in that order; a row of -1 leaves the choice to `logits`.
 
     Returns:
         Probabilities [N, K] in float32 at least, the largest first, and indices int64[N, K].
     """
     if is_native(logits):
         if torch.is_grad_enabled() and logits.requires_grad:
-            return _Route.apply(logits, per_token, normalised)  # type: ignore[no-any-return,no-untyped-call]
-        return ops.route(logits, per_token, normalised)
+            return _Route.apply(logits, per_token, normalised, given)  # type: ignore[no-any-return,no-untyped-call]
+        return ops.route(logits, per_token, normalised, given)
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
-    weights = ordered[:, :per_token]
+    weights, indices = ordered[:, :per_token], indices[:, :per_token]
+    if given is not None:
+        indices = torch.where(given < 0, indices, given)
+        weights = probabilities.gather(-1, indices)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights, indices[:, :per_token]
+    return weights, indices
 
 
 class _Route(torch.autograd.Function):
@@ -353,8 +359,10 @@ class _Route(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-        weights, chosen = ops.route(logits, per_token, normalised)
+    def forward(
+        ctx: Any, logits: Tensor, per_token: int, normalised: bool, given: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = ops.route(logits, per_token, normalised, given)
         ctx.save_for_backward(logits, weights, chosen)
         ctx.normalised = normalised
         ctx.mark_non_differentiable(chosen)
@@ -362,10 +370,11 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, weights, chosen = ctx.saved_tensors
         along = (grad * weights).sum(-1, keepdim=True)
         if ctx.normalised:
-            return torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - along)), None, None
+            own = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - along))
+            return own, None, None, None
         spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
-        return logits.softmax(-1) * (spread - along), None, None
+        return logits.softmax(-1) * (spread - along), None, None, None

@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from perilune.data.episode import FinishReason
+from perilune.data.routes import Routes, routes_from_json, routes_to_json
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Request, SamplingParams
 from perilune.environments.core.protocol import Task
@@ -44,12 +45,14 @@ class TurnTokens:
 
     Attributes:
         finish_reason: None while the turn is being sampled.
+        routed_experts: of a finished turn, if the engine records them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    routed_experts: Routes | None = None
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
         """Append sampled tokens."""
@@ -71,7 +74,23 @@ class TurnTokens:
             np.array(self.logprobs, dtype=np.float32),
             np.array(self.versions, dtype=np.int32),
             self.finish_reason,
+            routed_experts=self.routed_experts,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """The turn as a JSON object."""
+        routes = self.routed_experts
+        tokens = {"token_ids": self.token_ids, "logprobs": self.logprobs, "versions": self.versions}
+        return tokens | {
+            "finish_reason": self.finish_reason,
+            **({} if routes is None else {"routed_experts": routes_to_json(routes)}),
+        }
+
+    @classmethod
+    def from_json(cls, turn: Mapping[str, Any]) -> TurnTokens:
+        """The inverse of `to_json`."""
+        routes = turn.get("routed_experts")
+        return cls(**{**turn, "routed_experts": None if routes is None else routes_from_json(routes)})
 
 
 @dataclass(slots=True, eq=False)
@@ -275,6 +294,7 @@ class ContinuousRollouts:
             self._request(turn)
             return
         turn.tokens.finish_reason = delta.finish_reason
+        turn.tokens.routed_experts = delta.routed_experts
         self._complete(turn)
 
     def _complete(self, turn: _Turn) -> None:

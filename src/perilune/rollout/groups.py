@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import from_bytes, to_bytes
+from perilune.data.episodes_file import from_bytes, map_episodes, to_bytes
 from perilune.learn.distributed import Ranks
 from perilune.rollout.timing import Stopwatch
 
@@ -30,7 +31,16 @@ def groups_to_bytes(groups: Groups) -> bytes:
 
 def groups_from_bytes(stream: bytes) -> Groups:
     """The groups of a stream of `groups_to_bytes`."""
-    return [tuple(group) for _, group in groupby(from_bytes(stream), key=lambda one: one.group_id)]
+    return _by_group(from_bytes(stream))
+
+
+def map_groups(path: Path) -> Groups:
+    """The groups of a file with such a stream, see `map_episodes`."""
+    return _by_group(map_episodes(path))
+
+
+def _by_group(episodes: list[Episode]) -> Groups:
+    return [tuple(group) for _, group in groupby(episodes, key=lambda one: one.group_id)]
 
 
 def _sampled(groups: Groups) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
+from perilune.data.routes import Routes, no_routes
 from perilune.engine.request import Completion
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.protocol import Failure, Message, Observation, Outcome, Task
@@ -78,6 +79,28 @@ class Trajectory:
             part = getattr(turn.completion, name)
             values[turn.start : turn.start + len(part)] = part
         return values
+
+    def routes(self) -> Routes | None:
+        """Routes of all tokens but the last; None if the engine recorded none.
+
+        A turn has routes of its whole context. Those of earlier turns are kept, because they computed what
+        was sampled there. Rows are missing where weights changed within a turn, which computed the context
+        again: other experts may have computed the tokens before.
+        """
+        recorded = [one for turn in self.turns if (one := turn.completion.routed_experts) is not None]
+        if not recorded:
+            return None
+        routes = no_routes(len(self.prompt_ids) + len(self.token_ids) - 1, recorded[0])
+        known = 0
+        for turn in self.turns:
+            part, versions = turn.completion.routed_experts, turn.completion.policy_version
+            end = len(turn.context) + len(versions) - 1
+            if part is not None and len(part) == end:
+                routes[known:end] = part[known:]
+                older = np.flatnonzero(versions != versions[-1])
+                routes[len(turn.context) - 1 + older] = no_routes(1, part)
+            known = end
+        return routes
 
     def mask(self) -> NDArray[np.bool_]:
         """bool[T], True on tokens that the policy sampled."""

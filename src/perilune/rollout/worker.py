@@ -297,6 +297,7 @@ class RolloutWorker:
             policy_version=trajectory.sampled("policy_version", -1, np.int32),
             finish_reason=rollout.finish_reason,
             metrics=_metrics(rollout, trajectory, outcome),
+            routed_experts=trajectory.routes(),
             **outcome_fields(outcome),
         )
 

@@ -21,12 +21,22 @@ class Cache(Structure):
     )
 
 
+class RouteMemory(Structure):
+    """struct route_store."""
+
+    _fields_ = (
+        ("experts", c_void_p),
+        *((name, c_int64) for name in ("table", "bytes", "layers")),
+    )
+
+
 class Step(Structure):
     """struct step: the tokens of one step."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "sequences", "tables_stride", "logit_count")),
         *((name, c_void_p) for name in ("tokens", "positions", "logit_rows", "sequence", "tables", "logits")),
+        ("routes", RouteMemory),
     )
 
 

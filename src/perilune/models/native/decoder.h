@@ -15,6 +15,7 @@ struct layer {
     int64_t window;             /* tokens that a query sees, including its own; 0 means all */
     struct weight router;       /* of the experts, which replace gate_up and down */
     const struct expert *experts;
+    int64_t sparse_index;       /* its number among the layers with experts */
 };
 
 struct model {
@@ -153,6 +154,23 @@ static void feed_dense(struct part *part, const struct layer *layer)
     multiply(part, job->wide, job->wide_stride, &layer->down, job->h, job->stride);
 }
 
+/* Store the experts of this thread's rows beside their keys. */
+static void record_routes(const struct part *part, int64_t index)
+{
+    const struct step *step = part->job->step;
+    const struct route_store *store = &step->routes;
+    int64_t count = part->job->mixture.per_token;
+    for (int64_t row = part->from; row < part->to; row++) {
+        int64_t position = step->positions[row];
+        int64_t slot = block_of(step, store->table, row, position) * BLOCK + position % BLOCK;
+        int64_t start = (slot * store->layers + index) * count;
+        const int64_t *chosen = part->job->mixture.chosen + row * count;
+        for (int64_t k = 0; k < count; k++)
+            if (store->bytes == 1) ((uint8_t *)store->experts)[start + k] = (uint8_t)chosen[k];
+            else ((uint16_t *)store->experts)[start + k] = (uint16_t)chosen[k];
+    }
+}
+
 /* The mixture of experts of a sparse layer, from h to h. */
 static void feed_experts(struct part *part, const struct layer *layer)
 {
@@ -161,6 +179,7 @@ static void feed_experts(struct part *part, const struct layer *layer)
     multiply(part, job->h, job->stride, &layer->router, job->wide, job->wide_stride);
     for (int64_t row = part->from; row < part->to; row++)
         route_token(mixture, row, job->wide + row * job->wide_stride);
+    if (job->step->routes.experts) record_routes(part, layer->sparse_index);
     barrier(part->team);
     if (part->rank == 0) group_by_expert(mixture, job->step->rows);
     barrier(part->team);

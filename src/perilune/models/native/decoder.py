@@ -27,6 +27,7 @@ class _Layer(Structure):
         ("window", c_int64),
         ("router", Weight),
         ("experts", c_void_p),
+        ("sparse_index", c_int64),
     )
 
 
@@ -168,7 +169,7 @@ class NativeDecoder:
             expert.gate_up = self._weight(network.gate, network.up)
             expert.down = self._weight(network.down)
         self._experts.append(experts)
-        return {"router": router, "experts": addressof(experts)}
+        return {"router": router, "experts": addressof(experts), "sparse_index": mlp.index}
 
     def _weight(self, *projections: Projection) -> Weight:
         parts = [(one.weight_of(part), _bias(part)) for one in projections for part in one.parts]

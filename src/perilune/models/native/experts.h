@@ -26,11 +26,13 @@ struct mixture {
 };
 
 /* Overwrite the logits with their softmax, and choose the `per_token` largest: their indices, the largest first and
- * the lower index first on ties, and their probabilities, scaled to sum to one if `normalised`.
+ * the lower index first on ties, and their probabilities, scaled to sum to one if `normalised`. Experts that are
+ * `given`, unless null or -1, are chosen instead.
  *
  * Not inlined, so that learning and sampling run the same instructions and round alike. */
 static __attribute__((noinline)) void route_row(
-    float *logits, int64_t experts, int64_t per_token, int64_t normalised, float *weights, int64_t *chosen)
+    float *logits, int64_t experts, int64_t per_token, int64_t normalised, const int64_t *given, float *weights,
+    int64_t *chosen)
 {
     v16 top = splat(-INFINITY), total = splat(0.0f);
     for (int64_t i = 0; i < experts; i += LANES) top = larger(load_first(logits + i, experts - i, -INFINITY), top);
@@ -41,10 +43,11 @@ static __attribute__((noinline)) void route_row(
         store_first(logits + i, power, experts - i);
     }
     float all = sum(total), kept = 0.0f;
+    int replayed = given && given[0] >= 0;
     for (int64_t i = 0; i < experts; i++) logits[i] /= all;
     for (int64_t k = 0; k < per_token; k++) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < experts; e++) {
+        int64_t best = replayed ? given[k] : -1;
+        for (int64_t e = 0; !replayed && e < experts; e++) {
             int taken = 0;
             for (int64_t j = 0; j < k; j++) taken |= chosen[j] == e;
             if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
@@ -59,7 +62,7 @@ static __attribute__((noinline)) void route_row(
 static void route_token(const struct mixture *m, int64_t row, float *logits)
 {
     int64_t at = row * m->per_token;
-    route_row(logits, m->experts, m->per_token, m->normalised, m->weights + at, m->chosen + at);
+    route_row(logits, m->experts, m->per_token, m->normalised, NULL, m->weights + at, m->chosen + at);
 }
 
 /* Assign a row to each pair, sorted by expert and then by token. */

@@ -76,7 +76,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rms_norm_backward": (_P, _I, _I, _P, _I, _P, _P, _P, _P, _I),
     "rotate": (_P, _I, _I, _I, _P, _P, _I, _F, _P, _I),
     "gated": (_P, _P, _I, _I, _I, _P, _I),
-    "route": (_P, _I, _I, _I, _I, _P, _P, _I),
+    "route": (_P, _I, _I, _I, _I, _P, _P, _P, _I),
     "swiglu_backward": (_P, _P, _P, _I, _I, _P, _P, _I),
     "token_logprobs": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
     "token_logprobs_backward": (_P, _I, _I, _P, _F, _P, _P, _P, _I),
@@ -277,12 +277,24 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up
 
 
-def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Weights float32[N, K] and indices int64[N, K] of the experts of each row, from logits float32[N, E]."""
+def route(
+    logits: Tensor, per_token: int, normalised: bool, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights float32[N, K] and indices int64[N, K] of the experts of each row, from logits float32[N, E].
+
+    Experts int64[N, K] that are `given` are taken as they are; a row of -1 is chosen by its logits.
+
+    Raises:
+        ValueError: when a given expert does not exist.
+    """
+    if given is not None:
+        given = given.contiguous()
+        if given.shape != (len(logits), per_token) or bool((given >= logits.shape[1]).any()):
+            raise ValueError(f"routes {tuple(given.shape)} do not fit {logits.shape[1]} experts")
     scratch = logits.clone(memory_format=torch.contiguous_format)
     weights = torch.empty(len(logits), per_token)
     chosen = torch.empty(len(logits), per_token, dtype=torch.int64)
-    _run("route", scratch, *logits.shape, per_token, normalised, weights, chosen)
+    _run("route", scratch, *logits.shape, per_token, normalised, given, weights, chosen)
     return weights, chosen
 
 

@@ -11,6 +11,13 @@ struct cache {
     int64_t kind, table;
 };
 
+/* Where the routes of a step go: experts[blocks][16][layers][per token], of 1 or 2 bytes each. Null if they are not
+ * recorded. `table` is the block table of the rows, `layers` counts those with experts. */
+struct route_store {
+    void *experts;
+    int64_t table, bytes, layers;
+};
+
 /* The tokens of one step. Row r is at positions[r] of sequence[r], and `tables` has the blocks of each sequence. */
 struct step {
     int64_t rows, sequences, tables_stride, logit_count;
@@ -18,6 +25,7 @@ struct step {
     const int64_t *sequence;
     const int32_t *tables; /* [windows][sequences][tables_stride] */
     float *logits;         /* [logit_count][V] */
+    struct route_store routes;
 };
 
 INLINE int64_t block_of(const struct step *step, int64_t table, int64_t row, int64_t position)

@@ -45,7 +45,9 @@ def run(
         stop_without_signal: stop the run when nearly all groups have had equal rewards for many steps.
     """
     with ExitStack() as stack:
-        opened = stack.enter_context(open_player(workspace, spec.max_tokens, spec, spec.memory_plan))
+        opened = stack.enter_context(
+            open_player(workspace, spec.max_tokens, spec, spec.memory_plan, record_routes=spec.routing_replay)
+        )
         player = replace(opened, rollouts=replace(opened.rollouts, learned=_reward_model(spec, opened)))
         policy, device = player.policy, player.device
         load_start = partial(load_reference, workspace, device, policy, spec)

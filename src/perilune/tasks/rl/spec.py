@@ -41,6 +41,11 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
     curriculum: CurriculumSettings | None = Field(
         None, description="draw tasks by their pass rate; {} uses the defaults"
     )
+    routing_replay: bool = Field(
+        False,
+        description="for a mixture of experts: compute each token in training with the experts that computed"
+        " it in sampling",
+    )
 
     asynchronous: AsynchronousSettings | None = Field(
         None, description="sample in separate processes while training; {} uses the defaults"

@@ -41,6 +41,12 @@ class ReinforcementStage(Stage[Spec]):
             _require_asynchronous(job)
         OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = model_config(job)
+        if spec.routing_replay and config.experts is None:
+            raise RequestError(
+                f"a {config.architecture} model has no experts, so there are no routes to replay",
+                where=f"stages.{job.stage}.routing_replay",
+                remedy="remove routing_replay, or train a mixture of experts",
+            )
         longest = planned_tokens(job.environment, spec.max_tokens, config)
         episodes = spec.steps * spec.prompts * spec.samples
         most = spec.algorithm.refills
@@ -52,6 +58,7 @@ class ReinforcementStage(Stage[Spec]):
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),
+            **({"routing": "replayed in training"} if spec.routing_replay else {}),
             **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
             **training_plan(spec, job, spec.memory_plan(config, longest, job.resources.device)),
         }

@@ -123,16 +123,25 @@ def engine_size(config: DecoderConfig, max_tokens: int, device: str) -> EngineSi
     return EngineSize(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
 
 
-def make_engine(decoder: Decoder, max_tokens: int, tokenizer: Tokenizer) -> Engine:
+def make_engine(
+    decoder: Decoder, max_tokens: int, tokenizer: Tokenizer, *, record_routes: bool = False
+) -> Engine:
     """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
 
     Args:
         tokenizer: for stop texts.
+
+    Raises:
+        RequestError: when `record_routes` is set for a model whose routes cannot be recorded.
     """
     from perilune.engine.engine import Engine
 
     device = next(decoder.parameters()).device
-    return Engine(decoder, tokenizer=tokenizer, **engine_size(decoder.config, max_tokens, device.type))
+    size = engine_size(decoder.config, max_tokens, device.type)
+    engine = Engine(decoder, tokenizer=tokenizer, **size)
+    if record_routes:
+        engine.record_routes()
+    return engine
 
 
 def stage_memory(

@@ -85,6 +85,7 @@ def open_player(
     memory: Callable[[DecoderConfig, int, str], StageMemory] | None = None,
     *,
     environments: int = 1,
+    record_routes: bool = False,
 ) -> Iterator[Player]:
     """Load the stage's checkpoint, open its environment, and set up engine and rollout worker.
 
@@ -94,6 +95,7 @@ def open_player(
         memory: computes the memory plan from the model's configuration, the tokens of the longest episode and
             the type of device. The plan must fit the machine before the engine is made.
         environments: number of environment processes.
+        record_routes: record which experts compute each token.
 
     Raises:
         RequestError: when the answers leave no room for a prompt, or the plan does not fit.
@@ -110,7 +112,7 @@ def open_player(
         planned = None
         if memory is not None:
             planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
-        engine = make_engine(policy.decoder, longest, policy.tokenizer)
+        engine = make_engine(policy.decoder, longest, policy.tokenizer, record_routes=record_routes)
         ranks = join_ranks(workspace, device)
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks

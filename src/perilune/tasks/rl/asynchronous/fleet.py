@@ -26,7 +26,7 @@ from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.adaptation import trainable
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
-from perilune.rollout.groups import Groups, groups_from_bytes
+from perilune.rollout.groups import Groups, map_groups
 from perilune.weights import Sent
 from perilune.weights.delta import Changed, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
@@ -187,7 +187,7 @@ class Fleet:
             key = tuple(message["group"])
             path = Path(message["file"])
             if process.groups.pop(key, None) is not None:
-                self.finished[key] = groups_from_bytes(path.read_bytes())
+                self.finished[key] = map_groups(path)
             path.unlink()
             self._lost_in_a_row = 0
         elif "holds" in message:

@@ -19,7 +19,6 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -98,7 +97,9 @@ class RolloutProcess:
             Group(
                 tuple(message["key"]),
                 Task(**message["task"]),
-                None if known is None else [[TurnTokens(**turn) for turn in sample] for sample in known],
+                None
+                if known is None
+                else [[TurnTokens.from_json(turn) for turn in sample] for sample in known],
                 None if spans is None else [[(v, n) for v, n in sample] for sample in spans],
             )
         )
@@ -111,7 +112,7 @@ class RolloutProcess:
 
     def _snapshot(self, path: Path) -> None:
         recorded = [
-            {"key": key, "samples": [[asdict(turn) for turn in sample] for sample in samples]}
+            {"key": key, "samples": [[turn.to_json() for turn in sample] for sample in samples]}
             for key, samples in self._rollouts.recorded().items()
         ]
         write_atomic(path, json.dumps(recorded).encode())
@@ -133,7 +134,13 @@ def main() -> None:
     assert spec.asynchronous is not None
     environments = spec.asynchronous.environments
     try:
-        with open_player(workspace, spec.max_tokens, spec, environments=environments) as player:
+        with open_player(
+            workspace,
+            spec.max_tokens,
+            spec,
+            environments=environments,
+            record_routes=spec.routing_replay,
+        ) as player:
             RolloutProcess(player, spec, Path(sys.argv[2]), send).run()
     except Exception as error:
         traceback.print_exc()

@@ -1,0 +1,55 @@
+"""Routes of a sequence as an array: the experts of each token in each layer of a mixture of experts.
+
+uint8 (up to 255 experts) or uint16 [rows, layers with experts, experts per token]. Row i has the experts of
+token i, which were computed to predict token i + 1, so the last token has no row. A row whose values are all
+the largest of the dtype is missing: its experts are not known. No expert has that number.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Routes = NDArray[Any]
+
+
+def route_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
+    """The smallest dtype for the experts 0 .. `experts` - 1 and the mark of a missing row."""
+    return np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16
+
+
+def missing_mark(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
+    """The value of a missing row."""
+    return int(np.iinfo(dtype).max)
+
+
+def missing_rows(routes: Routes) -> NDArray[np.bool_]:
+    """bool[rows], whether the experts of a row are not known."""
+    missing: NDArray[np.bool_] = routes[:, 0, 0] == missing_mark(routes.dtype)
+    return missing
+
+
+def no_routes(rows: int, like: Routes) -> Routes:
+    """Missing routes of `rows` tokens, of the layers and the dtype of `like`."""
+    return np.full((rows, *like.shape[1:]), missing_mark(like.dtype), like.dtype)
+
+
+def with_missing_row(routes: Routes) -> Routes:
+    """The routes followed by a missing row."""
+    return np.concatenate([routes, no_routes(1, routes)])
+
+
+def routes_to_json(routes: Routes) -> dict[str, Any]:
+    """Routes as a JSON object."""
+    data = base64.b64encode(routes.tobytes()).decode()
+    return {"dtype": routes.dtype.name, "shape": routes.shape, "data": data}
+
+
+def routes_from_json(document: Mapping[str, Any]) -> Routes:
+    """The inverse of `routes_to_json`."""
+    data = np.frombuffer(base64.b64decode(document["data"]), np.dtype(document["dtype"]))
+    return data.reshape(document["shape"])

@@ -1,0 +1,163 @@
+"""Routes are recorded beside the cache: however a token gets there, its row is that of a cold run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.data.routes import missing_rows
+from perilune.engine.decode_step import GatheredAttention
+from perilune.engine.engine import Engine
+from perilune.engine.graph_runner import GraphRunner
+from perilune.engine.native_runner import NativeRunner
+from perilune.engine.request import Completion, Prompt, Request, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.errors import RequestError
+from perilune.models.attention import PackedAttention
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.decoder import Decoder
+
+MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 3, 48, dense_layers=(1,)))
+PARAMS = SamplingParams(24)
+RUNNERS: dict[str, Callable[..., Any]] = {
+    "native": NativeRunner,
+    "torch": TorchRunner,
+    "graph": partial(GraphRunner, attention=GatheredAttention),
+}
+
+
+def made(config: DecoderConfig = MIXTURE, seed: int = 0) -> Decoder:
+    decoder = Decoder(config)
+    decoder.initialize(seed)
+    return decoder
+
+
+def recording(decoder: Decoder, **options: Any) -> Engine:
+    engine = Engine(decoder, **options)
+    engine.record_routes()
+    return engine
+
+
+def sequence(prompt: Prompt, one: Completion) -> list[int]:
+    return [*prompt.token_ids, *one.token_ids.tolist()]
+
+
+class Recorder:
+    """The router's own choices in one forward pass of a whole sequence, by the decoder that learns."""
+
+    def __init__(self, decoder: Decoder, tokens: list[int]) -> None:
+        self.layers: list[np.ndarray] = []
+        with torch.no_grad():
+            ids = torch.tensor(tokens)
+            decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])), self)
+
+    def given(self, layer: int, rows: int) -> None:
+        return None
+
+    def observe(self, layer: int, logits: torch.Tensor, chosen: torch.Tensor) -> None:
+        assert layer == len(self.layers)
+        self.layers.append(chosen.numpy())
+
+
+def cold(decoder: Decoder, tokens: list[int]) -> np.ndarray:
+    """[T - 1, layers, K] of a whole sequence."""
+    return np.stack(Recorder(decoder, tokens[:-1]).layers, axis=1)
+
+
+def check(decoder: Decoder, prompt: Prompt, one: Completion) -> None:
+    assert one.routed_experts is not None and one.routed_experts.dtype == np.uint8
+    np.testing.assert_array_equal(one.routed_experts, cold(decoder, sequence(prompt, one)))
+
+
+def prompts(count: int, length: int = 21) -> list[Prompt]:
+    return [Prompt([(7 * i + 3 * j + j * j) % 60 for j in range(length)], (0, 1, i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_sample_has_the_routes_of_every_token_but_its_last(runner: str) -> None:
+    decoder = made()
+    engine = recording(decoder, slots=8, runner=RUNNERS[runner])
+    few = prompts(2)
+    for prompt, group in zip(few, engine.sample(few, 3, PARAMS), strict=True):
+        for one in group:  # samples 1 and 2 got a copy of the prompt's half-full second block
+            check(decoder, prompt, one)
+
+
+def test_a_prefix_that_is_not_computed_again_has_its_routes() -> None:
+    decoder = made()
+    engine = recording(decoder, slots=8)
+    (prompt,) = prompts(1, 40)
+    for _ in range(2):
+        ((one,),) = engine.sample([prompt], 1, PARAMS)
+        check(decoder, prompt, one)
+    assert engine.counters.cached_tokens == 32
+
+
+def test_preempted_samples_have_all_routes() -> None:
+    decoder = made()
+    engine = recording(decoder, slots=6, cache_tokens=160)
+    many = prompts(6)
+    for prompt, (one,) in zip(many, engine.sample(many, 1, PARAMS), strict=True):
+        check(decoder, prompt, one)
+    assert engine.counters.preemptions
+
+
+def test_more_than_255_experts_take_two_bytes() -> None:
+    decoder = made(MIXTURE.replace(experts=Experts(256, 2, 16)))
+    for runner in (NativeRunner, TorchRunner):
+        engine = recording(decoder, slots=4, runner=runner)
+        (prompt,) = prompts(1)
+        ((one,),) = engine.sample([prompt], 1, PARAMS)
+        assert one.routed_experts is not None and one.routed_experts.dtype == np.uint16
+        np.testing.assert_array_equal(one.routed_experts, cold(decoder, sequence(prompt, one)))
+        assert not missing_rows(one.routed_experts).any()
+
+
+def test_rows_behind_the_windows_of_all_layers_are_missing() -> None:
+    decoder = made(MIXTURE.replace(windows=(16,) * MIXTURE.num_layers))
+    # This runner writes padding into the null block.
+    engine = recording(decoder, slots=2, runner=TorchRunner)
+    (prompt,) = prompts(1, 70)
+    ((one,),) = engine.sample([prompt], 1, PARAMS)
+    assert one.routed_experts is not None
+    expected, missing = cold(decoder, sequence(prompt, one)), missing_rows(one.routed_experts)
+    assert missing[:48].all() and not missing[-16:].any()
+    np.testing.assert_array_equal(one.routed_experts[~missing], expected[~missing])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_swap_of_weights_in_flight(recompute: bool) -> None:
+    """Recomputed, all rows are the new weights'. Kept, the prompt's rows are missing."""
+    decoder = made()
+    engine = recording(decoder, slots=2)
+    (prompt,) = prompts(1)
+    engine.add(Request(prompt.token_ids, PARAMS), stream=False)
+    for _ in range(10):
+        assert not engine.step()
+    decoder.initialize(1)
+    engine.update_weights(None, 1, recompute=recompute)
+    while not (deltas := engine.step()):
+        pass
+    routes, tokens = deltas[0].routed_experts, [*prompt.token_ids, *deltas[0].token_ids]
+    assert routes is not None
+    if recompute:
+        np.testing.assert_array_equal(routes, cold(decoder, tokens))
+    else:
+        missing = missing_rows(routes)
+        assert missing[: len(prompt.token_ids) - 1].all() and not missing[len(prompt.token_ids) - 1 :].any()
+
+
+def test_without_recording_nothing_is_returned() -> None:
+    ((one,),) = Engine(made(), slots=2).sample(prompts(1), 1, PARAMS)
+    assert one.routed_experts is None
+
+
+def test_a_dense_model_has_no_routes() -> None:
+    with pytest.raises(RequestError, match="no experts"):
+        recording(made(PRESETS["tiny"]), slots=2)
