@@ -14,7 +14,7 @@ from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_tas
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.execution.placements.local import restore_outputs
-from perilune.files import read_json_lines
+from perilune.files import read_json, read_json_lines
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,12 @@ def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
     sent = [line["weights_bytes"] for line in read_json_lines(other / "artifacts" / "timings.jsonl")]
     assert sent[1] < sent[0]
     differences = {one.path for one in compare_artifacts(one, other)}
-    assert differences <= {"artifacts/schedule.jsonl", "artifacts/metrics.jsonl"}
+    files = ("schedule.jsonl", "metrics.jsonl", "summary.json")
+    assert differences <= {f"artifacts/{name}" for name in files}
+    summaries = [read_json(folder / "artifacts" / "summary.json") for folder in (one, other)]
+    assert summaries[0]["last"] == summaries[1]["last"]
+    copy = summaries[1]["memory"]["planned_bytes"] - summaries[0]["memory"]["planned_bytes"]
+    assert copy == 2 * summaries[0]["parameters"]
     for line, again in zip(metrics(one), metrics(other), strict=True):
         assert again.pop("mixed_versions") == 0
         assert line == again
