@@ -18,13 +18,21 @@ from perilune.errors import PeriluneError
 from perilune.serve.errors import answer_error, answer_gone, answer_refused, answer_unexpected
 from perilune.serve.guard import BodyLimits, Guard
 from perilune.serve.service import Service
+from perilune.serve.weights import WeightUpdates, weight_routes
+
+_COUNTED = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/weights", "/health", "/metrics"}
+)
 
 
-def make_app(service: Service, *, token: str | None, bodies: BodyLimits) -> FastAPI:
+def make_app(
+    service: Service, *, token: str | None, bodies: BodyLimits, weights: WeightUpdates | None = None
+) -> FastAPI:
     """The application that answers with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
+        weights: receives new weights, if the server accepts them.
     """
 
     @asynccontextmanager
@@ -33,6 +41,8 @@ def make_app(service: Service, *, token: str | None, bodies: BodyLimits) -> Fast
         yield
         service.thread.stop()
         service.close()
+        if weights is not None:
+            weights.close()
 
     # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -45,6 +55,8 @@ def make_app(service: Service, *, token: str | None, bodies: BodyLimits) -> Fast
         app.add_exception_handler(kind, answer)
     app.add_middleware(Guard, token=token, bodies=bodies, draining=lambda: service.draining)
     app.add_middleware(_Counted, service=service)
+    if weights is not None:
+        app.include_router(weight_routes(weights))
     started = int(time())
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -92,8 +104,7 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                known = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
-                path = scope["path"] if scope["path"] in known else "other"
+                path = scope["path"] if scope["path"] in _COUNTED else "other"
                 self._service.metrics.answered(path, message["status"])
             await send(message)
 

@@ -191,6 +191,32 @@ class EngineThread:
             raise
         return stream
 
+    async def between_steps(self, work: Callable[[], None]) -> None:
+        """Run `work` in the engine's thread between two steps.
+
+        Raises:
+            RequestError: of `work`, which has changed nothing then.
+            WorkFailedError: when `work` fails in another way. The engine has failed then.
+        """
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                work()
+            except RequestError as refusal:
+                error = refusal
+                self._call_in_loop(lambda: finished.set_exception(error))
+            except BaseException as failure:
+                _log.error("the engine failed between two steps", exc_info=failure)
+                lasting = failure
+                self._call_in_loop(lambda: self._end(lasting))
+                self._call_in_loop(lambda: finished.set_exception(WorkFailedError("the engine has failed")))
+            else:
+                self._call_in_loop(lambda: finished.set_result(None))
+
+        self._commands.put(command)
+        await asyncio.shield(finished)
+
     def abort(self, ids: Sequence[int]) -> None:
         """Stop requests."""
         for request_id in ids:

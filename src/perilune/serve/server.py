@@ -19,12 +19,14 @@ import uvicorn
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.app import make_app
 from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.service import ServedModel, Service
+from perilune.serve.weights import MOST_CHUNK, WeightUpdates
 
 SHORTEST_TOKEN = 16  # characters; shorter ones can be guessed
 _BACKLOG = 2048  # connections that wait to be accepted
@@ -50,6 +52,7 @@ class Settings:
         drain: seconds to finish open requests after SIGTERM.
         stalled: seconds until a client that neither reads nor sends is disconnected.
         max_connections: connections at a time; None for what the limit on open files allows, at most 4096.
+        weight_updates: whether clients may replace the weights.
         adapters: folders of LoRA adapters in PEFT format, by their names in requests.
     """
 
@@ -67,6 +70,7 @@ class Settings:
     drain: float = 30.0
     stalled: float = 60.0
     max_connections: int | None = None
+    weight_updates: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -84,17 +88,17 @@ def serve(
     """
     token = _token(settings)
     with _listening(settings.host, settings.port) as listener:
-        service = _service(settings, notify)
+        service, weights = _service(settings, notify)
         gc.collect()
         gc.freeze()  # later collections, which hold up every request, skip what stays for good
-        server = _Server(service, settings, token, lambda: announce(_url(listener)))
+        server = _Server(service, weights, settings, token, lambda: announce(_url(listener)))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
         raise WorkFailedError(f"the engine failed: {service.thread.failure}", where=str(settings.checkpoint))
 
 
-def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
-    """Load the checkpoint and create the engine and the service."""
+def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, WeightUpdates | None]:
+    """Load the checkpoint, and create the engine, the service, and what receives new weights."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
     if isinstance(loaded, TransformersModel):
@@ -128,7 +132,15 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> Service:
             "preemptions": engine.counters.preemptions,
         }
 
-    return Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
+    service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
+    if not settings.weight_updates:
+        return service, None
+    if not isinstance(loaded, StoredDecoder) or settings.adapters:
+        raise RequestError(
+            "only a model that Perilune computes itself, served without adapters, can get new weights",
+            where="--weight-updates",
+        )
+    return service, WeightUpdates(engine, loaded, service.thread, min(settings.max_body, MOST_CHUNK))
 
 
 def _device(requested: str) -> str:
@@ -144,10 +156,15 @@ class _Server(uvicorn.Server):
     """uvicorn with a shutdown in two steps: finish open requests, then close connections."""
 
     def __init__(
-        self, service: Service, settings: Settings, token: str | None, announce: Callable[[], None]
+        self,
+        service: Service,
+        weights: WeightUpdates | None,
+        settings: Settings,
+        token: str | None,
+        announce: Callable[[], None],
     ) -> None:
         bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
-        app = make_app(service, token=token, bodies=bodies)
+        app = make_app(service, token=token, bodies=bodies, weights=weights)
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),

@@ -5,4 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 Sent = Literal["auto", "full", "delta"]
-"""What is sent: whole tensors, the values that changed, or for each tensor the smaller one."""
+"""What is sent: whole tensors (full), or the values that changed where these are smaller. With "auto" changes
+are only searched in tensors of fewer than four bytes per value."""

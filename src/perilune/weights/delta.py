@@ -81,7 +81,7 @@ class WeightWriter:
 
     Args:
         sent: what is sent. With "auto", tensors of four bytes and more per value are sent whole: nearly all
-            of their values change in every step (docs/results/weight_sync.md).
+            of their values change in every step.
     """
 
     def __init__(self, sent: Sent = "auto") -> None:
@@ -111,7 +111,7 @@ class WeightWriter:
             positions = self._positions(name, flat, changed)
             differing += flat.numel() if positions is None else len(positions)
             delta = None if positions is None or anchor else _encoded(name, flat, positions)
-            if delta is None or (self._sent == "auto" and _size(delta.values()) >= flat.nbytes):
+            if delta is None or _size(delta.values()) >= flat.nbytes:
                 parts[name] = flat.reshape(tensor.shape)
                 rewritten.add(name)
             else:
@@ -190,6 +190,12 @@ class WeightReader:
         self._digests: dict[str, str] = {}
         self._next: tuple[int, str, dict[str, str]] | None = None
 
+    def adopt(self, held: Mapping[str, Tensor], version: int) -> None:
+        """Start from weights that came another way."""
+        dtypes = {name: self._dtypes.get(name, one.dtype) for name, one in held.items()}
+        self._digests = {name: tensor_digest(one.to(dtypes[name])) for name, one in held.items()}
+        self.version, self.result = version, digest_of(self._digests)
+
     def read(self, path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """New tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
 
@@ -207,16 +213,16 @@ class WeightReader:
             if isinstance(error, FileNotFoundError):
                 raise
             raise RequestError(f"not a weight update: {error}", where=str(path)) from None
-        rewritten, new = _decoded(tensors, held, self._dtypes, path)
+        rewritten = {name for name in tensors if "/" not in name}
         kept = {name: one for name, one in self._digests.items() if name not in rewritten}
-        missing = held.keys() - self._digests.keys() - rewritten
-        if missing or digest_of(kept) != about["base"]:
+        if held.keys() - self._digests.keys() - rewritten or digest_of(kept) != about["base"]:
             raise RequestError(
                 f"version {about['version']} needs weights with digest {about['base']}, and this receiver has"
                 f" {digest_of(kept)} of version {self.version}",
                 where=str(path),
                 remedy="send a full update",
             )
+        new = _decoded(tensors, held, self._dtypes, path)
         digests = self._digests | {name: tensor_digest(one) for name, one in new.items()}
         if (result := digest_of(digests)) != about["result"]:
             raise RequestError(
@@ -226,6 +232,12 @@ class WeightReader:
             )
         self._next = int(about["version"]), result, digests
         return new
+
+    @property
+    def next_version(self) -> int:
+        """The version of the last `read`."""
+        assert self._next is not None
+        return self._next[0]
 
     def commit(self) -> None:
         """Record that the tensors of the last `read` are loaded."""
@@ -262,8 +274,8 @@ def _encoded(name: str, flat: Tensor, positions: NDArray[np.int64]) -> dict[str,
 
 def _decoded(
     parts: dict[str, Tensor], held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path
-) -> tuple[set[str], dict[str, Tensor]]:
-    """The names of whole tensors, and all new tensors.
+) -> dict[str, Tensor]:
+    """The new tensors by name.
 
     Raises:
         RequestError: when a part does not fit `held`.
@@ -272,8 +284,7 @@ def _decoded(
     def refuse(problem: str) -> RequestError:
         return RequestError(problem, where=str(path), remedy="send a full update of this model")
 
-    whole = {name for name in parts if "/" not in name}
-    new = {name: parts.pop(name) for name in whole}
+    new = {name: parts.pop(name) for name in list(parts) if "/" not in name}
     for name, tensor in new.items():
         known = held.get(name)
         if known is None:
@@ -300,7 +311,7 @@ def _decoded(
         new[name] = flat.reshape(known.shape)
     if parts:
         raise refuse(f"unknown part {next(iter(parts))[:80]!r}")
-    return whole, new
+    return new
 
 
 def _positions(

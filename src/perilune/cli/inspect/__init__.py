@@ -13,6 +13,7 @@ COMMANDS = {
     "track": ("inspect.track:track", "Copy metrics to TensorBoard, W&B or MLflow."),
     "chat": ("inspect.chat:chat", "Chat with a checkpoint in the terminal."),
     "serve": ("inspect.serve:serve", "Serve a checkpoint over OpenAI's HTTP API."),
+    "push": ("inspect.push:push", "Give a running server new weights."),
     "model": ("inspect.model:app", "Fetch, list, describe and export models."),
     "bundle": ("inspect.bundle:app", "Freeze, verify and inspect bundles."),
     "verify": ("inspect.integrity:verify", "Check files and records against their signatures."),

@@ -56,6 +56,11 @@ MaxConnections = Annotated[
     typer.Option(min=1, help="Open connections. Default: what the limit on open files allows, at most 4096."),
 ]
 
+WeightUpdates = Annotated[
+    bool,
+    typer.Option("--weight-updates", help="Let clients replace the weights, with `perilune push`."),
+]
+
 
 def serve(
     checkpoint: CheckpointArgument,
@@ -74,6 +79,7 @@ def serve(
     drain: Drain = 30.0,
     stall: Stall = 60.0,
     max_connections: MaxConnections = None,
+    weight_updates: WeightUpdates = False,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -108,6 +114,7 @@ def serve(
         drain=drain,
         stalled=stall,
         max_connections=max_connections,
+        weight_updates=weight_updates,
         adapters=dict(map(_adapter, adapter or [])),
     )
     run_server(

@@ -39,7 +39,7 @@ from perilune.models.checkpoints.loading import save_checkpoint
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FOLDER = "adapter"  # inside the folder of a checkpoint with the adapter merged
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
 _BASE = "base.json"  # how the frozen weights were stored, and their checksum
@@ -73,7 +73,7 @@ class Adapter:
             RequestError: when a file is missing or malformed, or the adapter is not plain LoRA.
         """
         folder = Path(path)
-        weights, config_file = folder / _WEIGHTS, folder / _CONFIG
+        weights, config_file = folder / _WEIGHTS, folder / CONFIG
         for file in (weights, config_file):
             if not file.is_file():
                 raise RequestError(
@@ -123,7 +123,7 @@ class Adapter:
             "use_rslora": False,
             "use_dora": False,
         }
-        write_json(path / _CONFIG, document)
+        write_json(path / CONFIG, document)
 
     def check(self, decoder: Decoder) -> None:
         """Check that the adapter fits `decoder`.

@@ -23,8 +23,8 @@ class AsynchronousSettings(Frozen):
 
     weights: Sent = Field(
         "auto",
-        description="how weights reach the rollout processes: whole (full), only changed values (delta), or"
-        " for each bfloat16 tensor the smaller one (auto)",
+        description="what rollout processes get: whole tensors (full), or changed values where these are"
+        " smaller, of all tensors (delta) or of those that engines keep in bfloat16 (auto)",
     )
     keep_sent: bool = Field(
         True,

@@ -1,0 +1,74 @@
+"""`perilune push`: new weights for a running server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder
+from perilune.cli.output import echo, print_json
+from perilune.cli.units import size
+from perilune.errors import RequestError
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="Address of the server, with or without /v1.")]
+Base = Annotated[
+    str,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="The checkpoint that the server has: only changes are sent. If it has another, all is sent.",
+    ),
+]
+TokenEnv = Annotated[
+    str, typer.Option(metavar="NAME", help="Environment variable with the bearer token of the server.")
+]
+
+
+def push(
+    checkpoint: CheckpointArgument,
+    url: Url,
+    *,
+    base: Base = "",
+    token_env: TokenEnv = "",
+    as_json: Json = False,
+) -> None:
+    """Give a running server the weights of a checkpoint, without a restart.
+
+    The server is `perilune serve --weight-updates`, on any machine. It answers during the transfer, and an
+    interrupted transfer continues. The weights are replaced between two tokens, all at once. Requests in
+    flight continue with the new weights.
+
+    It may also be vLLM with VLLM_SERVER_DEV_MODE=1, which must see the checkpoint under the same path. A
+    folder with a PEFT adapter replaces the adapter of that name.
+
+    \b
+    perilune push rl http://127.0.0.1:8000
+    perilune push ./step-20 https://gpu.example:8000 --base ./step-10 --token-env SERVER_TOKEN
+    """
+    if find_spec("httpx") is None:
+        raise RequestError("the package httpx is not installed", remedy="pip install 'perilune[remote]'")
+    token = None
+    if token_env and not (token := os.environ.get(token_env)):
+        raise RequestError(f"{token_env} is not set", where="--token-env")
+    folder = checkpoint_folder(checkpoint)
+    before = checkpoint_folder(base) if base else None
+    from perilune.weights.push import target
+
+    shown = 0
+
+    def report(sent: int, total: int) -> None:
+        nonlocal shown
+        if total >= 1 << 24 and 10 * sent // total > shown:  # a line for every tenth of a large file
+            shown = 10 * sent // total
+            echo(f"sent {size(sent)} of {size(total)}", err=True)
+
+    pushed = target(url, token).push(folder, before, report)
+    if as_json:
+        print_json(asdict(pushed))
+        return
+    which = "" if pushed.version is None else f" version {pushed.version} of"
+    sent = f", {size(pushed.bytes)} sent" if pushed.bytes else ""
+    echo(f"{pushed.server} at {url} has{which} the weights after {pushed.seconds:.1f} s{sent}")

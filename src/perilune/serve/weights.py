@@ -1,0 +1,160 @@
+"""New weights for a running server, sent by `perilune push`.
+
+    GET  /v1/weights            version and digest of the weights, and dtype and shape of each tensor
+    GET  /v1/weights/SHA256     the number of bytes that have arrived of a file
+    PUT  /v1/weights/SHA256     the next bytes of it, with a Content-Range
+    POST /v1/weights            {"file": SHA256} uses the file, a weight update (`weights.delta`)
+
+A file is received, checked and decoded while the server answers. Its tensors replace the old ones between two
+steps of the engine, all at once. An interrupted transfer continues where it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from perilune.engine.engine import Engine
+from perilune.files import sha256_file
+from perilune.models.checkpoints.stored import StoredDecoder
+from perilune.serve.bodies import read_body
+from perilune.serve.engine_thread import EngineThread
+from perilune.serve.errors import ApiError
+from perilune.weights.delta import WeightReader
+
+MOST_CHUNK = 1 << 22  # bytes of a file in one request
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
+_OVERHEAD = 1 << 24  # bytes of an update's header, and of positions beyond the values
+
+
+class _UseBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    file: str = Field(pattern=f"^{_DIGEST.pattern}$")
+
+
+class WeightUpdates:
+    """Receives weight updates and gives them to the engine.
+
+    Args:
+        engine: samples from `decoder`; only its thread uses it after the start.
+        chunk: most bytes of one request.
+    """
+
+    def __init__(self, engine: Engine, decoder: StoredDecoder, thread: EngineThread, chunk: int) -> None:
+        self._engine, self._decoder, self._thread, self._chunk = engine, decoder, thread, chunk
+        self._folder = tempfile.TemporaryDirectory(prefix="perilune-weights-")
+        self._reader = WeightReader()
+        with decoder.in_memory():
+            state = decoder.state_dict()
+            self._reader.adopt(state, engine.version)
+        self._tensors = {
+            name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
+            for name, one in state.items()
+        }
+        self._most = sum(one.nbytes for one in state.values()) + _OVERHEAD
+        self._lock = asyncio.Lock()
+
+    def close(self) -> None:
+        """Remove files that have arrived."""
+        self._folder.cleanup()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the server has: version and digest of its weights, and the form of its tensors."""
+        about = {"version": self._reader.version, "digest": self._reader.result, "chunk_bytes": self._chunk}
+        return {**about, "tensors": self._tensors}
+
+    def received(self, digest: str) -> int:
+        """The number of bytes that have arrived of the file with this SHA-256."""
+        path = self._path(digest)
+        return path.stat().st_size if path.exists() else 0
+
+    async def receive(self, digest: str, content_range: str, data: bytes) -> int:
+        """Append the next bytes of a file and return the number that have arrived.
+
+        Raises:
+            ApiError: when they are not the next ones, or the complete file has another digest.
+        """
+        match = _RANGE.fullmatch(content_range)
+        first, last, total = map(int, match.groups()) if match else (0, 0, 0)
+        if not match or last - first + 1 != len(data) or last >= total:
+            raise ApiError(400, "the body needs a fitting Content-Range: bytes FIRST-LAST/TOTAL")
+        if total > self._most:
+            raise ApiError(413, f"an update of this model has at most {self._most:,} bytes")
+        async with self._lock:
+            return await asyncio.to_thread(self._append, self._path(digest), first, total, data)
+
+    def _append(self, path: Path, first: int, total: int, data: bytes) -> int:
+        for other in Path(self._folder.name).iterdir():
+            if other != path:
+                other.unlink()  # of a transfer that another one has replaced
+        has = path.stat().st_size if path.exists() else 0
+        if first != has:
+            raise ApiError(409, f"{has} bytes have arrived, and these begin at {first}", code="wrong_offset")
+        with path.open("ab") as file:
+            file.write(data)
+        if has + len(data) == total and sha256_file(path) != path.name:
+            path.unlink()
+            raise ApiError(422, "the file has another digest than its name; send it again", code="damaged")
+        return has + len(data)
+
+    async def use(self, digest: str) -> dict[str, Any]:
+        """Give the engine the weights of a complete file.
+
+        Raises:
+            RequestError: when the update is malformed, or does not apply to the engine's weights.
+        """
+        async with self._lock:
+            path = self._path(digest)
+            if not path.exists() or await asyncio.to_thread(sha256_file, path) != digest:
+                raise ApiError(404, "the file has not arrived completely", code="incomplete")
+            version, state = await asyncio.to_thread(self._read, path)
+            await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
+            self._reader.commit()
+            path.unlink()
+        return {"version": self._reader.version, "digest": self._reader.result}
+
+    def _read(self, path: Path) -> tuple[int, dict[str, Tensor]]:
+        """The version of an update, and all tensors after it."""
+        with self._decoder.in_memory():
+            held = self._decoder.state_dict()
+        new = self._reader.read(path, held)
+        return self._reader.next_version, held | new
+
+    def _path(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise ApiError(404, "a file is named by its SHA-256 in lower-case hexadecimal digits")
+        return Path(self._folder.name) / digest
+
+
+def weight_routes(updates: WeightUpdates) -> APIRouter:
+    """The routes under /v1/weights."""
+    router = APIRouter(prefix="/v1/weights")
+
+    @router.get("")
+    async def state() -> dict[str, Any]:
+        return updates.state
+
+    @router.get("/{digest}")
+    async def received(digest: str) -> dict[str, Any]:
+        return {"received": updates.received(digest)}
+
+    @router.put("/{digest}")
+    async def receive(digest: str, request: Request) -> dict[str, Any]:
+        place = request.headers.get("content-range", "")
+        return {"received": await updates.receive(digest, place, await request.body())}
+
+    @router.post("")
+    async def use(request: Request) -> dict[str, Any]:
+        return await updates.use(read_body(await request.body(), _UseBody).file)
+
+    return router

@@ -1,0 +1,228 @@
+"""Send weights to a server: `perilune serve --weight-updates`, or vLLM in its development mode."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import sha256_file
+from perilune.models.adapters.files import CONFIG
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.weights.delta import KeptCopy, Update, WeightWriter
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ATTEMPTS = 8  # connections in a row that carry no byte
+_LONGEST_WAIT = 10.0  # seconds between them
+_CONNECTING = 10.0  # seconds
+_ANSWER = 600.0  # seconds to load weights
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did.
+
+    Attributes:
+        version: of the server's weights; None where the server counts none.
+        bytes: sent over the network; 0 if the server reads the files itself.
+        changed: share of the values that changed; 1 if that was not measured.
+    """
+
+    server: str
+    version: int | None
+    bytes: int
+    changed: float
+    seconds: float
+
+
+class Target(Protocol):
+    """A server that can get new weights."""
+
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+        """Make the server use the checkpoint in `folder`.
+
+        Args:
+            base: the checkpoint that the server has, so that changes suffice; if it has another, all is sent.
+            report: called with the bytes that have arrived, and all bytes.
+        """
+
+
+def target(url: str, token: str | None) -> Target:
+    """The server at `url`, by what it says it is.
+
+    Raises:
+        RequestError: when it is neither, or refuses the token.
+        WorkFailedError: when it does not answer.
+    """
+    http = _Http(url, token)
+    cards = http.json("GET", "/v1/models").get("data") or [{}]
+    owner = cards[0].get("owned_by")
+    if owner == "vllm":
+        return VLLMServer(http)
+    if owner == "perilune":
+        return PeriluneServer(http)
+    raise RequestError(f"the server is {owner!r}", where=url, remedy="push to perilune serve, or to vLLM")
+
+
+class PeriluneServer:
+    """A server of ours. It gets a file in its precision, and an interrupted transfer continues."""
+
+    def __init__(self, http: _Http) -> None:
+        self._http = http
+
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+        began = time.monotonic()
+        has = self._http.json("GET", "/v1/weights")
+        with tempfile.TemporaryDirectory(prefix="perilune-push-") as scratch:
+            update = _write(Path(scratch), folder, base, has)
+            self.send(update.path, has["chunk_bytes"], report)
+            used = self._http.json("POST", "/v1/weights", {"file": sha256_file(update.path)})
+        seconds = time.monotonic() - began
+        return Pushed("perilune", used["version"], update.bytes, update.changed, seconds)
+
+    def send(
+        self, path: Path, chunk: int, report: Callable[[int, int], None] = lambda sent, total: None
+    ) -> None:
+        """Send the bytes of a file that the server does not have yet."""
+        digest, total, failures = sha256_file(path), path.stat().st_size, 0
+        while True:
+            sent = int(self._http.json("GET", f"/v1/weights/{digest}")["received"])
+            try:
+                while sent < total:
+                    report(sent, total)
+                    sent = self._send_chunk(path, digest, sent, chunk, total)
+                    failures = 0
+                report(sent, total)
+                return
+            except httpx.TransportError as error:
+                failures += 1
+                if failures >= _ATTEMPTS:
+                    raise WorkFailedError(f"the connection was lost at byte {sent:,}: {error}") from None
+                time.sleep(min(0.25 * 2**failures, _LONGEST_WAIT))
+
+    def _send_chunk(self, path: Path, digest: str, first: int, chunk: int, total: int) -> int:
+        with path.open("rb") as file:
+            file.seek(first)
+            data = file.read(chunk)
+        place = f"bytes {first}-{first + len(data) - 1}/{total}"
+        answer = self._http.exchange("PUT", f"/v1/weights/{digest}", data, {"Content-Range": place})
+        return int(answer["received"])
+
+
+class VLLMServer:
+    """A vLLM server with VLLM_SERVER_DEV_MODE=1 that can read the folder under the same path.
+
+    Requests in flight are frozen, not dropped. With keys and values of the old weights they continue on the
+    new ones, and later requests do not reuse them. An adapter replaces the one with the folder's name, and
+    needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
+    """
+
+    def __init__(self, http: _Http) -> None:
+        self._http = http
+
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+        began, path = time.monotonic(), str(folder.absolute())
+        if (folder / CONFIG).exists():
+            adapter = {"lora_name": folder.name, "lora_path": path, "load_inplace": True}
+            self._http.exchange("POST", "/v1/load_lora_adapter", adapter)
+        else:
+            self._reload(path)
+        return Pushed("vllm", None, 0, 1.0, time.monotonic() - began)
+
+    def _reload(self, path: str) -> None:
+        self._http.exchange("POST", "/pause?mode=keep", {})
+        arguments = {"weights_path": path, "is_checkpoint_format": True}
+        try:
+            self._http.exchange("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        except (RequestError, WorkFailedError, httpx.TransportError) as error:
+            raise WorkFailedError(
+                f"vLLM could not load the weights, and may hold a part of them; it stays paused ({error})",
+                where=path,
+                remedy="see its log; push again, or restart it",
+            ) from None
+        self._http.exchange("POST", "/reset_prefix_cache", {})
+        self._http.exchange("POST", "/resume", {})
+
+
+def _write(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
+    """Write the update from what the server has to the checkpoint in `folder`."""
+    writer, kept = WeightWriter("full"), None
+    if base is not None:
+        from_base, kept = WeightWriter("delta"), KeptCopy()
+        before = from_base.write(scratch / "base", _state(base, has["tensors"]), has["version"], kept)
+        before.path.unlink()
+        writer = from_base if before.result == has["digest"] else writer
+    return writer.write(scratch / "update", _state(folder, has["tensors"]), has["version"] + 1, kept)
+
+
+def _state(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in the server's precision.
+
+    Raises:
+        RequestError: when the server's model has other tensors.
+    """
+    stored = stored_tensors(CheckpointFolder(folder))
+    for name, form in wanted.items():
+        if name not in stored or list(stored[name].shape) != form["shape"]:
+            raise RequestError(f"the server's model has another tensor {name}", where=str(folder))
+        if form["dtype"] not in _DTYPES:
+            raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
+    tensors = read_tensors(stored[name] for name in wanted)
+    return {name: tensor.to(_DTYPES[wanted[name]["dtype"]]) for name, tensor in tensors}
+
+
+class _Http:
+    """Requests to one server."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.Client(
+            base_url=self._url, headers=headers, timeout=httpx.Timeout(_ANSWER, connect=_CONNECTING)
+        )
+
+    def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer to a request, which is repeated while the server cannot be reached.
+
+        Raises:
+            RequestError, WorkFailedError: as `exchange`, and when the server stays unreachable.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self.exchange(method, path, body)
+            except httpx.TransportError as error:
+                message = f"the server does not answer: {error}"
+                time.sleep(min(0.1 * 2**attempt, _LONGEST_WAIT))
+        raise WorkFailedError(message, where=self._url)
+
+    def exchange(
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, headers: Mapping[str, str] = {}
+    ) -> Any:
+        """The answer to one request.
+
+        Raises:
+            RequestError: when the server refuses it.
+            WorkFailedError: when the server fails.
+            httpx.TransportError: when the connection fails.
+        """
+        content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
+        response = self._client.request(method, path, headers=dict(headers), **content)
+        if response.status_code == 200:
+            return response.json() if response.content else {}
+        message = f"{method} {path} is answered with {response.status_code}: {response.text[:300]}"
+        if response.status_code >= 500:
+            raise WorkFailedError(message, where=self._url, remedy="see the server's log")
+        remedy = {
+            401: "name the environment variable with the server's token: --token-env NAME",
+            404: "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve",
+        }
+        raise RequestError(message, where=self._url, remedy=remedy.get(response.status_code, ""))

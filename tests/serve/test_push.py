@@ -1,0 +1,235 @@
+"""New weights for a running server: what arrives, what is refused, and what an interruption costs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Direct, Served, make_checkpoint, served
+
+from perilune.cli.main import main
+from perilune.errors import RequestError, WorkFailedError
+from perilune.models.checkpoints.loading import load_checkpoint, save_checkpoint
+from perilune.weights import push
+from perilune.weights.push import PeriluneServer, VLLMServer, target
+
+TOKEN = "a-token-for-these-tests"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def altered(checkpoint: Path, folder: Path, seed: int, values: int | None = None) -> Path:
+    """A checkpoint with other values in all tensors, or the first ones in each."""
+    decoder, tokenizer = load_checkpoint(checkpoint)
+    other, _ = load_checkpoint(checkpoint)
+    other.initialize(seed)
+    for one, another in zip(decoder.parameters(), other.parameters(), strict=True):
+        one.data.view(-1)[:values] = another.data.view(-1)[:values]
+    save_checkpoint(folder, decoder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Served]:
+    options = ("--weight-updates", "--max-body", "0.1", "--token-env", "SERVER_TOKEN")
+    with served(checkpoint, *options, token=TOKEN, SERVER_TOKEN=TOKEN) as one:
+        yield one
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["push", *arguments, "--token-env", "SERVER_TOKEN"])
+    assert ended.value.code == 0
+
+
+def answer(server: Served) -> str:
+    made = server.client().completions.create(
+        model="tiny", prompt="1+1=", max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+    )
+    return made.choices[0].text
+
+
+def expected(folder: Path) -> str:
+    direct = Direct.load(folder)
+    return direct.text(direct.sample("1+1=", 0, max_tokens=24, temperature=0, stop_token_ids=())[0])
+
+
+class Flaky(httpx.HTTPTransport):
+    """Loses every third chunk on the way, and the answers to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.bytes = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "PUT":
+            self.count += 1
+            if self.count % 3 == 0:
+                raise httpx.WriteError("lost")
+            self.bytes += len(request.content)
+            if self.count % 3 == 1:
+                super().handle_request(request).read()
+                raise httpx.ReadError("lost")
+        return super().handle_request(request)
+
+
+def test_a_push_replaces_the_weights(
+    server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SERVER_TOKEN", TOKEN)
+    second = altered(checkpoint, tmp_path / "second", 7)
+    third = altered(second, tmp_path / "third", 8, values=1)
+    assert len({expected(folder) for folder in (checkpoint, second)}) == 2
+    run(str(second), server.url)
+    assert "version 1" in capsys.readouterr().out
+    assert answer(server) == expected(second)
+    run(str(third), server.url, "--base", str(second), "--json")
+    assert '"version": 2' in (said := capsys.readouterr().out)
+    assert int(said.split('"bytes": ')[1].split(",")[0]) < 20_000
+    assert answer(server) == expected(third)
+    # A wrong base costs a full transfer.
+    pushed = target(server.url, TOKEN).push(checkpoint, second, lambda sent, total: None)
+    assert pushed.version == 3 and pushed.bytes > 1_000_000
+    assert answer(server) == expected(checkpoint)
+
+
+def test_an_interrupted_transfer_continues(
+    server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
+    flaky = Flaky()
+    one = target(server.url, TOKEN)
+    assert isinstance(one, PeriluneServer)
+    monkeypatch.setattr(
+        one._http,
+        "_client",
+        httpx.Client(transport=flaky, base_url=server.root, headers=one._http._client.headers),
+    )
+    second = altered(checkpoint, tmp_path / "second", 9)
+    pushed = one.push(second, None, lambda sent, total: None)
+    assert flaky.count > 10
+    assert flaky.bytes == pushed.bytes  # no byte was sent again
+    assert answer(server) == expected(second)
+
+
+def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
+    with pytest.raises(WorkFailedError, match="does not answer"):
+        target("http://127.0.0.1:9", None)
+
+
+def test_what_does_not_fit_is_refused(server: Served, tmp_path: Path) -> None:
+    before = answer(server)
+    data = b"no weights at all"
+    name = hashlib.sha256(data).hexdigest()
+
+    def put(path: str, place: str, content: bytes) -> int:
+        with server.http() as http:
+            headers = {"Content-Range": place} if place else {}
+            return http.put(f"/v1/weights/{path}", content=content, headers=headers).status_code
+
+    def use(digest: str) -> httpx.Response:
+        with server.http() as http:
+            return http.post("/v1/weights", json={"file": digest})
+
+    assert put(name, "", data) == put(name, "bytes 0-3/17", data) == put(name, "bytes 0-16/16", data) == 400
+    assert put("../../etc/passwd", "bytes 0-16/17", data) == put("A" * 64, "bytes 0-16/17", data) == 404
+    assert put(name, "bytes 0-16/999999999999", data) == 413
+    assert put(name, "bytes 5-21/22", data) == 409
+    assert put("0" * 64, "bytes 0-16/17", data) == 422
+    assert use(name).status_code == 404
+    assert put(name, "bytes 0-9/17", data[:10]) == 200
+    assert use(name).status_code == 404  # bytes are missing
+    assert use("../x").status_code == 400
+    assert put("1" * 64, "bytes 0-16/18", data) == 200  # replaces the other one
+    assert put(name, "bytes 0-16/17", data) == 200
+    assert "not a weight update" in use(name).json()["error"]["message"]
+    with server.http() as http:
+        assert (
+            http.put(f"/v1/weights/{name}", content=data, headers={"Authorization": "no"}).status_code == 401
+        )
+    assert answer(server) == before
+
+
+def test_a_model_of_another_shape_is_refused(server: Served, tmp_path: Path) -> None:
+    from perilune.models.checkpoints.loading import load_model
+
+    save_checkpoint(tmp_path / "other", *load_model("small"))
+    with pytest.raises(RequestError, match="another tensor"):
+        target(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
+
+
+class VLLM(httpx.MockTransport):
+    """A fake vLLM server, with the routes of its development mode: /pause, /collective_rpc, /resume."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(self._answer)
+        self.paused, self.fails, self.calls = False, fails, []
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        import json
+
+        path = request.url.path
+        body = json.loads(request.content) if request.content else None
+        self.calls.append((request.url.raw_path.decode(), body))
+        if path == "/v1/models":
+            return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]})
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+            return httpx.Response(200, json={"status": "paused" if self.paused else "resumed"})
+        if path == "/collective_rpc":
+            assert self.paused
+            if self.fails:
+                return httpx.Response(500, text="Internal Server Error")
+            return httpx.Response(200, json={"results": [None]})
+        if path in ("/reset_prefix_cache", "/v1/load_lora_adapter"):
+            return httpx.Response(200)
+        return httpx.Response(404, json={"detail": "Not Found"})
+
+
+def vllm(monkeypatch: pytest.MonkeyPatch, fake: VLLM) -> VLLMServer:
+    client = httpx.Client
+    monkeypatch.setattr(push.httpx, "Client", lambda **options: client(transport=fake, **options))
+    found = target("http://vllm:8000/v1", None)
+    assert isinstance(found, VLLMServer)
+    return found
+
+
+def test_vllm_loads_the_folder_while_it_is_paused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = VLLM()
+    vllm(monkeypatch, fake).push(checkpoint, None, lambda sent, total: None)
+    load = {
+        "method": "reload_weights",
+        "kwargs": {"weights_path": str(checkpoint), "is_checkpoint_format": True},
+    }
+    assert fake.calls[1:] == [
+        ("/pause?mode=keep", {}),
+        ("/collective_rpc", load),
+        ("/reset_prefix_cache", {}),
+        ("/resume", {}),
+    ]
+
+
+def test_vllm_stays_paused_with_half_of_the_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = VLLM(fails=True)
+    with pytest.raises(WorkFailedError, match="stays paused"):
+        vllm(monkeypatch, fake).push(checkpoint, None, lambda sent, total: None)
+    assert fake.paused
+
+
+def test_vllm_replaces_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "math").mkdir()
+    (tmp_path / "math" / "adapter_config.json").write_text("{}")
+    fake = VLLM()
+    vllm(monkeypatch, fake).push(tmp_path / "math", None, lambda sent, total: None)
+    adapter = {"lora_name": "math", "lora_path": str(tmp_path / "math"), "load_inplace": True}
+    assert fake.calls[1:] == [("/v1/load_lora_adapter", adapter)]
