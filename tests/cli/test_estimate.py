@@ -153,7 +153,7 @@ def test_equal_prompts_of_a_batch_count_once() -> None:
     assert (found.prompt, found.distinct, found.longest, found.fed) == (3.5, 0.25, 9, 5.5)
 
 
-def test_a_finished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_afinished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(recipe := pens(tmp_path), recipe.stage("rl"))
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
@@ -161,7 +161,7 @@ def test_a_finished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.Mo
     steps = [{"step": number, "length": 6.0, "tokens": 24} for number in (1, 2)]
     lines = [{"step": 0, "eval/heldout/pass@1": 0.5}, *steps]
     (artifacts / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("perilune.cli.train.lengths._finished_run", lambda *_: tmp_path)
+    monkeypatch.setattr("perilune.cli.train.lengths.finished_run", lambda *_: tmp_path)
     control: Any = SimpleNamespace()
     found = _as_before(control, "pens", job, Expected(LENGTHS, LENGTHS, (0.5, 1.0)))
     assert (found.low, found.low.sampled, found.low.fed, found.low.longest) == (found.high, 6.0, 8.0, 8.0)

@@ -38,6 +38,7 @@ NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
 PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
 
+SUMS = "sums.jsonl"
 RECIPE = """name: calibration
 model: {preset: tiny}
 environment: {id: jsonl, path: sums.jsonl, match: number}
@@ -262,18 +263,8 @@ def measure_overhead() -> Overhead:
         WorkFailedError: when the recipe fails.
     """
     with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
-        recipe = Path(folder) / "calibration.yaml"
-        recipe.write_text(RECIPE)
-        (Path(folder) / "spread.py").write_text(REWARD)
-        sums = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(400))
-        (Path(folder) / "sums.jsonl").write_text("".join(sums))
-        command = [sys.executable, "-m", "perilune.cli.main", "run", str(recipe), "--json"]
-        home = {"PERILUNE_HOME": str(Path(folder) / "home")}
-        done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
-        document = json.loads(done.stdout)
-        scorer = _scorer_start({"id": "jsonl", "path": str(Path(folder) / "sums.jsonl"), "match": "number"})
+        document = run_on_sums(Path(folder), RECIPE)
+        scorer = _scorer_start({"id": "jsonl", "path": str(Path(folder) / SUMS), "match": "number"})
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
         memory = {stage["name"]: (stage["memory"] or {}).get("peak_bytes", 0) for stage in document["stages"]}
         lines = {name: _timings(Path(bundle)) for name, bundle in document["bundles"].items()}
@@ -285,6 +276,27 @@ def measure_overhead() -> Overhead:
     step = median(line["other"] for line in lines["rl"])
     peaks = {name: memory[name] for name in ("sft", "rl", "evaluate")}
     return Overhead(stages, step, max(turn, NEGLIGIBLE), peaks, scorer)
+
+
+def run_on_sums(folder: Path, recipe: str) -> dict[str, Any]:
+    """Run a recipe on the tasks of `SUMS` and the reward of spread.py; its results as `perilune run --json`.
+
+    Raises:
+        WorkFailedError: when the recipe fails.
+    """
+    path = folder / "calibration.yaml"
+    path.write_text(recipe)
+    (folder / "spread.py").write_text(REWARD)
+    (folder / SUMS).write_text(
+        "".join(f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(400))
+    )
+    command = [sys.executable, "-m", "perilune.cli.main", "run", str(path), "--json"]
+    home = {"PERILUNE_HOME": str(folder / "home")}
+    done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
 
 
 def _scorer_start(section: Mapping[str, Any]) -> float:
@@ -304,7 +316,8 @@ def _timings(bundle: Path) -> list[dict[str, Any]]:
     return list(read_json_lines(path)) if path.exists() else []
 
 
-def _machine() -> str:
+def machine_name() -> str:
+    """This machine as calibrations name it."""
     from perilune.bundle.machine import observe_machine
 
     processor = observe_machine().processor
@@ -314,13 +327,13 @@ def _machine() -> str:
 def save(home: Path, found: Sequence[Calibration]) -> None:
     """Keep the calibrations of this machine in the home, those of other machines untouched."""
     document = _document(home)
-    document[_machine()] = {one.device: asdict(one) for one in found}
+    document[machine_name()] = {one.device: asdict(one) for one in found}
     write_json(home / FILE, document)
 
 
 def load(home: Path, device: str) -> Calibration | None:
     """The calibration of a device of this machine ("cuda", or a number of threads), or None."""
-    found = _document(home).get(_machine(), {}).get(device)
+    found = _document(home).get(machine_name(), {}).get(device)
     try:
         kinds = ("decode", "update", "reinforce")
         speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]

@@ -3,6 +3,7 @@
 COMMANDS = {
     "run": ("train.run:run", "Run a recipe, or resume one that was run before."),
     "sweep": ("train.sweep:sweep", "Run a recipe with several settings and seeds, and compare them."),
+    "simulate": ("train.simulate:simulate", "Predict the RL stages of a recipe before they run."),
     "eval": ("train.evaluate:evaluate", "Evaluate a checkpoint on an environment."),
     "probe": ("train.probe:probe", "Find the environments that a checkpoint can learn from."),
     "wait": ("train.lifecycle:wait", "Wait until a run or an experiment ends."),

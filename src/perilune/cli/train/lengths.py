@@ -129,7 +129,7 @@ def _capped(lengths: Lengths, most: float) -> Lengths:
 
 def _as_before(control: Control, recipe: str, job: Job, found: Expected) -> Expected:
     """The lengths that the latest finished run of the same stage had in this home, if there is one."""
-    folder = _finished_run(control, recipe, job)
+    folder = finished_run(control, recipe, job)
     if folder is None or "samples" not in job.spec:
         return found
     summary = read_json(folder / "artifacts" / "summary.json")
@@ -153,7 +153,7 @@ def _as_before(control: Control, recipe: str, job: Job, found: Expected) -> Expe
     )
 
 
-def _finished_run(control: Control, recipe: str, job: Job) -> Path | None:
+def finished_run(control: Control, recipe: str, job: Job) -> Path | None:
     """The folder of the latest finished run of this stage with the same model, environment and limit."""
     query = (
         select(Run)

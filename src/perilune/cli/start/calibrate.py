@@ -1,0 +1,174 @@
+"""`perilune calibrate`: measure what `perilune simulate` predicts from, for the model of a recipe."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.models.decoder import Decoder
+    from perilune.recipe.schema import Recipe
+    from perilune.simulate.times import Calibrated
+
+SECONDS = 20.0  # of the measurement of the engine
+LARGE = 20_000_000  # parameters from which the training steps are smaller
+SHAPES = ((4, 4, 8), (32, 8, 8), (16, 8, 48))  # tasks, samples, and most tokens of an answer
+SMALL_SHAPES = ((2, 2, 8), (8, 4, 8), (4, 4, 32))
+STEPS = 8
+RECIPE = """name: calibration
+model: {model}
+environment: {{id: jsonl, path: sums.jsonl, match: number}}
+rewards: {{verifier: 1.0, spread: {{function: "spread.py:spread", format: text, weight: 0.1}}}}
+resources: {resources}
+stages:
+{stages}
+"""
+STAGE = (
+    "  - {{name: {name}, task: rl, checkpoint: model, steps: {steps}, prompts: {prompts}, samples: {samples},"
+    " max_tokens: {max_tokens}}}\n"
+)
+
+
+def calibrate(
+    recipe: Annotated[str, typer.Argument(help="Recipe whose model is measured: a file or a bundled name.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time for the engine.")] = SECONDS,
+    as_json: Json = False,
+) -> None:
+    """Measure the engine and the learner with a recipe's model, for `perilune simulate`.
+
+    Takes about a minute for a small model. Run it on an idle machine. The coefficients are kept in the home,
+    for this machine, model and version of the engine.
+
+    \b
+    perilune calibrate quickstart
+    perilune calibrate my.yaml --json
+    """
+    from rich.console import Console
+
+    from perilune.control.record.home import Home
+    from perilune.recipe.load import load_recipe
+    from perilune.simulate.times import save
+
+    loaded = load_recipe(recipe, overrides or [])
+    with Console(stderr=True).status("Calibrating") as status:
+        found = measure(loaded, seconds, status.update)
+    save(Home.open().root, found)
+    if as_json:
+        print_json(asdict(found))
+        return
+    for line in describe(found):
+        echo(line)
+    echo(f"To predict its run: perilune simulate {recipe}")
+
+
+def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda text: None) -> Calibrated:
+    """The coefficients of the recipe's model on this machine.
+
+    Raises:
+        RequestError: when the recipe has no language model.
+        WorkFailedError: when the recipe that measures the learner fails.
+    """
+    import torch
+
+    from perilune.cli.train.estimate import device_of
+    from perilune.simulate.calibrate import measure_steps
+    from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
+
+    if recipe.model is None:
+        raise RequestError("the recipe has no language model to calibrate", where=recipe.name)
+    device, section = device_of(recipe.resources), recipe.model.model_dump()
+    decoder = _decoder(section, device)
+    before = torch.get_num_threads()
+    if device != "cuda":
+        torch.set_num_threads(int(device))
+    clock = time.process_time if device == "1" else time.perf_counter
+    step, error = measure_steps(decoder, seconds, clock, say)
+    publish = _publish(decoder, clock)
+    torch.set_num_threads(before)
+    say("Measuring the learner with a small recipe")
+    parameters = sum(one.numel() for one in decoder.parameters())
+    training = _training(recipe, SHAPES if parameters < LARGE else SMALL_SHAPES)
+    times = MeasuredTimes(step=step, publish=publish, **training)
+    return Calibrated(
+        times, model_digest(section), place_of(device), engine_digest(), round(time.time(), 3), error
+    )
+
+
+def place_of(device: str) -> str:
+    """This machine and a device of it, as `device_of` names it, in words."""
+    from perilune.cli.start.calibration import machine_name
+
+    return f"{machine_name()}, {device if device == 'cuda' else f'threads {device}'}"
+
+
+def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
+    """A model of the recipe's shape with random weights, which take the same time."""
+    from perilune.models.decoder import Decoder
+    from perilune.tasks.stage.memory_plan import section_config
+
+    decoder = Decoder(section_config(section))
+    decoder.initialize(0)
+    return decoder.to("cuda") if device == "cuda" else decoder
+
+
+def _publish(decoder: Decoder, clock: Callable[[], float]) -> float:
+    """Seconds until an engine has taken new weights."""
+    from perilune.engine.engine import Engine
+
+    engine = Engine(decoder, slots=1)
+    engine.update_weights(None, 1)
+    began = clock()
+    engine.update_weights(None, 2)
+    return clock() - began
+
+
+def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    """The times of training, from RL stages of several shapes on small sums."""
+    from perilune.cli.start.calibration import run_on_sums
+    from perilune.cli.train.trial import try_environment
+    from perilune.models.text.template_facts import recipe_tokenizer
+    from perilune.simulate.calibrate import fit_training
+
+    assert recipe.model is not None
+    section = recipe.model.model_dump(mode="json", exclude_none=True)
+    resources = recipe.resources.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    stages = "".join(
+        STAGE.format(name=f"rl{number}", steps=STEPS, prompts=prompts, samples=samples, max_tokens=longest)
+        for number, (prompts, samples, longest) in enumerate(shapes)
+    )
+    text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
+    with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
+        document = run_on_sums(Path(folder), text)
+        folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
+        found = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
+        sums = {"id": "jsonl", "path": str(Path(folder) / "sums.jsonl"), "match": "number"}
+        trial = try_environment(sums, 0, recipe_tokenizer(recipe.model.model_dump()), None)
+    return asdict(found) | {"episode": trial.episode}
+
+
+def describe(found: Calibrated) -> list[str]:
+    """The coefficients in words."""
+    times = found.times
+    constant, token, episode = times.update
+    return [
+        f"calibrated on {found.machine}; mean error of a step of the engine {found.error:.0%}",
+        f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token, {1e6 * episode:.3g} us an episode",
+        f"  scoring       {times.scoring[0]:.4g} s, {1e6 * times.scoring[1]:.3g} us an answer",
+        f"  recording     {times.recording[0]:.4g} s, {1e6 * times.recording[1]:.3g} us an episode",
+        f"  new weights   {times.publish:.4g} s",
+        f"  stage start   {times.start:.3g} s",
+    ]

@@ -1,0 +1,167 @@
+"""`perilune simulate`: predict the RL stages of a recipe before they run, here or on other machines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.output import echo, print_json, table_console
+from perilune.cli.units import duration
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.simulate.run import RunResult
+
+
+def simulate(
+    recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled name.")],
+    *,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
+    ] = None,
+    machines: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="Machines that are not here: COUNTxCARD[/CARDS OF A MODEL][@PRICE PER CARD AND HOUR], "
+            "such as 2xH100@2.50. Default: this machine, as calibrated.",
+        ),
+    ] = "",
+    staleness: Annotated[
+        str, typer.Option(metavar="LIST", help="Compare settings: sync,0,1,2. Default: the recipe's.")
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(min=0, help="Mean seconds that an answer waits for a tool or a judge.")
+    ] = 0.0,
+    wait_spread: Annotated[
+        float, typer.Option(min=0, help="Sigma of the lognormal distribution of that wait.")
+    ] = 1.0,
+    episodes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Episodes of a finished run, whose lengths are used. Default: the last finished run of the "
+            "same stage in this home, else an assumption.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws lengths and waits.")] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a Chrome trace (chrome://tracing, Perfetto)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the RL stages of a recipe: time, idle shares, age of tokens, cache and cost.
+
+    The scheduler, the block pools and the admission rule are those that run. Only the times are predicted:
+    on this machine from `perilune calibrate`, elsewhere from published figures of the card.
+
+    \b
+    perilune simulate quickstart
+    perilune simulate quickstart --staleness sync,1,2 --wait 0.2
+    perilune simulate my.yaml --machines 2xH100@2.50 --json
+    """
+    from perilune.cli.train.simulated_recipe import Options, simulate_recipe
+    from perilune.recipe.load import load_recipe
+    from perilune.simulate.hardware import parse_machines
+
+    options = Options(
+        parse_machines(machines) if machines else None,
+        _settings(staleness),
+        wait,
+        wait_spread,
+        episodes,
+        seed,
+    )
+    document, results = simulate_recipe(load_recipe(recipe, overrides or []), options)
+    if trace is not None:
+        from perilune.files import write_json
+
+        write_json(trace, chrome_trace(results))
+    if as_json:
+        print_json(document)
+        return
+    show(document)
+    if trace is not None:
+        echo(f"wrote {trace}: open it in chrome://tracing or ui.perfetto.dev", err=True)
+
+
+def _settings(text: str) -> tuple[int | None, ...]:
+    """The settings to compare: None is synchronous."""
+    found: list[int | None] = []
+    for word in filter(None, text.split(",")):
+        if word != "sync" and not word.isdigit():
+            raise RequestError(
+                f"{word!r} is no staleness", where="--staleness", remedy="give a list such as sync,0,1,2"
+            )
+        found.append(None if word == "sync" else int(word))
+    return tuple(found)
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """Print the predictions as tables."""
+    from rich.table import Table
+
+    console = table_console()
+    echo(f"{document['recipe']}: {document['machines']}")
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "stage",
+        "setting",
+        "time",
+        "sampling",
+        "learning",
+        "idle",
+        "mean age",
+        "peak blocks",
+        "cost",
+    ):
+        table.add_column(column, justify="left" if column in ("stage", "setting", "idle") else "right")
+    for row in document["stages"]:
+        table.add_row(*_row(row))
+    console.print(table)
+    for row in document["stages"]:
+        echo(f"  {row['stage']}, {row['setting']}: lengths: {row['lengths']}")
+    for note in document["notes"]:
+        echo(f"note: {note}")
+    sys.stdout.flush()
+
+
+def _row(row: Mapping[str, Any]) -> list[str]:
+    idle = ", ".join(f"{name} {share:.0%}" for name, share in row["idle"].items())
+    used, total = row["peak_blocks"]
+    cost = "" if row["cost"] is None else f"{row['cost']:.2f}"
+    parts = (duration(row[part]) for part in ("seconds", "sampling", "learning"))
+    age = f"{row['mean_age']:.2f}"
+    return [row["stage"], row["setting"], *parts, idle, age, f"{used:,} of {total:,}", cost]
+
+
+def chrome_trace(results: Sequence[tuple[str, RunResult]]) -> dict[str, Any]:
+    """The work of all processes in the Trace Event Format: complete events, in microseconds."""
+    events: list[dict[str, Any]] = []
+    for number, (name, result) in enumerate(results):
+        rows = {
+            process: row for row, process in enumerate(dict.fromkeys(one.process for one in result.spans))
+        }
+        events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
+        events += [
+            {"ph": "M", "pid": number, "tid": row, "name": "thread_name", "args": {"name": process}}
+            for process, row in rows.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "pid": number,
+                "tid": rows[one.process],
+                "name": one.name,
+                "ts": round(1e6 * one.begin, 3),
+                "dur": round(1e6 * (one.end - one.begin), 3),
+            }
+            for one in result.spans
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

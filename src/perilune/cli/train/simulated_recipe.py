@@ -1,0 +1,230 @@
+"""The scenarios of a recipe's RL stages, and the document of their simulations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.machine import usable_threads
+from perilune.cli.start.calibrate import place_of
+from perilune.cli.train.estimate import device_of
+from perilune.cli.train.lengths import expected_lengths, finished_run
+from perilune.cli.train.trial import try_environment
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.models.memory import card_of
+from perilune.recipe.schema import job_for
+from perilune.simulate.asynchronous import simulate_run
+from perilune.simulate.engine import SimulatedEngine, SimulatedModel
+from perilune.simulate.episodes import AssumedLengths, Lengths, RecordedLengths
+from perilune.simulate.hardware import ASSUMED, ComputedTimes, Machines
+from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
+from perilune.simulate.times import Calibrated, RunTimes, load, model_digest
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.memory_plan import engine_size, planned_tokens, section_config
+
+if TYPE_CHECKING:
+    from perilune.bundle.job import Job
+    from perilune.models.text.tokenizer import Tokenizer
+    from perilune.recipe.schema import Recipe, Stage
+
+LIVE = 0.8  # share of groups with a gradient, where nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asks for.
+
+    Attributes:
+        machines: None is this machine.
+        settings: staleness of each simulation, None for synchronous; empty for the recipe's own.
+    """
+
+    machines: Machines | None = None
+    settings: tuple[int | None, ...] = ()
+    wait: float = 0.0
+    wait_spread: float = 1.0
+    episodes: Path | None = None
+    seed: int = 0
+
+
+def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], list[tuple[str, RunResult]]]:
+    """Simulate the RL stages; a document, and the result of each by stage and setting.
+
+    Raises:
+        RequestError: when the recipe has no RL stage, this machine is not calibrated for its model, or the
+            machines are too few.
+    """
+    from perilune.models.text.template_facts import recipe_tokenizer
+
+    stages = [stage for stage in recipe.stages if stage.task == "rl"]
+    if recipe.model is None or not stages:
+        raise RequestError("the recipe has no stage with task: rl to simulate", where=recipe.name)
+    simulator = _Simulator(recipe, options, recipe_tokenizer(recipe.model.model_dump()))
+    rows, results = [], []
+    for stage in stages:
+        for setting in options.settings or (_own(job_for(recipe, stage)),):
+            row, result = simulator.stage(stage, setting)
+            rows.append(row)
+            results.append((f"{stage.name}, {row['setting']}", result))
+    left = [stage.name for stage in recipe.stages if stage.task != "rl"]
+    notes = [f"not simulated: {', '.join(left)}. perilune run --plan estimates them"] if left else []
+    document = {"recipe": recipe.name, "seed": options.seed, "machines": simulator.where, "stages": rows}
+    return document | {"notes": [*simulator.notes, *notes]}, results
+
+
+def _own(job: Job) -> int | None:
+    """The staleness that the recipe sets."""
+    asynchronous = RLSpec.model_validate(job.spec).asynchronous
+    return None if asynchronous is None else asynchronous.staleness
+
+
+class _Simulator:
+    """Makes and runs the scenarios of one recipe."""
+
+    def __init__(self, recipe: Recipe, options: Options, tokenizer: Tokenizer) -> None:
+        assert recipe.model is not None
+        self.recipe, self.options, self.tokenizer = recipe, options, tokenizer
+        self.config = section_config(recipe.model.model_dump())
+        self.control = Control()
+        self.notes: list[str] = []
+        self.calibrated: Calibrated | None = None
+        if (machines := options.machines) is not None:
+            self.where = f"{machines.count} x {machines.name}, {ASSUMED}"
+            return
+        place = place_of(device_of(recipe.resources))
+        self.calibrated = load(self.control.home.root, place, model_digest(recipe.model.model_dump()))
+        self.where = f"calibrated on {place}"
+
+    def stage(self, stage: Stage, setting: int | None) -> tuple[dict[str, Any], RunResult]:
+        """Simulate a stage with a staleness, None for synchronous; a row of the document, and the result."""
+        job = job_for(self.recipe, stage)
+        spec = RLSpec.model_validate(job.spec)
+        asynchronous = None
+        if setting is not None:
+            own = spec.asynchronous or AsynchronousSettings()
+            asynchronous = own.model_copy(update={"staleness": setting})
+        lengths = self._lengths(stage, job)
+        times, plan = self._times(spec, asynchronous, lengths)
+        device = "cuda" if self.options.machines else job.resources.device
+        longest = planned_tokens(job.environment, spec.max_tokens, self.config)
+        size = engine_size(self.config, longest, device)
+        make_engine = partial(
+            SimulatedEngine, SimulatedModel.of(self.config), times.step, token_budget=4096, **size
+        )
+        environment = self._environment(job)
+        scenario = Scenario(plan, times, environment, lengths, make_engine, self.options.seed)
+        result = simulate_run(scenario)
+        return self._row(stage, setting, lengths, result), result
+
+    def _times(
+        self, spec: RLSpec, asynchronous: AsynchronousSettings | None, lengths: Lengths
+    ) -> tuple[RunTimes, RunPlan]:
+        evaluated = spec.eval
+        plan = RunPlan(
+            spec.steps,
+            spec.prompts,
+            spec.samples,
+            spec.updates_per_batch,
+            spec.epochs_per_batch,
+            asynchronous,
+            tuple(evaluated.steps(spec.steps)) if evaluated else (),
+            (evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
+        )
+        return self._here(plan) if self.options.machines is None else self._there(plan, lengths)
+
+    def _here(self, plan: RunPlan) -> tuple[RunTimes, RunPlan]:
+        """On this machine, where all processes share the processors."""
+        assert self.calibrated is not None
+        cores = max(1, usable_threads() // (self.recipe.resources.threads or usable_threads()))
+        return self.calibrated.times, replace(plan, cores=cores)
+
+    def _there(self, plan: RunPlan, lengths: Lengths) -> tuple[RunTimes, RunPlan]:
+        """On other machines: rollout workers take one copy of the model each, the learner the others."""
+        machines = self.options.machines
+        assert machines is not None
+        workers = plan.asynchronous.workers if plan.asynchronous else 0
+        if machines.replicas <= workers:
+            raise RequestError(
+                f"{workers} rollout workers and a learner need {workers + 1} copies of the model, and"
+                f" {machines.count} x {machines.name} hold {machines.replicas}",
+                where="--machines",
+                remedy="name more cards, or lower asynchronous.workers",
+            )
+        learners = machines.replicas - workers
+        groups = lengths.groups(1, 8, plan.samples)
+        fed = sum(len(one.prompt) * len(one.episodes) + one.fed - len(one.prompt) for one in groups)
+        length = round(fed / sum(len(one.episodes) for one in groups))
+        times = ComputedTimes(machines, card_of(self.config), length, learners)
+        return times, replace(plan, ranks=learners)
+
+    def _environment(self, job: Job) -> EnvironmentTimes:
+        """The environment, tried on this machine."""
+        trial = try_environment(job.environment, job.seed, self.tokenizer, None)
+        base = 0.0 if self.calibrated is None else self.calibrated.times.episode
+        own = max(0.0, trial.episode - base)
+        return EnvironmentTimes(trial.task, own, self.options.wait, self.options.wait_spread)
+
+    def _lengths(self, stage: Stage, job: Job) -> Lengths:
+        """Recorded episodes if there are any, else the assumption of `perilune run --plan`."""
+        folder, basis = self.options.episodes, f"episodes in {self.options.episodes}"
+        if folder is None and (run := finished_run(self.control, self.recipe.name, job)) is not None:
+            folder, basis = run / "artifacts" / "episodes", "episodes of the last run"
+        if folder is not None:
+            found = RecordedLengths.of_folder(folder, self.options.seed, basis)
+            if found is not None:
+                return found
+            if self.options.episodes is not None:
+                raise RequestError(
+                    "has no episodes of steps", where=str(folder), remedy="name a run's artifacts/episodes"
+                )
+        return self._assumed(stage, job)
+
+    def _assumed(self, stage: Stage, job: Job) -> Lengths:
+        trial = try_environment(job.environment, job.seed, self.tokenizer, None)
+        expected = expected_lengths(self.control, self.recipe, {stage.name: trial}, self.tokenizer)
+        if stage.name not in expected:
+            raise RequestError(
+                "nothing is known about the lengths of its answers",
+                where=f"stages.{stage.name}",
+                remedy="name the episodes of a run with --episodes FOLDER",
+            )
+        known = expected[stage.name]
+        low, high = known.low, known.high
+        turns = max(1.0, low.turns)
+        means = {
+            "prompt": low.prompt,
+            "sampled": (low.sampled + high.sampled) / 2,
+            "longest": high.longest,
+            "turns": turns,
+            "observed": max(0.0, low.fed - low.sampled) / max(1.0, turns - 1),
+        }
+        live = sum(known.live) / 2 if known.live[0] < 1 else LIVE
+        basis = f"assumed lognormal, mean {means['sampled']:.0f} tokens; {known.basis}"
+        return AssumedLengths(means, self.options.seed, basis, live=live, vocabulary=self.config.vocab_size)
+
+    def _row(self, stage: Stage, setting: int | None, lengths: Lengths, result: RunResult) -> dict[str, Any]:
+        machines, total = self.options.machines, sum(result.ages.values())
+        sums = {
+            part: sum(step.get(part, 0.0) for step in result.steps)
+            for part in ("sampling", "scoring", "learning", "other", "evaluation")
+        }
+        return {
+            "stage": stage.name,
+            "setting": "synchronous" if setting is None else f"staleness {setting}",
+            "lengths": lengths.basis,
+            "seconds": result.seconds,
+            **sums,
+            "idle": result.idle(),
+            "ages": {str(age): count / total for age, count in sorted(result.ages.items())},
+            "mean_age": sum(age * count for age, count in result.ages.items()) / max(1, total),
+            "peak_blocks": list(result.peak_blocks),
+            "tokens": result.tokens,
+            "engine_steps": result.engine_steps,
+            "preemptions": result.preemptions,
+            "cost": None if machines is None else machines.cost(result.seconds),
+            "steps": result.steps,
+        }

@@ -1,0 +1,244 @@
+"""A simulated asynchronous stage: a queue of events.
+
+Rollout workers step their engines, environments answer after their latency, `may_admit` admits groups, and
+the learner takes the finished groups that were admitted first. New weights arrive between two steps of an
+engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from perilune.engine.request import Delta
+from perilune.simulate.episodes import GroupShape, Tokens
+from perilune.simulate.run import RunResult, Scenario, Simulation, SynchronousRun, context_of, name_of
+from perilune.tasks.rl.asynchronous.sampler import may_admit
+
+
+class AsynchronousRun(Simulation):
+    """Workers sample while the learner trains."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        settings = self.plan.asynchronous
+        assert settings is not None
+        self._settings = settings
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap by time and order
+        self._order = self._admitted = self._step = 0
+        self._learning = self._waiting = self._done = False
+        self._finished: dict[int, _Group] = {}
+        self._source = self._shapes()
+        self.now = self._began = 0.0
+        count = settings.workers
+        self.workers = [
+            _Worker(self, number, name_of("worker", number, count), settings.environments)
+            for number in range(count)
+        ]
+
+    def run(self) -> RunResult:
+        """Simulate the stage."""
+        begin = self.result.start = self.times.start
+        self.now = begin + self.evaluate(0, begin)
+        for worker in self.workers:
+            self.at(begin + self.times.start, worker.start)
+        self._begin(1)
+        while self._events and not self._done:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+        self.result.seconds = self.now
+        self.result.read([worker.engine for worker in self.workers])
+        return self.result
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """Call `act` at a time."""
+        self._order += 1
+        heapq.heappush(self._events, (when, self._order, act))
+
+    def slowdown(self) -> float:
+        """Factor of the times of a process that computes now, if processors are shared."""
+        if self.plan.cores is None:
+            return 1.0
+        busy = self._learning + sum(worker.stepping for worker in self.workers)
+        return max(1.0, busy / self.plan.cores)
+
+    def deliver(self, group: _Group) -> None:
+        """Take a finished group."""
+        self._finished[group.number] = group
+        self._take()
+
+    def _shapes(self) -> Iterator[GroupShape]:
+        for step in range(1, self.plan.steps + 1):
+            yield from self.lengths.groups(step, self.plan.prompts, self.plan.samples)
+
+    def _begin(self, step: int) -> None:
+        """Publish the weights of a step, admit groups and wait for those of the step."""
+        self._step, self._began, self._waiting = step, self.now, True
+        arrival = (
+            self.now + self.times.publish
+        )  # messages keep their order, so groups begin with these weights
+        for worker in self.workers:
+            self.at(arrival, partial(worker.publish, step - 1))
+        most = may_admit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
+        while self._admitted < most:
+            group = _Group(self._admitted, next(self._source))
+            worker = min(self.workers, key=lambda one: (one.groups, one.number))
+            worker.groups += 1
+            self.at(arrival, partial(worker.admit, group))
+            self._admitted += 1
+        self._take()
+
+    def _take(self) -> None:
+        """Train on the groups that were admitted first, if enough are finished."""
+        plan = self.plan
+        if not self._waiting or len(self._finished) < plan.prompts:
+            return
+        self._waiting = False
+        chosen = [self._finished.pop(number) for number in sorted(self._finished)[: plan.prompts]]
+        for version, count in sum((group.versions for group in chosen), Counter[int]()).items():
+            self.result.ages[self._step - 1 - version] += count
+        shapes = [group.shape for group in chosen]
+        self.count(shapes)
+        self._learning = True
+        slow = self.slowdown()
+        learning = slow * self.learn(shapes)
+        other = slow * self.times.record(sum(len(shape.episodes) for shape in shapes))
+        self.result.add("learner", "learn", self.now, self.now + learning)
+        self.result.add("learner", "record", self.now + learning, self.now + learning + other)
+        line = {"step": self._step, "sampling": self.now - self._began, "learning": learning, "other": other}
+        self.result.steps.append(line | {"groups_ready": float(len(self._finished))})
+        self.at(self.now + learning + other, self._end)
+
+    def _end(self) -> None:
+        """End a step."""
+        self._learning = False
+        seconds = self.evaluate(self._step, self.now)
+        self.result.steps[-1]["evaluation"] = seconds
+        if self._step == self.plan.steps:
+            self._done = True
+            self.now += seconds
+            return
+        step = self._step + 1
+        self.at(self.now + seconds, partial(self._begin, step))
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """An admitted group.
+
+    Attributes:
+        versions: sampled tokens by the version that sampled them.
+        over: finished episodes.
+    """
+
+    number: int
+    shape: GroupShape
+    versions: Counter[int] = field(default_factory=Counter)
+    over: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Turn number `turn` of some samples of a group."""
+
+    group: _Group
+    samples: Sequence[int]
+    turn: int
+
+
+class _Worker:
+    """A rollout process: one engine, and environments that answer one after the other each.
+
+    What arrives during a step of the engine is handled after it, as in `ContinuousRollouts.advance`.
+    """
+
+    def __init__(self, run: AsynchronousRun, number: int, name: str, environments: int) -> None:
+        self.number, self.engine, self.groups = number, run.make_engine(), 0
+        self.stepping = False
+        self._run, self._name, self._started = run, name, False
+        self._inbox: list[Callable[[], None]] = []
+        self._asked: dict[int, _Request] = {}
+        self._lanes = [0.0] * environments  # when each environment process is free
+
+    def start(self) -> None:
+        """Begin to handle messages."""
+        self._started = True
+        self._advance()
+
+    def post(self, act: Callable[[], None]) -> None:
+        """Handle a message now, or after the current step."""
+        self._inbox.append(act)
+        if self._started and not self.stepping:
+            self._advance()
+
+    def publish(self, version: int) -> None:
+        """Take new weights between two steps."""
+        self.post(lambda: self.engine.swap(version))
+
+    def admit(self, group: _Group) -> None:
+        """Open the sessions of a group, then sample its first turns."""
+        shape = group.shape
+
+        def opened() -> None:
+            samples = [one[0].sampled for one in shape.episodes]
+            self._ask(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
+
+        self.post(lambda: self._run.at(self._run.now + self._run.environment.task, lambda: self.post(opened)))
+
+    def _ask(self, prompt: list[int], tokens: Sequence[Tokens], request: _Request) -> None:
+        self._asked[self.engine.enter(prompt, tokens)] = request
+
+    def _advance(self) -> None:
+        """Handle the messages, then compute a step of the engine if there is anything to sample."""
+        inbox, self._inbox = self._inbox, []
+        for act in inbox:
+            act()
+        if not self.engine.unfinished:
+            if self._inbox:
+                self._advance()
+            return
+        run, engine = self._run, self.engine
+        self.stepping = True
+        engine.predicted.slowdown = run.slowdown()
+        engine.clock.now = run.now
+        deltas = engine.step()
+        run.result.compute(self._name, engine.clock.now - run.now)
+        run.at(engine.clock.now, lambda: self._stepped(deltas))
+
+    def _stepped(self, deltas: Sequence[Delta]) -> None:
+        self.stepping = False
+        for delta in deltas:
+            self._sampled(delta)
+        self._advance()
+
+    def _sampled(self, delta: Delta) -> None:
+        """Give a finished turn to the environment."""
+        request = self._asked[delta.request_id]
+        group, turn, sample = request.group, request.turn, request.samples[delta.sample]
+        group.versions.update(delta.policy_version)
+        run, episode = self._run, group.shape.episodes[sample]
+        lane = min(range(len(self._lanes)), key=self._lanes.__getitem__)
+        (wait,) = run.environment.waits(1, run.rng)
+        seconds = run.times.score(1) + run.environment.episode / len(episode) + wait
+        self._lanes[lane] = max(self._lanes[lane], run.now) + seconds
+
+        def answered() -> None:
+            if turn + 1 < len(episode):
+                context = context_of(group.shape, episode, turn + 1)
+                self._ask(context, [episode[turn + 1].sampled], _Request(group, [sample], turn + 1))
+                return
+            group.over += 1
+            if group.over == len(group.shape.episodes):
+                self.groups -= 1
+                run.deliver(group)
+
+        run.at(self._lanes[lane], lambda: self.post(answered))
+
+
+def simulate_run(scenario: Scenario) -> RunResult:
+    """Simulate a stage. The same arguments give the same result."""
+    kind = SynchronousRun if scenario.plan.asynchronous is None else AsynchronousRun
+    return kind(scenario).run()

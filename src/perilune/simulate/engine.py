@@ -1,0 +1,247 @@
+"""The engine on a virtual clock: its own scheduler, pools and outputs, with predicted step times.
+
+The runner computes nothing, and the sampler returns tokens that are known before: lengths are an input of a
+simulation. So the sequence of steps is the one that the real engine takes with the same requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.blocks import Blocks
+from perilune.engine.engine import Engine
+from perilune.engine.request import Request, SamplingParams
+from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sequences import Rows, Sequences
+from perilune.engine.step import StepBatch
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.memory import TOKEN_BUDGET
+from perilune.simulate.step_cost import StepTimes, StepWork, Windows
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Virtual seconds. Nothing but predictions advances it."""
+
+    now: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """What the engine reads of a model's configuration, and the share of its layers with each window.
+
+    Attributes:
+        vocab_size: with one more token, which ends a sample.
+    """
+
+    vocab_size: int
+    max_position_embeddings: int
+    windows: Windows
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> SimulatedModel:
+        """The model of a configuration."""
+        windows = Counter(config.windows or (None,))
+        shares = {window: count / windows.total() for window, count in windows.items()}
+        return cls(config.vocab_size + 1, config.max_position_embeddings, shares)
+
+    @property
+    def distinct_windows(self) -> tuple[int | None, ...]:
+        """The windows in the order of `DecoderConfig.distinct_windows`."""
+        return tuple(sorted(self.windows, key=lambda window: window or 0))
+
+    @property
+    def config(self) -> SimulatedModel:
+        """The engine reads `decoder.config`."""
+        return self
+
+
+@dataclass(slots=True)
+class StepLog:
+    """The steps of an engine in order, real or simulated.
+
+    Attributes:
+        works: what each step computed.
+        chunks: tokens of each chunk of prefill, by step.
+    """
+
+    works: list[StepWork] = field(default_factory=list)
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def begin(self, work: StepWork, batch: StepBatch) -> None:
+        """Add the step of `batch`."""
+        self.works.append(work)
+        self.chunks.append(tuple(np.diff(batch.cu_seqlens)[batch.decodes :].tolist()))
+
+    def add(self, **counts: int) -> None:
+        """Set what followed the last step."""
+        self.works[-1] = replace(self.works[-1], **counts)
+
+    @property
+    def sequence(self) -> list[tuple[int, tuple[int, ...], int]]:
+        """Decoding rows, chunks and samples begun of each step."""
+        steps = zip(self.works, self.chunks, strict=True)
+        return [(work.rows, chunks, work.begun) for work, chunks in steps]
+
+
+class PredictedRunner:
+    """A `Runner` without a model: it advances a clock by the predicted time of each step.
+
+    Attributes:
+        slowdown: factor of all times, when several processes share a processor.
+    """
+
+    def __init__(self, times: StepTimes, windows: Windows, clock: Clock, log: StepLog | None = None) -> None:
+        self._times, self._windows, self._clock, self._log = times, windows, clock, log
+        self._rows = 0
+        self.slowdown = 1.0
+
+    def run(self, batch: StepBatch) -> Tensor:
+        """Advance the clock. The logits are empty."""
+        work, self._rows = StepWork.of(batch, self._windows), batch.decodes
+        if self._log is not None:
+            self._log.begin(work, batch)
+        self._clock.now += self.slowdown * self._times.of_step(work)
+        return _NO_LOGITS
+
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        """Advance the clock by the time of the copies."""
+        self._after(copied=sources.shape[1])
+
+    def drawn(self, count: int, ended: int) -> None:
+        """Advance the clock by the time of samples that begin and end, when `count` samples draw a token."""
+        self._after(begun=count - self._rows, ended=ended)
+
+    def _after(self, **counts: int) -> None:
+        if self._log is not None:
+            self._log.add(**counts)
+        self._clock.now += self.slowdown * self._times.after_step(**counts)
+
+    def load_weights(self, decoder: Decoder) -> None:
+        """Weights are not simulated."""
+
+    def clear(self) -> None:
+        """The cache has no content."""
+
+
+_NO_LOGITS = torch.empty(0, 0)
+
+
+class TracedSampler(Sampler):
+    """Returns the known tokens of each sample, and `end` as its last token.
+
+    Args:
+        traces: the tokens of each sample of a request, by its id. Removed when all samples have begun.
+    """
+
+    def __init__(
+        self, sequences: Sequences, traces: dict[int, list[Tokens]], runner: PredictedRunner, end: int
+    ) -> None:
+        super().__init__(sequences)
+        self._traces, self._runner, self._end = traces, runner, end
+        rows = len(sequences.entries)
+        self._arrival = np.zeros(rows, dtype=np.int64)
+        self._tokens = np.zeros((rows, 64), dtype=np.int64)
+        self._unplaced: dict[int, int] = {}
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        logits_of: NDArray[np.int64] | None,
+        masks: Mapping[int, NDArray[np.int32]],
+    ) -> Drawn:
+        """The next known token of each of `rows`, with log-probs of 0."""
+        sequences = self._sequences
+        for row in rows[self._arrival[rows] != sequences.arrival[rows]].tolist():
+            self._place(row)
+        tokens = self._tokens[rows, sequences.length[rows] - sequences.prompt_length[rows]]
+        self._runner.drawn(len(rows), int((tokens == self._end).sum()))
+        return Drawn(tokens, np.zeros(len(rows), dtype=np.float32), {}, {})
+
+    def _place(self, row: int) -> None:
+        """Look up the tokens of a sample that begins."""
+        entry, sample = self._sequences.entries[row], int(self._sequences.sample[row])
+        assert entry is not None
+        tokens = self._traces[entry.id][sample]
+        if (missing := len(tokens) - self._tokens.shape[1]) > 0:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, max(missing, self._tokens.shape[1]))))
+        self._tokens[row, : len(tokens)] = tokens
+        self._tokens[row, len(tokens) - 1] = self._end
+        self._arrival[row] = self._sequences.arrival[row]
+        left = self._unplaced.get(entry.id, entry.request.n) - 1
+        self._unplaced[entry.id] = left
+        if not left:
+            del self._unplaced[entry.id], self._traces[entry.id]
+
+
+class SimulatedEngine(Engine):
+    """An `Engine` whose tokens are known and whose time is predicted.
+
+    Args:
+        slots, cache_tokens, token_budget: as in `Engine`.
+        log: records every step.
+
+    Attributes:
+        clock: its virtual time.
+        peak_use: the largest share of the cache in use so far.
+    """
+
+    def __init__(
+        self,
+        model: SimulatedModel,
+        times: StepTimes,
+        *,
+        slots: int,
+        cache_tokens: int,
+        token_budget: int = TOKEN_BUDGET,
+        log: StepLog | None = None,
+    ) -> None:
+        self.clock, self.peak_use = Clock(), 0.0
+        self.predicted = PredictedRunner(times, model.windows, self.clock, log)
+        self._traces: dict[int, list[Tokens]] = {}
+        self._end = model.vocab_size - 1
+        decoder: Any = model
+        super().__init__(
+            decoder,
+            slots=slots,
+            cache_tokens=cache_tokens,
+            token_budget=token_budget,
+            runner=lambda decoder, num_blocks: self.predicted,
+        )
+
+    def _open(self) -> None:
+        super()._open()
+        self._sampler = TracedSampler(self._sequences, self._traces, self.predicted, self._end)
+
+    def _advance(self) -> None:
+        super()._advance()
+        self.peak_use = max(self.peak_use, self.cache_use)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cache, of the smallest pool."""
+        return min(self._num_blocks) - 1
+
+    def enter(self, prompt: Sequence[int], samples: Sequence[Tokens]) -> int:
+        """Queue a request whose samples will have these tokens; returns its id."""
+        longest = max(map(len, samples))
+        params = SamplingParams(longest, stop_token_ids=(self._end,))
+        self._traces[self._next_id] = list(samples)
+        return self.add(Request(list(prompt), params, (0, 0, 0), len(samples)), stream=False)
+
+    def swap(self, version: int) -> None:
+        """Use new weights. Samples in flight are recomputed, as in `Engine.update_weights`."""
+        self.version = version
+        self._scheduler.new_weights(version, recompute=True)

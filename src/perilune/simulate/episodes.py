@@ -1,0 +1,179 @@
+"""The episodes that a simulated run samples: lengths are an input, never a result.
+
+They come from the episodes of a finished run, step by step, or from a named assumption about their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.data.episode import Episode
+
+Tokens = NDArray[np.int32]
+NEAR = 2  # recorded steps before and after, from which the groups of a step are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class TurnShape:
+    """One turn of an episode: the tokens of the environment before it, and the tokens sampled in it."""
+
+    observed: Tokens
+    sampled: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The episodes of one task.
+
+    Attributes:
+        episodes: the turns of each sample; at least one.
+        live: whether rewards differ, so that the group is trained on.
+    """
+
+    prompt: Tokens
+    episodes: tuple[tuple[TurnShape, ...], ...]
+    live: bool = True
+
+    @property
+    def sampled(self) -> int:
+        """Sampled tokens."""
+        return sum(len(turn.sampled) for one in self.episodes for turn in one)
+
+    @property
+    def fed(self) -> int:
+        """Tokens that the learner computes: the prompt once, then all tokens of each episode."""
+        turns = [turn for one in self.episodes for turn in one]
+        return len(self.prompt) + sum(len(turn.observed) + len(turn.sampled) for turn in turns)
+
+    @property
+    def turns(self) -> int:
+        """Sampled turns."""
+        return sum(map(len, self.episodes))
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> GroupShape:
+        """The shape of a recorded group."""
+        rewards = {one.reward for one in episodes if one.reward is not None}
+        shapes = tuple(turns for one in episodes if (turns := tuple(_turns(one))))
+        return cls(episodes[0].prompt_ids, shapes, len(rewards) > 1)
+
+
+def _turns(episode: Episode) -> Iterator[TurnShape]:
+    """Runs of sampled tokens, each with the observed tokens before it."""
+    mask, tokens = episode.loss_mask, episode.token_ids
+    bounds = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(tokens)]
+    observed = tokens[:0]
+    for start, end in pairwise(bounds):
+        if start < end and mask[start]:
+            yield TurnShape(observed, tokens[start:end])
+            observed = tokens[:0]
+        else:
+            observed = tokens[start:end]
+
+
+class Lengths(Protocol):
+    """Where the episodes of a simulation come from."""
+
+    basis: str
+
+    def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
+        """The groups of a step (from 1)."""
+
+
+class RecordedLengths:
+    """The episodes of a finished run.
+
+    A step with as many groups and samples as were recorded repeats them. Otherwise whole groups are drawn
+    from the recorded steps around it, and samples from the group, because lengths depend on task and step.
+
+    Args:
+        steps: the recorded groups of each step, in order.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[GroupShape]], seed: int, basis: str) -> None:
+        self.basis, self._steps, self._seed = basis, steps, seed
+
+    @classmethod
+    def of_folder(cls, folder: Path, seed: int, basis: str) -> RecordedLengths | None:
+        """The episodes in an attempt's folder; None without any."""
+        from perilune.data.episodes_file import read_episodes
+
+        steps = []
+        for path in sorted(folder.glob("step-*.parquet")):
+            groups = [
+                GroupShape.of(list(part))
+                for _, part in groupby(read_episodes(path), lambda one: one.group_id)
+            ]
+            steps.append([group for group in groups if group.episodes])
+        return cls(steps, seed, basis) if steps else None
+
+    def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
+        at = min(step, len(self._steps)) - 1
+        if step <= len(self._steps) and _fits(exact := self._steps[at], count, samples):
+            return list(exact)
+        near = [one for steps in self._steps[max(0, at - NEAR) : at + NEAR + 1] for one in steps]
+        rng = np.random.default_rng((self._seed, step))
+        return [self._drawn(near[number], samples, rng) for number in rng.integers(len(near), size=count)]
+
+    def _drawn(self, group: GroupShape, samples: int, rng: np.random.Generator) -> GroupShape:
+        if len(group.episodes) == samples:
+            return group
+        chosen = rng.integers(len(group.episodes), size=samples)
+        return GroupShape(group.prompt, tuple(group.episodes[one] for one in chosen), group.live)
+
+
+def _fits(groups: Sequence[GroupShape], count: int, samples: int) -> bool:
+    return len(groups) == count and all(len(one.episodes) <= samples for one in groups)
+
+
+class AssumedLengths:
+    """Episodes with lognormal answers of a given mean and limit: an assumption, not a prediction.
+
+    Args:
+        prompt, sampled, longest: mean tokens of prompts and of all answers of an episode, and its most.
+        turns: turns of each episode; observed: tokens of the environment before each but the first.
+        live: share of the groups that are trained on.
+    """
+
+    def __init__(
+        self, means: Mapping[str, float], seed: int, basis: str, *, live: float = 1.0, vocabulary: int = 1000
+    ) -> None:
+        self.basis, self._means, self._seed, self._live = basis, means, seed, live
+        self._vocabulary = vocabulary
+
+    def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
+        rng = np.random.default_rng((self._seed, step))
+        return [self._group(samples, rng) for _ in range(count)]
+
+    def _group(self, samples: int, rng: np.random.Generator) -> GroupShape:
+        means = self._means
+        prompt = self._tokens(max(1, round(means["prompt"])), rng)
+        return GroupShape(
+            prompt, tuple(self._episode(rng) for _ in range(samples)), bool(rng.random() < self._live)
+        )
+
+    def _episode(self, rng: np.random.Generator) -> tuple[TurnShape, ...]:
+        means = self._means
+        turns = max(1, round(means["turns"]))
+        mean, longest = means["sampled"] / turns, max(means["longest"], means["sampled"]) / turns
+        # The longest of many is about three standard deviations above the median.
+        sigma = max(0.0, 3 - np.sqrt(max(0.0, 9 - 2 * np.log(longest / max(mean, 1e-9)))))
+        lengths = rng.lognormal(np.log(max(mean, 1e-9)) - sigma**2 / 2, sigma, size=turns)
+        observed = round(means.get("observed", 0.0))
+        return tuple(
+            TurnShape(
+                self._tokens(observed if number else 0, rng),
+                self._tokens(max(1, round(min(length, longest))), rng),
+            )
+            for number, length in enumerate(lengths)
+        )
+
+    def _tokens(self, count: int, rng: np.random.Generator) -> Tokens:
+        return rng.integers(self._vocabulary, size=count, dtype=np.int32)

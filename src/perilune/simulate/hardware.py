@@ -1,0 +1,216 @@
+"""Machines that are not here: times computed from a card's published bandwidth and FLOPs.
+
+A step takes the longer of two times: that of the bytes it reads (weights, keys and values) and that of its
+floating-point operations. Nothing of this is measured, so every output that uses it says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+from perilune.errors import RequestError
+from perilune.models.card.model_card import ModelCard
+from perilune.simulate.step_cost import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Published figures of an accelerator.
+
+    Attributes:
+        bandwidth: of its memory, in bytes per second.
+        flops: dense bfloat16 operations per second.
+        memory: bytes.
+        link: bytes per second to other cards of the machine, both directions together.
+    """
+
+    bandwidth: float
+    flops: float
+    memory: float
+    link: float
+
+
+CARDS: Mapping[str, Card] = MappingProxyType(
+    {
+        "A10": Card(600e9, 125e12, 24e9, 64e9),
+        "A100": Card(2039e9, 312e12, 80e9, 600e9),
+        "A100-40GB": Card(1555e9, 312e12, 40e9, 600e9),
+        "B200": Card(8000e9, 2250e12, 180e9, 1800e9),
+        "H100": Card(3350e9, 989e12, 80e9, 900e9),
+        "H200": Card(4800e9, 989e12, 141e9, 900e9),
+        "L4": Card(300e9, 121e12, 24e9, 64e9),
+        "L40S": Card(864e9, 362e12, 48e9, 64e9),
+        "MI300X": Card(5300e9, 1307e12, 192e9, 896e9),
+        "RTX4090": Card(1008e9, 165e12, 24e9, 64e9),
+    }
+)
+ITEM = 2  # bytes of a weight, key or value: bfloat16
+STATE = 16  # bytes of training for each parameter: weights, gradient and two moments
+ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, ACHIEVED_TRAINING = 0.7, 0.5, 0.4  # shares of the published figures
+TILE = 128  # queries of a prompt that read a key together
+HOST = 1e-3  # seconds of scheduler and sampler in each step of the engine
+REDUCE = 1e-5  # seconds until two cards have exchanged anything
+CACHE = 0.9  # share of the memory beside the weights that the cache takes
+START, RECORD, ANSWER = 60.0, 0.1, 1e-4  # seconds of a stage, a training step and a scored answer
+ASSUMED = (
+    f"computed from published bandwidth and FLOPs, not measured: {ACHIEVED_BANDWIDTH:.0%} of the bandwidth,"
+    f" {ACHIEVED_FLOPS:.0%} of the bfloat16 FLOPs ({ACHIEVED_TRAINING:.0%} in training),"
+    f" {1e3 * HOST:g} ms of the host in each engine step, {START:g} s to start a stage"
+)
+_SPEC = re.compile(r"(?P<count>\d+)x(?P<card>[\w-]+)(/(?P<each>\d+))?(@(?P<price>\d+(\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Cards of one kind.
+
+    Attributes:
+        each: cards that hold one copy of the model together.
+        price: of a card for an hour; None when it was not given.
+    """
+
+    name: str
+    card: Card
+    count: int
+    each: int = 1
+    price: float | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.count // self.each
+
+    def cost(self, seconds: float) -> float | None:
+        """The price of all cards for so long."""
+        return None if self.price is None else self.price * self.count * seconds / 3600
+
+
+def parse_machines(text: str) -> Machines:
+    """Machines as "8xH100/4@2.5": 8 cards, 4 for each copy of the model, 2.5 per card and hour.
+
+    Raises:
+        RequestError: when the text has another form, or names an unknown card.
+    """
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise RequestError(
+            f"{text!r} does not describe machines",
+            where="--machines",
+            remedy="give COUNTxCARD, such as 2xH100, 8xH100/4 (4 cards hold a model), or 2xH100@2.50 (a price"
+            " per card and hour)",
+        )
+    names = {name.lower(): name for name in CARDS}
+    name = names.get(found["card"].lower())
+    if name is None:
+        raise RequestError(
+            f"no published figures for {found['card']!r}",
+            where="--machines",
+            remedy=f"the cards are {', '.join(CARDS)}",
+        )
+    count, each = int(found["count"]), int(found["each"] or 1)
+    if each < 1 or count < each or count % each:
+        raise RequestError(
+            f"{count} cards cannot be divided by {each}", where="--machines", remedy="change one of them"
+        )
+    return Machines(name, CARDS[name], count, each, float(found["price"]) if found["price"] else None)
+
+
+class ComputedSteps:
+    """Predicts steps of the engine on `machines.each` cards that share a model."""
+
+    def __init__(self, machines: Machines, model: ModelCard) -> None:
+        card, each = machines.card, machines.each
+        self._bandwidth = ACHIEVED_BANDWIDTH * card.bandwidth * each
+        self._flops = ACHIEVED_FLOPS * card.flops * each
+        self._experts = ITEM * sum(layer.feed_forward.parameters for layer in model.layers)
+        self._dense = ITEM * model.parameters - self._experts
+        active = ITEM * sum(layer.feed_forward.active_parameters for layer in model.layers)
+        self._idle = 1 - active / self._experts  # share of the experts that a token does not use
+        self._key = model.cache_bytes(1, ITEM)
+        self._block = model.cache_bytes(16, ITEM)
+        self._token = 2 * model.active_parameters
+        self._attention = sum(layer.mixer.flops(1) for layer in model.layers)
+        exchanged = (
+            2 * len(model.layers) if each > 1 else 0
+        )  # after attention and after the feed-forward part
+        self._reduce = exchanged * REDUCE
+        self._reduced = exchanged * 2 * (each - 1) / each * ITEM * model.hidden_size / card.link
+
+    def of_step(self, work: StepWork) -> float:
+        """Seconds of the longer of reading and computing, with the exchange between cards."""
+        tokens = work.rows + work.prefill
+        weights = self._dense + self._experts * (1 - self._idle**tokens)
+        keys = work.keys + work.prefill_keys
+        read = (weights + self._key * (work.keys + work.prefill_keys / TILE)) / self._bandwidth
+        computed = (self._token * tokens + self._attention * keys) / self._flops
+        return HOST + max(read, computed) + self._reduce + self._reduced * tokens
+
+    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        """Seconds of the copies."""
+        return 2 * copied * self._block / self._bandwidth
+
+
+@dataclass(frozen=True)
+class ComputedTimes:
+    """The times of an RL run on machines that are not here.
+
+    Attributes:
+        length: mean tokens of an episode with its prompt.
+        learners: cards that train.
+    """
+
+    machines: Machines
+    model: ModelCard
+    length: int
+    learners: int
+
+    @cached_property
+    def step(self) -> ComputedSteps:
+        return ComputedSteps(self.machines, self.model)
+
+    def learn(self, tokens: int, episodes: int) -> float:
+        """Seconds of an update; `tokens` are those of one copy of the model."""
+        card, model = self.machines.card, self.model
+        flops = model.training_flops(max(1, self.length)) * tokens
+        computed = flops / (ACHIEVED_TRAINING * card.flops * self.machines.each)
+        update = STATE * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
+        share = 2 * (self.learners - 1) / self.learners
+        return computed + update + share * ITEM * model.parameters / card.link
+
+    def record(self, episodes: int) -> float:
+        return RECORD + self.publish
+
+    def score(self, answers: int) -> float:
+        return ANSWER * answers
+
+    @property
+    def publish(self) -> float:
+        return ITEM * self.model.parameters / self.machines.card.link
+
+    @property
+    def start(self) -> float:
+        return START
+
+
+def cache_tokens(machines: Machines, model: ModelCard) -> int:
+    """Tokens of the cache beside the weights, for requests of the longest kind.
+
+    Raises:
+        RequestError: when the weights do not fit.
+    """
+    memory, weights = machines.card.memory * machines.each, ITEM * model.parameters
+    room = CACHE * memory - weights
+    longest = model.max_positions
+    if room < model.cache_bytes(min(longest, 4096), ITEM):
+        raise RequestError(
+            f"{weights / 1e9:,.0f} GB of weights do not fit {machines.each} x {machines.name} with"
+            f" {memory / 1e9:,.0f} GB",
+            where="--machines",
+            remedy=f"use more cards for each copy of the model: {machines.count}x{machines.name}/"
+            f"{2 * machines.each}",
+        )
+    return int(room / model.cache_bytes_per_token(longest, ITEM))

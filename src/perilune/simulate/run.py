@@ -1,0 +1,237 @@
+"""A simulated RL stage on a virtual clock: what every stage shares, and the synchronous one.
+
+A synchronous step plays a batch as `RolloutWorker.play` does, then learns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perilune.simulate.engine import SimulatedEngine
+from perilune.simulate.episodes import GroupShape, Lengths, TurnShape
+from perilune.simulate.times import RunTimes
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a stage does.
+
+    Attributes:
+        updates: optimizer steps in each training step.
+        epochs: times that each is computed on the same episodes.
+        evaluations: steps after which held-out tasks are played; 0 is before the first.
+        evaluated: held-out tasks, and samples of each.
+        ranks: processes that share a synchronous step.
+        cores: processors that learner and workers share; None when each has its own.
+    """
+
+    steps: int
+    prompts: int
+    samples: int
+    updates: int = 1
+    epochs: int = 1
+    asynchronous: AsynchronousSettings | None = None
+    evaluations: tuple[int, ...] = ()
+    evaluated: tuple[int, int] = (0, 0)
+    ranks: int = 1
+    cores: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTimes:
+    """Seconds of an environment.
+
+    Attributes:
+        task: to make a task.
+        episode: to play and score an episode, of the processor.
+        wait: mean seconds that each answer waits for something else, for example a tool.
+        spread: sigma of the lognormal distribution of the wait.
+    """
+
+    task: float = 0.0
+    episode: float = 0.0
+    wait: float = 0.0
+    spread: float = 0.0
+
+    def waits(self, count: int, rng: np.random.Generator) -> list[float]:
+        """The waits of `count` answers."""
+        if not self.wait:
+            return [0.0] * count
+        drawn: list[float] = rng.lognormal(
+            np.log(self.wait) - self.spread**2 / 2, self.spread, count
+        ).tolist()
+        return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The inputs of a simulation. Equal inputs give equal results."""
+
+    plan: RunPlan
+    times: RunTimes
+    environment: EnvironmentTimes
+    lengths: Lengths
+    make_engine: Callable[[], SimulatedEngine]
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a process did, for a trace."""
+
+    process: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class RunResult:
+    """A simulated stage.
+
+    Attributes:
+        seconds: from the submission to the end; `start` of them before the first step.
+        steps: seconds of each part of each training step, as in timings.jsonl.
+        busy: seconds in which each process computed.
+        ages: sampled tokens by their age in training steps when they were trained on.
+        tokens: sampled tokens.
+        peak_blocks: largest number of cache blocks in use at once in one engine, and the blocks it has.
+        engine_steps, preemptions: of all engines.
+    """
+
+    seconds: float = 0.0
+    start: float = 0.0
+    steps: list[dict[str, float]] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+    ages: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+    peak_blocks: tuple[int, int] = (0, 0)
+    engine_steps: int = 0
+    preemptions: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, process: str, name: str, begin: float, end: float) -> None:
+        """Add a span of work."""
+        self.compute(process, end - begin)
+        self.spans.append(Span(process, name, begin, end))
+
+    def compute(self, process: str, seconds: float) -> None:
+        """Count seconds of work."""
+        self.busy[process] = self.busy.get(process, 0.0) + seconds
+
+    def read(self, engines: Sequence[SimulatedEngine]) -> None:
+        """Add the counts of the engines."""
+        self.engine_steps = sum(one.counters.steps for one in engines)
+        self.preemptions = sum(one.counters.preemptions for one in engines)
+        fullest = max(engines, key=lambda one: one.peak_use)
+        self.peak_blocks = round(fullest.peak_use * fullest.blocks), fullest.blocks
+
+    def idle(self) -> dict[str, float]:
+        """Share of the time after the start in which each process did nothing."""
+        seconds = self.seconds - self.start
+        return {name: 1 - busy / seconds for name, busy in sorted(self.busy.items())}
+
+
+class Simulation:
+    """The learner, and batches that are played to their end."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.plan, self.times, self.lengths = scenario.plan, scenario.times, scenario.lengths
+        self.environment, self.make_engine = scenario.environment, scenario.make_engine
+        self.rng = np.random.default_rng((scenario.seed, 1))
+        self.result = RunResult()
+
+    def play(self, engine: SimulatedEngine, groups: Sequence[GroupShape]) -> tuple[float, float]:
+        """Play groups to their end; seconds of sampling and of scoring."""
+        clock, sampling = engine.clock, 0.0
+        began = clock.now
+        count = sum(len(group.episodes) for group in groups)
+        clock.now += self.environment.task * len(groups) + self.environment.episode * count
+        turn = 0
+        while due := [(group, one) for group in groups for one in group.episodes if len(one) > turn]:
+            before = clock.now
+            if turn:
+                for group, one in due:
+                    engine.enter(context_of(group, one, turn), [one[turn].sampled])
+            else:
+                for group in groups:
+                    engine.enter(group.prompt.tolist(), [one[0].sampled for one in group.episodes])
+            while engine.unfinished:
+                engine.step()
+            sampling += clock.now - before
+            clock.now += self.times.score(len(due)) + sum(self.environment.waits(len(due), self.rng))
+            turn += 1
+        return sampling, clock.now - began - sampling
+
+    def evaluate(self, step: int, now: float) -> float:
+        """Play the held-out tasks if they are due after a step; seconds."""
+        if step not in self.plan.evaluations:
+            return 0.0
+        engine = self.make_engine()
+        sampling, scoring = self.play(engine, self.lengths.groups(max(step, 1), *self.plan.evaluated))
+        self.result.add("learner", "evaluate", now, now + sampling + scoring)
+        return sampling + scoring
+
+    def learn(self, groups: Sequence[GroupShape]) -> float:
+        """Seconds of the updates of a step, on the groups that have a gradient."""
+        plan = self.plan
+        tokens = sum(group.fed for group in groups if group.live)
+        episodes = sum(len(group.episodes) for group in groups)
+        share = plan.ranks * plan.updates
+        once = self.times.learn(-(-tokens // share), -(-episodes // share))
+        return plan.updates * plan.epochs * once
+
+    def count(self, groups: Sequence[GroupShape]) -> int:
+        """Count the sampled tokens of a step."""
+        tokens = sum(group.sampled for group in groups)
+        self.result.tokens += tokens
+        return tokens
+
+
+class SynchronousRun(Simulation):
+    """Every step samples, scores, learns and records, one after the other."""
+
+    def run(self) -> RunResult:
+        """Simulate the stage."""
+        plan, result, times = self.plan, self.result, self.times
+        engines = [self.make_engine() for _ in range(plan.ranks)]
+        now = result.start = times.start
+        now += self.evaluate(0, now)
+        for step in range(1, plan.steps + 1):
+            groups = self.lengths.groups(step, plan.prompts, plan.samples)
+            result.ages[0] += self.count(groups)
+            parts = []
+            for number, engine in enumerate(engines):
+                engine.clock.now = now
+                engine.swap(step)
+                parts.append(self.play(engine, groups[number :: plan.ranks]))
+                result.add(name_of("sampler", number, plan.ranks), "sample", now, now + parts[-1][0])
+            sampling, scoring = max(parts, key=sum)
+            learning = self.learn(groups)
+            other = times.record(sum(len(group.episodes) for group in groups))
+            result.add("scorer", "score", now + sampling, now + sampling + scoring)
+            now += sampling + scoring
+            result.add("learner", "learn", now, now + learning)
+            result.add("learner", "record", now + learning, now + learning + other)
+            now += learning + other
+            parts_of_step = {"sampling": sampling, "scoring": scoring, "learning": learning, "other": other}
+            result.steps.append({"step": step, **parts_of_step, "evaluation": self.evaluate(step, now)})
+            now += result.steps[-1]["evaluation"]
+        result.seconds = now
+        result.read(engines)
+        return result
+
+
+def context_of(group: GroupShape, episode: Sequence[TurnShape], turn: int) -> list[int]:
+    """The tokens that a turn continues."""
+    before = [part for one in episode[:turn] for part in (one.observed, one.sampled)]
+    return np.concatenate([group.prompt, *before, episode[turn].observed]).tolist()  # type: ignore[no-any-return]
+
+
+def name_of(process: str, number: int, count: int) -> str:
+    return process if count == 1 else f"{process} {number}"

@@ -1,0 +1,136 @@
+"""The time of an engine step, from what it computes.
+
+    t = a + b prefill + c(rows) + d keys + e copied
+
+* prefill: tokens of prompts and of preempted samples, with a constant for a step that has any, a time for
+  each sample that begins, and a time for the keys that its queries read;
+* rows: decoding samples. c is piecewise linear with knots up to 16 rows, because a product of 2 rows takes
+  almost as long as one of 16;
+* keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer;
+* copied: blocks copied when samples of a group separate;
+* the samples that end have a time too, in which their results are collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.step import StepBatch
+
+KNOTS = (0, 1, 2, 4, 8, 16)  # rows between which the time is linear; above the last, one more slope
+NAMES = (
+    "step",
+    *(f"rows to {end}" for end in KNOTS[1:]),
+    "rows above",
+    "key",
+    "prefill step",
+    "prefill token",
+    "prefill key",
+    "begin",
+    "copy",
+    "end",
+)
+
+SWEEPS, TOLERANCE = 20_000, 1e-10  # of the fit
+
+Matrix = NDArray[np.float64]
+
+Windows = Mapping[int | None, float]
+"""Share of the layers with each window; None is full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes.
+
+    Attributes:
+        rows: decoding samples.
+        keys: keys that they read.
+        prefill: tokens of prefill.
+        prefill_keys: keys that those read.
+        begun: samples that draw their first token, or the first one after a preemption.
+        copied: blocks.
+        ended: samples that draw their last token.
+    """
+
+    rows: int
+    keys: float
+    prefill: int = 0
+    prefill_keys: float = 0.0
+    begun: int = 0
+    copied: int = 0
+    ended: int = 0
+
+    @classmethod
+    def of(cls, batch: StepBatch, windows: Windows) -> StepWork:
+        """The work of a batch, without what follows it: copies, and samples that begin or end."""
+        seen = batch.positions + 1
+        read = np.zeros(len(seen))
+        for size, share in windows.items():
+            read += share * (seen if size is None else np.minimum(seen, size))
+        rows = batch.decodes
+        return cls(rows, float(read[:rows].sum()), len(seen) - rows, float(read[rows:].sum()))
+
+    def features(self) -> list[float]:
+        """One value for each of `NAMES`."""
+        ends = zip(KNOTS, (*KNOTS[1:], 1 << 40), strict=True)
+        rows = [float(min(max(self.rows - low, 0), high - low)) for low, high in ends]
+        prefill = [float(self.prefill > 0), float(self.prefill), self.prefill_keys]
+        return [1.0, *rows, self.keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
+
+
+class StepTimes(Protocol):
+    """Predicts the time of a step."""
+
+    def of_step(self, work: StepWork) -> float:
+        """Seconds of the model and the scheduler."""
+
+    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        """Seconds of what follows the model's computation in the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of each feature of a step, by its name in `NAMES`."""
+
+    seconds: Mapping[str, float]
+
+    def of_step(self, work: StepWork) -> float:
+        return sum(map(float.__mul__, self.seconds.values(), work.features()))
+
+    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        seconds = self.seconds
+        return seconds["begin"] * begun + seconds["copy"] * copied + seconds["end"] * ended
+
+
+def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> StepCost:
+    """The non-negative cost with the least relative squares: short steps count as much as long ones."""
+    features = np.array([work.features() for work in works])
+    return StepCost(dict(zip(NAMES, relative_fit(features, np.array(seconds)).tolist(), strict=True)))
+
+
+def relative_fit(features: Matrix, measured: Matrix) -> Matrix:
+    """Non-negative coefficients float64[F] of float64[N, F] with the least relative squares.
+
+    Coordinate descent on the normal equations (Franc et al. 2005), which needs no library for a dozen
+    unknowns.
+    """
+    matrix = features / measured[:, None]
+    scale = np.maximum(matrix.max(axis=0), 1e-300)
+    matrix = matrix / scale
+    gram, linear = matrix.T @ matrix, matrix.sum(axis=0)
+    found = np.zeros(len(linear))
+    for _ in range(SWEEPS):
+        before = found.copy()
+        for place in np.flatnonzero(gram.diagonal()):
+            slope = gram[place] @ found - linear[place]
+            found[place] = max(0.0, found[place] - slope / gram[place, place])
+        if np.abs(found - before).max() < TOLERANCE * found.max():
+            break
+    solution: Matrix = found / scale
+    return solution

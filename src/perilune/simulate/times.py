@@ -1,0 +1,158 @@
+"""The times of a run that are not steps of the engine, and the coefficients of a model on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from perilune.errors import RequestError
+from perilune.files import read_json, write_json
+from perilune.simulate.step_cost import NAMES, StepCost, StepTimes
+
+FILE = "simulation.json"  # in the home
+COMPUTING = ("engine", "learn", "models", "rollout")  # packages whose code the coefficients depend on
+
+
+class RunTimes(Protocol):
+    """Predicts the parts of an RL run, in seconds."""
+
+    @property
+    def step(self) -> StepTimes:
+        """Of a step of the engine."""
+
+    def learn(self, tokens: int, episodes: int) -> float:
+        """Of an update."""
+
+    def record(self, episodes: int) -> float:
+        """Of the rest of a training step: publishing the weights, metrics and files."""
+
+    def score(self, answers: int) -> float:
+        """Of the rollout worker and its scorer, beside what the environment itself takes."""
+
+    @property
+    def publish(self) -> float:
+        """Until a rollout process holds new weights."""
+
+    @property
+    def start(self) -> float:
+        """Of the stage before its first step and after its last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """Coefficients that `perilune calibrate` measured.
+
+    Attributes:
+        update: constant, and seconds of each token and episode.
+        recording: constant, and seconds of each episode.
+        scoring: constant, and seconds of each answer.
+        episode: seconds to play an episode in the environment of the calibration, which scoring includes.
+    """
+
+    step: StepCost
+    update: tuple[float, float, float]
+    recording: tuple[float, float]
+    scoring: tuple[float, float]
+    publish: float
+    start: float
+    episode: float
+
+    def learn(self, tokens: int, episodes: int) -> float:
+        constant, token, episode = self.update
+        return constant + token * tokens + episode * episodes
+
+    def record(self, episodes: int) -> float:
+        return self.recording[0] + self.recording[1] * episodes
+
+    def score(self, answers: int) -> float:
+        return self.scoring[0] + self.scoring[1] * answers
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Measured times, and what they are valid for.
+
+    Attributes:
+        model: digest of the recipe's model section.
+        machine: the processor and the device, in words.
+        engine: digest of the code of engine and learner.
+        measured: when, in seconds since 1970.
+        error: mean relative error of the step times on the steps that they were fitted to.
+    """
+
+    times: MeasuredTimes
+    model: str
+    machine: str
+    engine: str
+    measured: float
+    error: float
+
+
+def model_digest(section: Mapping[str, Any]) -> str:
+    """Digest of a recipe's model section."""
+    return hashlib.sha256(json.dumps(section, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@cache
+def engine_digest() -> str:
+    """Digest of the code that the coefficients measure."""
+    import perilune
+
+    root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256()
+    for package in COMPUTING:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in {".py", ".c", ".h"}:
+                digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def save(home: Path, found: Calibrated) -> None:
+    """Keep coefficients in the home, in place of earlier ones of the same machine and model."""
+    document = _document(home)
+    document.setdefault(found.machine, {})[found.model] = asdict(found)
+    write_json(home / FILE, document)
+
+
+def load(home: Path, machine: str, model: str) -> Calibrated:
+    """The coefficients of a model on a machine.
+
+    Raises:
+        RequestError: when there are none, or another version of the engine was measured.
+    """
+    try:
+        found = _read(_document(home)[machine][model])
+    except (KeyError, TypeError):  # none, or damaged
+        found = None
+    remedy = "perilune calibrate RECIPE, or name another machine with --machines"
+    if found is None:
+        raise RequestError(f"this model has not been calibrated on {machine}", remedy=remedy)
+    if found.engine != engine_digest():
+        raise RequestError(
+            f"the calibration of this model on {machine} measured another version of the engine",
+            where=str(home / FILE),
+            remedy=remedy,
+        )
+    return found
+
+
+def _read(document: Mapping[str, Any]) -> Calibrated:
+    times = dict(document["times"])
+    seconds = times.pop("step")["seconds"]
+    step = StepCost({name: float(seconds[name]) for name in NAMES})
+    return Calibrated(**{**document, "times": MeasuredTimes(step, **_tuples(times))})
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+
+
+def _document(home: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(home / FILE))
+    except (RequestError, OSError):  # none yet, or damaged: `perilune calibrate` measures again
+        return {}

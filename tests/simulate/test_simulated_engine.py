@@ -1,0 +1,140 @@
+"""The simulated engine takes the steps of the real one: rows, chunks of prefill, forks and preemptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Request, SamplingParams
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.simulate.engine import SimulatedEngine, SimulatedModel, StepLog
+from perilune.simulate.recording import RecordedEngine
+from perilune.simulate.step_cost import NAMES, StepCost, StepWork, fit, relative_fit
+
+FULL = PRESETS["tiny"].replace(num_layers=2, hidden_size=32, intermediate_size=32, num_heads=2, head_dim=16)
+WINDOWS = FULL.replace(architecture="qwen2", windows=(None, 32))
+COST = StepCost({name: 1e-3 * (1 + number) for number, name in enumerate(NAMES)})
+SMALL = {"slots": 8, "cache_tokens": 8 * 200, "token_budget": 4096}
+
+
+def requests(seed: int, count: int, *, longest: int = 60, most: int = 30) -> list[Request]:
+    """Ragged prompts and answers, some in groups, some with a common beginning."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(1, 90, size=40).tolist()
+    found = []
+    for number in range(count):
+        own = rng.integers(1, 90, size=int(rng.integers(3, longest))).tolist()
+        params = SamplingParams(int(rng.integers(2, most)), stop_token_ids=(1, 2, 3))
+        prompt = shared + own if number % 4 == 0 else own
+        found.append(Request(prompt, params, (seed, 0, number), (1, 1, 4)[number % 3]))
+    return found
+
+
+def decoder_of(config: DecoderConfig) -> Decoder:
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    return decoder
+
+
+def drained(engine: Engine) -> list[Delta]:
+    found = []
+    while engine.unfinished:
+        found += engine.step()
+    return found
+
+
+def traces(decoder: Decoder, asked: list[Request]) -> dict[tuple[int, int], np.ndarray]:
+    """The tokens that the real engine samples, which do not depend on the batch."""
+    engine = Engine(decoder, slots=64)
+    for one in asked:
+        engine.add(one, stream=False)
+    return {(one.request_id, one.sample): np.array(one.token_ids, np.int32) for one in drained(engine)}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        pytest.param(FULL, {}, id="ragged groups"),
+        pytest.param(FULL, {"token_budget": 24}, id="chunked prefill"),
+        pytest.param(FULL, {"cache_tokens": 16 * 14}, id="preempting"),
+        pytest.param(WINDOWS, {"token_budget": 40}, id="windows"),
+        pytest.param(WINDOWS, {"cache_tokens": 16 * 14, "token_budget": 24}, id="windows, preempting"),
+    ],
+)
+def test_the_sequence_of_steps_is_the_real_one(config: DecoderConfig, size: dict[str, int]) -> None:
+    decoder, asked = decoder_of(config), requests(0, 30)
+    known = traces(decoder, asked)
+    real = RecordedEngine(decoder, **{**SMALL, **size})
+    real.timed(asked, lambda: 0.0)
+
+    log = StepLog()
+    simulated = SimulatedEngine(SimulatedModel.of(config), COST, **{**SMALL, **size}, log=log)
+    for number, one in enumerate(asked):
+        simulated.enter(one.token_ids, [known[number, sample] for sample in range(one.n)])
+    ended = drained(simulated)
+
+    assert log.works == real.log.works
+    assert log.chunks == real.log.chunks
+    assert simulated.counters == real.counters
+    assert (simulated.counters.preemptions > 0) == ("cache_tokens" in size)
+    assert (simulated.peak_use > 0.9) == ("cache_tokens" in size)
+    assert len(ended) == len(known)
+    assert simulated.clock.now == pytest.approx(sum(map(COST.of_step, log.works)))
+    assert not simulated._traces  # forgotten once they are placed
+
+
+def test_a_turn_finds_the_tokens_of_the_turn_before_in_the_cache() -> None:
+    decoder = decoder_of(FULL)
+    first = Request(list(range(1, 41)), SamplingParams(30), (0, 0, 0), 2)
+    real = RecordedEngine(decoder, **SMALL)
+    real.add(first, stream=False)
+    turns = {one.sample: one.token_ids for one in drained(real)}
+    context = [first.token_ids + turns[sample] + [5, 6, 7] for sample in range(2)]
+    for number, one in enumerate(context):
+        real.add(Request(one, SamplingParams(4), (0, 1, number)), stream=False)
+    second = drained(real)
+
+    log = StepLog()
+    simulated = SimulatedEngine(SimulatedModel.of(FULL), COST, **SMALL, log=log)
+    simulated.enter(first.token_ids, [np.array(turns[sample]) for sample in range(2)])
+    drained(simulated)
+    for one, delta in zip(context, second, strict=True):
+        simulated.enter(one, [np.array(delta.token_ids)])
+    drained(simulated)
+    assert log.sequence == real.log.sequence
+    assert simulated.counters.cached_tokens == real.counters.cached_tokens > 0
+
+
+def test_new_weights_are_taken_between_two_steps() -> None:
+    simulated = SimulatedEngine(SimulatedModel.of(FULL), COST, **SMALL)
+    simulated.enter([1, 2, 3], [np.arange(1, 11)])
+    for _ in range(4):
+        simulated.step()
+    simulated.swap(7)
+    (delta,) = drained(simulated)
+    assert delta.policy_version == [0] * 4 + [7] * 6
+    assert simulated.counters.prompt_tokens == 3 + (3 + 4)  # computed again with the new weights
+
+
+def test_a_fit_finds_the_costs_that_made_the_times() -> None:
+    rng = np.random.default_rng(0)
+    works = [
+        StepWork(
+            int(rows), float(rows * 50), int(prefill), float(prefill**2), int(prefill > 0), int(rows) % 3, 1
+        )
+        for rows in (0, 1, 2, 3, 4, 6, 8, 12, 16, 40, 100)
+        for prefill in (0, 5, 90, 400)
+    ]
+    seconds = [COST.of_step(work) * rng.uniform(0.99, 1.01) for work in works]
+    found = fit(works, seconds)
+    errors = [abs(found.of_step(work) / one - 1) for work, one in zip(works, seconds, strict=True)]
+    assert max(errors) < 0.03
+    assert min(found.seconds.values()) >= 0
+
+
+def test_coefficients_are_not_negative() -> None:
+    features = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    found = relative_fit(features, np.array([3.0, 2.0, 1.0]))  # falls, which no cost does
+    assert found[1] == 0 and found[0] == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))

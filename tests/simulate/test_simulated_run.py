@@ -1,0 +1,200 @@
+"""Simulated RL stages: what they add up to, how far rollouts run ahead, and that they repeat."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.main import app
+from perilune.cli.train.simulate import chrome_trace
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import write_episodes
+from perilune.errors import RequestError
+from perilune.simulate.asynchronous import simulate_run
+from perilune.simulate.engine import SimulatedEngine, SimulatedModel
+from perilune.simulate.episodes import AssumedLengths, RecordedLengths
+from perilune.simulate.hardware import CARDS, ComputedSteps, parse_machines
+from perilune.simulate.run import EnvironmentTimes, RunPlan, Scenario
+from perilune.simulate.step_cost import NAMES, StepCost, StepWork
+from perilune.simulate.times import Calibrated, MeasuredTimes, load, save
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
+
+STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in NAMES})
+TIMES = MeasuredTimes(STEP, (0.05, 1e-5, 0.0), (0.01, 0.0), (0.0, 1e-4), 0.01, 1.0, 0.0)
+MEANS = {"prompt": 10.0, "sampled": 24.0, "longest": 60.0, "turns": 2.0, "observed": 5.0}
+PLAN = RunPlan(steps=6, prompts=4, samples=3)
+
+
+def scenario(plan: RunPlan = PLAN, *, wait: float = 0.0, seed: int = 0) -> Scenario:
+    model = SimulatedModel(1001, 4096, {None: 1.0})
+    make_engine = partial(SimulatedEngine, model, STEP, slots=64, cache_tokens=4096)
+    lengths = AssumedLengths(MEANS, seed, "assumed")
+    return Scenario(plan, TIMES, EnvironmentTimes(wait=wait, spread=1.0), lengths, make_engine, seed)
+
+
+def ahead(staleness: int, workers: int = 1) -> RunPlan:
+    settings = AsynchronousSettings(staleness=staleness, workers=workers, environments=64)
+    return replace(PLAN, asynchronous=settings)
+
+
+@pytest.mark.parametrize("plan", [PLAN, ahead(2), ahead(1, workers=2)])
+def test_equal_inputs_give_equal_results(plan: RunPlan) -> None:
+    first, again = (simulate_run(scenario(plan, wait=0.1)) for _ in range(2))
+    assert first == again
+    assert simulate_run(scenario(plan, wait=0.1, seed=1)).seconds != first.seconds
+
+
+def test_a_synchronous_run_is_the_sum_of_its_parts() -> None:
+    result = simulate_run(scenario(replace(PLAN, evaluations=(0, 6), evaluated=(4, 2))))
+    parts = sum(sum(step.values()) - step["step"] for step in result.steps)
+    before = result.seconds - TIMES.start - parts  # the evaluation before the first step
+    assert before == pytest.approx(result.busy["learner"] - sum_of(result.steps), abs=1e-9) and before > 0
+    assert result.ages == {0: result.tokens}
+    assert result.engine_steps > 8 * 20 and result.peak_blocks[0] > 0
+
+
+def sum_of(steps: list[dict[str, float]]) -> float:
+    return sum(step["learning"] + step["other"] + step["evaluation"] for step in steps)
+
+
+def test_rollouts_run_ahead_no_further_than_the_staleness() -> None:
+    results = {count: simulate_run(scenario(ahead(count), wait=0.2)) for count in (0, 1, 2)}
+    means = [sum(age * count for age, count in one.ages.items()) / one.tokens for one in results.values()]
+    assert means[0] == 0 < means[1] < means[2] <= 2
+    assert results[0].seconds > results[1].seconds > results[2].seconds
+    tokens = {result.tokens for result in results.values()}
+    assert tokens == {simulate_run(scenario()).tokens}  # the same episodes
+
+
+def test_processes_that_share_a_processor_are_slower() -> None:
+    alone = simulate_run(scenario(ahead(2, workers=2)))
+    shared = simulate_run(scenario(replace(ahead(2, workers=2), cores=1)))
+    assert shared.seconds - 2 > 1.5 * (alone.seconds - 2)  # without the starts
+
+
+def test_recorded_groups_are_repeated_or_drawn_near_their_step(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
+    lengths = RecordedLengths.of_folder(tmp_path, 0, "recorded")
+    assert lengths is not None
+    (first, *_), drawn = lengths.groups(2, 2, 2), lengths.groups(9, 5, 3)
+    assert [[len(turn.sampled) for turn in one] for one in first.episodes] == [[2, 1], [2, 1]]
+    assert [len(turn.observed) for turn in first.episodes[0]] == [0, 3]
+    assert (first.sampled, first.fed, first.live) == (6, 2 + 2 * 6, True)
+    assert len(drawn) == 5 and all(len(group.episodes) == 3 for group in drawn)
+    assert {len(group.episodes[0][0].sampled) for group in drawn} <= {1, 2, 3}
+    assert RecordedLengths.of_folder(tmp_path / "empty", 0, "none") is None
+
+
+def recorded(step: int, task: int) -> Episode:
+    """Two turns: `step` sampled tokens, three of the environment, one sampled."""
+    mask = np.array([True] * step + [False] * 3 + [True])
+    count = len(mask)
+    return Episode(
+        f"{step}/{task // 2}/{task % 2}", f"{step}/{task // 2}", "t", "e", 0, (),
+        np.arange(2, dtype=np.int32), np.arange(count, dtype=np.int32), mask,
+        np.zeros(count, np.float32), np.zeros(count, np.int32), "stop",
+        reward=float(task % 2),
+    )  # fmt: skip
+
+
+def test_a_trace_has_every_span() -> None:
+    result = simulate_run(scenario(ahead(1)))
+    events = chrome_trace([("rl", result)])["traceEvents"]
+    complete = [one for one in events if one["ph"] == "X"]
+    assert len(complete) == len(result.spans) > 10
+    assert {one["args"]["name"] for one in events if one["ph"] == "M"} >= {"rl", "learner"}
+    assert max(one["ts"] + one["dur"] for one in complete) <= 1e6 * result.seconds + 1
+
+
+def test_machines_are_read_and_refused() -> None:
+    machines = parse_machines("8xh100/4@2.5")
+    assert (machines.name, machines.replicas, machines.each, machines.cost(3600)) == ("H100", 2, 4, 20.0)
+    for text, problem in (("H100", "does not describe"), ("2xH900", "H900"), ("3xH100/2", "divided")):
+        with pytest.raises(RequestError, match=problem):
+            parse_machines(text)
+
+
+def test_a_computed_step_takes_the_longer_of_reading_and_computing() -> None:
+    from perilune.models.config.decoder_config import PRESETS
+    from perilune.models.memory import card_of
+
+    model, card = card_of(PRESETS["large"]), CARDS["H100"]
+    steps = ComputedSteps(parse_machines("1xH100"), model)
+    weights = 2 * model.parameters / (0.7 * card.bandwidth)
+    assert steps.of_step(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)
+    many = 2 * model.parameters * 1e6 / (0.5 * card.flops)
+    assert steps.of_step(StepWork(0, 0.0, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
+    assert ComputedSteps(parse_machines("4xH100/4"), model).of_step(StepWork(0, 0.0, 1_000_000)) < 0.6 * many
+
+
+def test_stale_coefficients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perilune.simulate.times import engine_digest
+
+    save(tmp_path, Calibrated(TIMES, "model", "here", engine_digest(), 0.0, 0.1))
+    assert load(tmp_path, "here", "model").times == TIMES
+    for machine, model in (("there", "model"), ("here", "other")):
+        with pytest.raises(RequestError, match="has not been calibrated"):
+            load(tmp_path, machine, model)
+    monkeypatch.setattr("perilune.simulate.times.engine_digest", lambda: "changed")
+    with pytest.raises(RequestError, match="another version of the engine"):
+        load(tmp_path, "here", "model")
+
+
+RECIPE = """name: sums
+model: {preset: tiny}
+environment: {id: jsonl, path: sums.jsonl, match: number}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: traces, task: collect, teacher: gold, traces: 8}
+  - {name: sft, task: sft, data: traces, steps: 2, batch_size: 4}
+  - {name: rl, task: rl, checkpoint: sft, steps: 4, prompts: 4, samples: 4, max_tokens: 10}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
+    (tmp_path / "sums.jsonl").write_text("".join(rows))
+    (tmp_path / "sums.yaml").write_text(RECIPE)
+    return str(tmp_path / "sums.yaml")
+
+
+def test_the_command_needs_a_calibration_of_this_machine(recipe: str) -> None:
+    from perilune.cli.start.calibrate import place_of
+    from perilune.control.record.home import Home
+    from perilune.recipe.load import load_recipe
+    from perilune.simulate.times import engine_digest, model_digest
+
+    refused = CliRunner().invoke(app, ["simulate", recipe])
+    assert isinstance(refused.exception, RequestError)
+    assert "perilune calibrate" in str(refused.exception)
+
+    model = load_recipe(recipe, []).model
+    assert model is not None
+    digest = model_digest(model.model_dump())
+    save(Home.open().root, Calibrated(TIMES, digest, place_of("1"), engine_digest(), 0.0, 0.1))
+    ran = CliRunner().invoke(app, ["simulate", recipe])
+    assert ran.exit_code == 0, ran.output
+    assert "synchronous" in ran.output and "assumed lognormal" in ran.output
+
+
+def test_the_command_compares_settings_on_machines_that_are_not_here(recipe: str, tmp_path: Path) -> None:
+    words = ["simulate", recipe, "--machines", "2xH100@3", "--staleness", "sync,1", "--json"]
+    ran = CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "trace.json")])
+    assert ran.exit_code == 0, ran.output
+    document = json.loads(ran.stdout)
+    first, second = document["stages"]
+    assert (first["setting"], second["setting"]) == ("synchronous", "staleness 1")
+    assert first["cost"] == pytest.approx(first["seconds"] * 2 * 3 / 3600)
+    assert "not measured" in document["machines"]
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    refused = CliRunner().invoke(app, [*words[:3], "1xH100", "--staleness", "1"])
+    assert "need 2 copies of the model" in str(refused.exception)
