@@ -13,6 +13,7 @@ from test_several_turns import PARAMS, TALK, TOKENIZER, engine_of, play
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import to_bytes
 from perilune.engine.engine import Engine
+from perilune.rollout.cache_room import CacheRoom
 from perilune.rollout.continuous import ContinuousRollouts, Group, Spans
 from perilune.rollout.groups import Groups
 from perilune.rollout.worker import RolloutWorker
@@ -119,3 +120,22 @@ def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) 
     lane._work.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         session.rollouts.advance()
+
+
+def test_groups_wait_until_the_cache_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else turns evict each other's context. The episodes are the same."""
+
+    def computed(cache_tokens: int) -> tuple[Groups, int]:
+        engine = Engine(engine_of(TOKENIZER)._source, cache_tokens=cache_tokens)
+        with Scorer(TALK, workers=2) as scorer:
+            session = Session(engine, scorer)
+            session.admit(*range(6))
+            return session.all(6), engine.counters.prompt_tokens
+
+    groups, least = computed(16384)
+    patient, tokens = computed(512)
+    assert tokens == least
+    monkeypatch.setattr(CacheRoom, "has_room", lambda room, most: True)
+    hasty, more = computed(512)
+    assert more > 1.5 * least
+    assert same(groups, patient) and same(groups, hasty)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.blocks import blocks_for
+from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
 from perilune.engine.outputs import Collection, OutputProcessor
@@ -210,6 +210,11 @@ class Engine:
     def running(self) -> int:
         """Samples that have started and not ended."""
         return sum(entry is not None for entry in self._sequences.entries)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds, in the layers that see all of them."""
+        return BLOCK * (max(self._num_blocks) - 1)
 
     @property
     def cache_use(self) -> float:

@@ -11,8 +11,10 @@ resumed from its tokens, and repeated from the versions alone (`Spans`).
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
@@ -25,6 +27,7 @@ from perilune.data.routes import Routes, routes_from_json, routes_to_json
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Request, SamplingParams
 from perilune.environments.core.protocol import Task
+from perilune.rollout.cache_room import CacheRoom
 from perilune.rollout.checks import check_scored_text
 from perilune.rollout.groups import Groups
 from perilune.rollout.rollout import Rollout
@@ -154,6 +157,8 @@ class ContinuousRollouts:
         self._engine: Engine = worker.engine
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._groups: dict[tuple[int, int], Group] = {}
+        self._waiting: deque[Group] = deque()  # admitted, and not begun
+        self._room = CacheRoom(self._engine.cache_tokens)
         self._turns: dict[int, dict[int, _Turn]] = {}  # by request of the engine and sample
         self._held: list[_Turn] = []  # wait for the next weights
         self._lanes = [_Lane(one, worker, self.post) for one in worker.scorer.processes]
@@ -184,11 +189,28 @@ class ContinuousRollouts:
                 self._sampled(delta)
 
     def admit(self, group: Group) -> None:
-        """Open the sessions of a group. Sampling begins when all are open."""
+        """Play a group as soon as the cache has room for it."""
         self._groups[group.key] = group
-        for sample in range(self._samples):
-            lane = min(self._lanes, key=lambda one: one.sessions)
-            lane.open(group, sample, lambda sample, rollout: self._begun(group, sample, rollout))
+        self._waiting.append(group)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Open the sessions of the next groups. The sampling of each begins when all of its own are open."""
+        while self._waiting:
+            group = self._waiting[0]
+            if self._needs_room(group):
+                most = self._samples * self._worker.most_tokens(group.task, self._params)
+                if not self._room.has_room(most):
+                    return
+                self._room.begin(group.key, group.rollouts)
+            self._waiting.popleft()
+            for sample in range(self._samples):
+                lane = min(self._lanes, key=lambda one: one.sessions)
+                lane.open(group, sample, partial(self._begun, group))
+
+    def _needs_room(self, group: Group) -> bool:
+        """Whether a group waits for room: single turns queue in the engine, and a schedule has its order."""
+        return group.spans is None and self._worker.has_turns(group.task)
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
         """Continue with new weights: `state`, or the decoder's current ones. See `Engine.update_weights`."""
@@ -325,6 +347,8 @@ class ContinuousRollouts:
         if group.over < self._samples:
             return
         del self._groups[group.key]
+        self._room.end(group.key)
+        self._begin_waiting()
         rollouts = [group.rollouts[one] for one in range(self._samples)]
         players = rollouts[0].own_players
         groups = [self._worker.group(rollouts, player, self._params) for player in players]

@@ -249,11 +249,19 @@ class RolloutWorker:
     def _stop_texts(self, task: Task) -> tuple[str, ...]:
         return tuple(getattr(part_of(self.environment, task), "stop_texts", ()))
 
+    def has_turns(self, task: Task) -> bool:
+        """Whether an episode of the task may have several turns."""
+        return getattr(part_of(self.environment, task), "max_turns", 1) > 1
+
+    def most_tokens(self, task: Task, params: SamplingParams) -> int:
+        """The most tokens of an episode of the task, after its prompt."""
+        return episode_tokens(part_of(self.environment, task), self.scorer.settings, params.max_tokens)
+
     def _has_room(self, rollout: Rollout, params: SamplingParams) -> bool:
         settings, positions = self.scorer.settings, self.engine.positions
         tokens = len(rollout.trajectory.token_ids) + params.max_tokens
         return (
-            tokens <= episode_tokens(part_of(self.environment, rollout.task), settings, params.max_tokens)
+            tokens <= self.most_tokens(rollout.task, params)
             and len(rollout.actions) < (settings.max_turns or math.inf)
             and (positions is None or len(rollout.trajectory.prompt_ids) + tokens <= positions)
         )
