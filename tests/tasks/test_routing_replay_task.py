@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import pytest
 from task_cases import make_job, metrics, run_task
 
 from perilune.bundle.compare import compare_artifacts
+from perilune.data.episode import Episode
 from perilune.data.episodes_file import map_episodes, read_episodes, to_bytes
+from perilune.engine.engine import Engine
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
+from perilune.learn.batch import pack_each
+from perilune.learn.trainer import token_logprobs
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.checks.logprobs import rescored
 from perilune.tasks.rl.stage import plugin
 
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 2, 32, dense_layers=(1,)))
@@ -72,3 +80,22 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
     job = make_job("rl", routing_replay=True)
     with pytest.raises(RequestError, match="no experts"):
         plugin.describe(plugin.spec.model_validate(job.spec), job)
+
+
+def test_the_check_of_the_sampler_replays_routes() -> None:
+    """Otherwise a flipped expert would look like a wrong sampler."""
+    tokenizer, decoder = Tokenizer.characters(), new_model(MIXTURE, Tokenizer.characters(), seed=0)
+    engine = Engine(decoder, slots=2)
+    engine.record_routes()
+    ((one,),) = engine.sample([Prompt(tokenizer.encode("1+2="), (0, 1, 0))], 1, SamplingParams(12))
+    task = Task("task", ({"role": "user", "content": "1+2="},), {})
+    routes = (one.routed_experts + 3) % 8
+    episode = replace(
+        Episode.from_completion(task, one, tokenizer), prompt_ids=np.array(tokenizer.encode("1+2="), np.int32)
+    )
+    flipped = replace(episode, routed_experts=routes)
+    (batch,) = pack_each([flipped], 1000)
+    replayed = token_logprobs(decoder, batch).numpy()
+    assert np.abs(replayed - episode.logprobs).max() > 0.01
+    np.testing.assert_allclose(rescored(decoder, flipped, 1.0), replayed, atol=1e-4)
+    np.testing.assert_allclose(rescored(decoder, episode, 1.0), episode.logprobs, atol=1e-4)

@@ -175,7 +175,8 @@ def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
 def _values(table: pa.Table, name: str) -> list[Any]:
     column = table.column(name)
     if name in _ARRAYS or name in ("step_rewards", "routed_experts"):
-        return numbers_of(column.combine_chunks())
+        # combine_chunks copies even a single chunk, and a mapped file has one.
+        return numbers_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
     values: list[Any] = column.to_pylist()
     return values
 

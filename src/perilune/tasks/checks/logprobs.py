@@ -9,7 +9,7 @@ ignores part of the vocabulary is found by its choices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from perilune.data.episode import Episode
 from perilune.engine.random import uniforms
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
+from perilune.learn.replay import RouteReplay, packed_routes
 from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.adapters.lora import base_of, pairs_of
 from perilune.models.decoder import Decoder
@@ -121,6 +122,7 @@ class LogprobChecker:
         by_id = {one.episode_id: one for group in groups for one in group}
         episodes = [*_by_episode(batch, logprobs, by_id)]
         episode, actual = episodes[step % len(episodes)]
+        episode = replace(episode, routed_experts=None)
         limit = plain_limit(reference)
         gap = _gap(actual, rescored(reference, episode, self.temperature))
         if gap <= limit:
@@ -200,14 +202,16 @@ def _by_episode(
 
 
 def rescored(decoder: Decoder, episode: Episode, temperature: float) -> Array:
-    """The log-probs float32[N] of the policy's tokens of an episode."""
+    """The log-probs float32[N] of the policy's tokens of an episode, whose routes are replayed."""
     return _scored(decoder, episode, temperature)[0]
 
 
 def _scored(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
     """`rescored`, and float32[min(T, DRAWN), V] log-probs of the vocabulary at the first tokens."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
-    every = plain_distributions(decoder, ids, len(episode.token_ids), temperature)
+    routes = packed_routes([episode], [0])
+    replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))
+    every = plain_distributions(decoder, ids, len(episode.token_ids), temperature, replay)
     chosen = every.gather(1, torch.from_numpy(ids)[-len(every) :, None].to(every.device))[:, 0]
     return chosen.cpu().numpy()[episode.loss_mask], every[:DRAWN].cpu().numpy()
 

@@ -13,6 +13,7 @@ from perilune.models.adapters.lora import base_of, base_state, pairs_of
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
+from perilune.models.routing import Routing
 from perilune.rollout.groups import Groups
 
 # Nats by which log-probs of sampler and learner may differ through rounding. On a CPU they are equal.
@@ -144,7 +145,11 @@ def plain_logprobs(
 
 @torch.no_grad()
 def plain_distributions(
-    decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]], count: int, temperature: float
+    decoder: Decoder,
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+    count: int,
+    temperature: float,
+    routing: Routing | None = None,
 ) -> Tensor:
     """Log-probs float32[count, V] of the distributions that the last `count` of int64[T] tokens come from.
 
@@ -154,5 +159,5 @@ def plain_distributions(
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)
     bounds = torch.tensor([0, len(tokens)], device=device)
-    states = decoder(tokens, torch.arange(len(tokens), device=device), PackedAttention(bounds))
+    states = decoder(tokens, torch.arange(len(tokens), device=device), PackedAttention(bounds), routing)
     return (decoder.logits(states[-count - 1 : -1]).float() / (temperature or 1.0)).log_softmax(-1)
