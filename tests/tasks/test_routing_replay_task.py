@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from task_cases import make_job, metrics, run_task
+from task_cases import make_bundle, make_job, metrics, run_task
 
 from perilune.bundle.compare import compare_artifacts
+from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import map_episodes, read_episodes, to_bytes
 from perilune.engine.engine import Engine
@@ -23,50 +24,64 @@ from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.checks.logprobs import rescored
 from perilune.tasks.rl.stage import plugin
 
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 2, 32, dense_layers=(1,)))
-CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
+
+
+OPTIONS: dict[str, Any] = {
+    "steps": 2,
+    "kl": 0.1,
+    "off_policy": {"proximal": "learner", "weight": "truncate"},
+}
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of a job with the mixture as its model."""
     tokenizer, folder = Tokenizer.characters(), tmp_path_factory.mktemp("model") / "mixture"
     save_checkpoint(folder, new_model(MIXTURE, tokenizer, seed=0), tokenizer)
-    return {"model": {"path": str(folder)}, "inputs": {"model": folder}}
+    return {"model": {"path": str(folder)}, "inputs": {"model": folder}, **OPTIONS}
 
 
-def test_a_stage_replays_and_changes_nothing_where_sampler_and_learner_agree(
-    mixture: dict[str, Any], tmp_path: Path
+@pytest.fixture(scope="module")
+def replayed(mixture: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_task(tmp_path_factory.mktemp("run") / "replayed", "rl", routing_replay=True, **mixture)
+
+
+def recorded(bundle: Path) -> list[Episode]:
+    return read_episodes(bundle / "artifacts" / "episodes" / "step-000001.parquet")
+
+
+def test_replay_changes_nothing_where_sampler_and_learner_agree(
+    mixture: dict[str, Any], replayed: Path, tmp_path: Path
 ) -> None:
-    options = {**mixture, "steps": 2, "kl": 0.1}
-    plain = run_task(tmp_path / "plain", "rl", **options)
-    replayed = run_task(tmp_path / "replayed", "rl", routing_replay=True, **options)
+    plain = run_task(tmp_path / "plain", "rl", **mixture)
     differences = {one.path for one in compare_artifacts(plain, replayed)}
     assert all(path.startswith(("artifacts/episodes/", "artifacts/metrics.jsonl")) for path in differences)
     for line, before in zip(metrics(replayed), metrics(plain), strict=True):
         routing = {name: line.pop(name) for name in [*line] if name.startswith("routing/")}
         assert routing["routing/missing"] == routing["routing/flipped"] == 0
         assert line == before
-    for one in read_episodes(replayed / "artifacts" / "episodes" / "step-000001.parquet"):
+    for one in recorded(replayed):
         assert one.routed_experts is not None and one.routed_experts.dtype == np.uint8
         assert one.routed_experts.shape == (len(one.prompt_ids) + len(one.token_ids) - 1, 2, 2)
+    assert all(one.routed_experts is None for one in recorded(plain))
 
 
 @pytest.mark.slow
-def test_rollout_processes_hand_routes_over(mixture: dict[str, Any], tmp_path: Path) -> None:
-    options = {**mixture, "steps": 2, "routing_replay": True, **CORRECTED}
-    one = run_task(tmp_path / "synchronous", "rl", **options)
-    other = run_task(tmp_path / "asynchronous", "rl", asynchronous={"staleness": 0}, **options)
-    differences = {one.path for one in compare_artifacts(one, other)}
+def test_rollout_processes_hand_routes_over(mixture: dict[str, Any], replayed: Path, tmp_path: Path) -> None:
+    options = {"routing_replay": True, "asynchronous": {"staleness": 0}, **mixture}
+    other = run_task(tmp_path / "asynchronous", "rl", **options)
+    differences = {one.path for one in compare_artifacts(replayed, other)}
     assert differences <= {"artifacts/schedule.jsonl", "artifacts/metrics.jsonl"}
     assert metrics(other)[0]["routing/missing"] == 0
 
 
-def test_a_mapped_file_gives_routes_after_it_was_deleted(tmp_path: Path, mixture: dict[str, Any]) -> None:
-    bundle = run_task(tmp_path / "run", "rl", **mixture, steps=1, routing_replay=True)
-    episodes = read_episodes(bundle / "artifacts" / "episodes" / "step-000001.parquet")
+def test_a_mapped_file_gives_routes_after_it_was_deleted(replayed: Path, tmp_path: Path) -> None:
+    episodes = recorded(replayed)
     (path := tmp_path / "group.arrow").write_bytes(to_bytes(episodes))
     mapped = map_episodes(path)
     path.unlink()
@@ -82,7 +97,7 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
         plugin.describe(plugin.spec.model_validate(job.spec), job)
 
 
-def test_the_check_of_the_sampler_replays_routes() -> None:
+def test_the_check_of_the_sampler_replays_routes(tmp_path: Path) -> None:
     """Otherwise a flipped expert would look like a wrong sampler."""
     tokenizer, decoder = Tokenizer.characters(), new_model(MIXTURE, Tokenizer.characters(), seed=0)
     engine = Engine(decoder, slots=2)
@@ -99,3 +114,6 @@ def test_the_check_of_the_sampler_replays_routes() -> None:
     assert np.abs(replayed - episode.logprobs).max() > 0.01
     np.testing.assert_allclose(rescored(decoder, flipped, 1.0), replayed, atol=1e-4)
     np.testing.assert_allclose(rescored(decoder, episode, 1.0), episode.logprobs, atol=1e-4)
+    watch = GoldWatch(Workspace(make_bundle(tmp_path / "bundle", make_job("rl"))), lambda: decoder, 1.0, 4096)
+    kl = [watch.observe(1, [[replace(x, metrics={"gold": 1.0})]])["kl_start"] for x in (flipped, episode)]
+    assert kl[0] == kl[1]  # the policy before training routes by itself

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -67,9 +67,11 @@ class GoldWatch:
             self._start = self._load_start()
         if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE:
             groups = groups[::EVERY]
+        # This policy routes by itself.
+        own = [[replace(one, routed_experts=None) for one in group] for group in groups]
         signals = compute_signals(
             {"logprobs"},
-            groups,
+            own,
             SignalModels(self._start),
             token_budget=self._token_budget,
             temperature=self._temperature,
