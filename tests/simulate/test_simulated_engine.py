@@ -122,7 +122,14 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
     rng = np.random.default_rng(0)
     works = [
         StepWork(
-            int(rows), float(rows * 50), int(prefill), float(prefill**2), int(prefill > 0), int(rows) % 3, 1
+            int(rows),
+            float(rows * 50),
+            prefill % 4,
+            int(prefill),
+            float(prefill**2),
+            int(prefill > 0),
+            int(rows) % 3,
+            1,
         )
         for rows in (0, 1, 2, 3, 4, 6, 8, 12, 16, 40, 100)
         for prefill in (0, 5, 90, 400)

@@ -24,11 +24,12 @@ Clock = Callable[[], float]
 
 ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)  # the most telling first
 PROMPTS = (6, 150, 40, 500)  # tokens
-ANSWER = 20  # tokens of the shortest answer; they differ, so that samples end in different steps
+ANSWER = 20  # tokens of an answer, about
 MOST = 64_000  # prompt tokens of a measurement
 GROUP = 8  # samples of a prompt
 REPEATS = 3  # of which the median counts
 TOGETHER = 8  # equal decoding steps whose mean is one measurement
+LEAST = 8  # shapes that are measured, however long they take
 WARM = 2  # steps of training that are left out
 
 
@@ -43,36 +44,45 @@ def measure_steps(
     """
     until = time.perf_counter() + seconds
     measured: list[tuple[StepWork, float]] = []
-    for number, (rows, prompt) in enumerate(_shapes(decoder.config.max_position_embeddings)):
-        if number >= len(PROMPTS) and time.perf_counter() > until:
+    for number, shape in enumerate(_shapes(decoder.config.max_position_embeddings)):
+        if number >= LEAST and time.perf_counter() > until:
             break
-        say(f"Measuring the engine: {rows} samples after {prompt} tokens")
-        measured += _measure(decoder, rows, prompt, clock)
+        say(f"Measuring the engine: {shape[0]} samples after {shape[1]} tokens")
+        measured += _measure(decoder, *shape, clock)
     works, spent = [list(column) for column in zip(*measured, strict=True)]
     cost = fit(works, spent)
     return cost, fmean(abs(cost.of_step(work) / one - 1) for work, one in measured)
 
 
-def _shapes(positions: int) -> Iterator[tuple[int, int]]:
-    """Samples in flight, and tokens of their prompts."""
+def _shapes(positions: int) -> Iterator[tuple[int, int, int]]:
+    """Samples in flight, tokens of their prompts, and samples of each prompt."""
     for rows in ROWS:
         for prompt in PROMPTS:
-            if rows * prompt <= MOST and prompt + ANSWER + 3 <= positions:
-                yield rows, prompt
+            if rows * prompt <= MOST and prompt + 2 * ANSWER <= positions:
+                yield from dict.fromkeys([(rows, prompt, min(rows, GROUP)), (rows, prompt, 1)])
 
 
-def _measure(decoder: Decoder, rows: int, prompt: int, clock: Clock) -> Iterator[tuple[StepWork, float]]:
-    """Steps and their seconds while `rows` samples are computed from beginning to end."""
-    rng, samples = np.random.default_rng(0), min(rows, GROUP)
-    engine = RecordedEngine(decoder, slots=rows, cache_tokens=rows * (prompt + 2 * ANSWER))
+def _requests(decoder: Decoder, rows: int, prompt: int, samples: int, repeat: int) -> list[Request]:
+    """Groups that end together, or twice as many single requests, so that some begin while others decode."""
+    rng = np.random.default_rng(repeat)
+    count = rows // samples if samples > 1 else 2 * rows
+    ids = rng.integers(decoder.config.vocab_size, size=(count, prompt)).tolist()
+    answers = [ANSWER + (number % 3 if samples > 1 else number * 7 % ANSWER) for number in range(count)]
+    return [
+        Request(row, SamplingParams(answer), (0, repeat, number), samples)
+        for number, (row, answer) in enumerate(zip(ids, answers, strict=True))
+    ]
+
+
+def _measure(
+    decoder: Decoder, rows: int, prompt: int, samples: int, clock: Clock
+) -> Iterator[tuple[StepWork, float]]:
+    """Steps and their seconds with at most `rows` samples in flight."""
+    engine = RecordedEngine(decoder, slots=rows, cache_tokens=rows * (prompt + 3 * ANSWER))
     times = []
     for repeat in range(1 + REPEATS):
         engine.log.works.clear()
-        ids = rng.integers(decoder.config.vocab_size, size=(rows // samples, prompt)).tolist()
-        requests = [
-            Request(row, SamplingParams(ANSWER + number % 3), (0, repeat, number), samples)
-            for number, row in enumerate(ids)
-        ]
+        requests = _requests(decoder, rows, prompt, samples, repeat)
         times.append(engine.timed(requests, clock)[0])
     spent = [median(of_step) for of_step in zip(*times[1:], strict=True)]  # the first allocates memory
     for plain, run in groupby(zip(engine.log.works, spent, strict=True), key=lambda one: _is_plain(one[0])):

@@ -3,12 +3,12 @@
     t = a + b prefill + c(rows) + d keys + e copied
 
 * prefill: tokens of prompts and of preempted samples, with a constant for a step that has any, a time for
-  each sample that begins, and a time for the keys that its queries read;
+  each chunk, and a time for the keys that their queries read;
 * rows: decoding samples. c is piecewise linear with knots up to 16 rows, because a product of 2 rows takes
   almost as long as one of 16;
 * keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer;
 * copied: blocks copied when samples of a group separate;
-* the samples that end have a time too, in which their results are collected.
+* samples that begin and samples that end have a time each, in which the engine prepares and collects them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ NAMES = (
     "rows above",
     "key",
     "prefill step",
+    "chunk",
     "prefill token",
     "prefill key",
     "begin",
@@ -51,6 +52,7 @@ class StepWork:
     Attributes:
         rows: decoding samples.
         keys: keys that they read.
+        chunks: samples in prefill.
         prefill: tokens of prefill.
         prefill_keys: keys that those read.
         begun: samples that draw their first token, or the first one after a preemption.
@@ -60,6 +62,7 @@ class StepWork:
 
     rows: int
     keys: float
+    chunks: int = 0
     prefill: int = 0
     prefill_keys: float = 0.0
     begun: int = 0
@@ -74,13 +77,14 @@ class StepWork:
         for size, share in windows.items():
             read += share * (seen if size is None else np.minimum(seen, size))
         rows = batch.decodes
-        return cls(rows, float(read[:rows].sum()), len(seen) - rows, float(read[rows:].sum()))
+        chunks = len(batch.cu_seqlens) - 1 - rows
+        return cls(rows, float(read[:rows].sum()), chunks, len(seen) - rows, float(read[rows:].sum()))
 
     def features(self) -> list[float]:
         """One value for each of `NAMES`."""
         ends = zip(KNOTS, (*KNOTS[1:], 1 << 40), strict=True)
         rows = [float(min(max(self.rows - low, 0), high - low)) for low, high in ends]
-        prefill = [float(self.prefill > 0), float(self.prefill), self.prefill_keys]
+        prefill = [float(self.prefill > 0), float(self.chunks), float(self.prefill), self.prefill_keys]
         return [1.0, *rows, self.keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
 
 
