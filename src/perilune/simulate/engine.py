@@ -7,7 +7,7 @@ simulation. So the sequence of steps is the one that the real engine takes with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,13 +143,19 @@ class TracedSampler(Sampler):
 
     Args:
         traces: the tokens of each sample of a request, by its id. Removed when all samples have begun.
+        begun: called with the requests of samples that drew their first token.
     """
 
     def __init__(
-        self, sequences: Sequences, traces: dict[int, list[Tokens]], runner: PredictedRunner, end: int
+        self,
+        sequences: Sequences,
+        traces: dict[int, list[Tokens]],
+        runner: PredictedRunner,
+        end: int,
+        begun: Callable[[list[int]], None],
     ) -> None:
         super().__init__(sequences)
-        self._traces, self._runner, self._end = traces, runner, end
+        self._traces, self._runner, self._end, self._begun = traces, runner, end, begun
         rows = len(sequences.entries)
         self._arrival = np.zeros(rows, dtype=np.int64)
         self._tokens = np.zeros((rows, 64), dtype=np.int64)
@@ -164,10 +170,12 @@ class TracedSampler(Sampler):
     ) -> Drawn:
         """The next known token of each of `rows`, with log-probs of 0."""
         sequences = self._sequences
-        for row in rows[self._arrival[rows] != sequences.arrival[rows]].tolist():
+        new = rows[self._arrival[rows] != sequences.arrival[rows]].tolist()
+        for row in new:
             self._place(row)
         tokens = self._tokens[rows, sequences.length[rows] - sequences.prompt_length[rows]]
         self._runner.drawn(len(rows), int((tokens == self._end).sum()))
+        self._begun([entry.id for row in new if (entry := sequences.entries[row]) is not None])
         return Drawn(tokens, np.zeros(len(rows), dtype=np.float32), {}, {})
 
     def _place(self, row: int) -> None:
@@ -196,6 +204,7 @@ class SimulatedEngine(Engine):
     Attributes:
         clock: its virtual time.
         peak_use: the largest share of the cache in use so far.
+        firsts: when the first token of a request was drawn.
     """
 
     def __init__(
@@ -209,6 +218,7 @@ class SimulatedEngine(Engine):
         log: StepLog | None = None,
     ) -> None:
         self.clock, self.peak_use = Clock(), 0.0
+        self.firsts: dict[int, float] = {}
         self.predicted = PredictedRunner(times, model.windows, self.clock, log)
         self._traces: dict[int, list[Tokens]] = {}
         self._end = model.vocab_size - 1
@@ -223,7 +233,11 @@ class SimulatedEngine(Engine):
 
     def _open(self) -> None:
         super()._open()
-        self._sampler = TracedSampler(self._sequences, self._traces, self.predicted, self._end)
+        self._sampler = TracedSampler(self._sequences, self._traces, self.predicted, self._end, self._begun)
+
+    def _begun(self, requests: list[int]) -> None:
+        for request in requests:
+            self.firsts.setdefault(request, self.clock.now)
 
     def _advance(self) -> None:
         super()._advance()

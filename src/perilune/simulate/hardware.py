@@ -55,6 +55,7 @@ TILE = 128  # queries of a prompt that read a key together
 HOST = 1e-3  # seconds of scheduler and sampler in each step of the engine
 REDUCE = 1e-5  # seconds until two cards have exchanged anything
 CACHE = 0.9  # share of the memory beside the weights that the cache takes
+NETWORK = 50e9  # bytes per second between machines: 400 Gbit/s
 START, RECORD, ANSWER = 60.0, 0.1, 1e-4  # seconds of a stage, a training step and a scored answer
 ASSUMED = (
     f"computed from published bandwidth and FLOPs, not measured: {ACHIEVED_BANDWIDTH:.0%} of the bandwidth,"
@@ -214,3 +215,8 @@ def cache_tokens(machines: Machines, model: ModelCard) -> int:
             f"{2 * machines.each}",
         )
     return int(room / model.cache_bytes_per_token(longest, ITEM))
+
+
+def transfer_seconds(model: ModelCard, tokens: int) -> float:
+    """Seconds in which the keys and values of so many tokens go to another machine."""
+    return model.cache_bytes(tokens, ITEM) / NETWORK

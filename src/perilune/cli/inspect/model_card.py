@@ -43,7 +43,7 @@ def card(
     from perilune.models.card.from_config import model_card
     from perilune.models.card.model_card import ITEM_BYTES
 
-    file = _config_file(path)
+    file = config_file(path)
     raw = read_json(file)
     described = model_card(raw, where=str(file))
     dtype = dtype or _dtype_of(raw)
@@ -94,7 +94,12 @@ def card_text(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _config_file(path: str) -> Path:
+def config_file(path: str) -> Path:
+    """The config.json of a model that the user names.
+
+    Raises:
+        RequestError: when there is none.
+    """
     given = Path(path).expanduser()
     if given.is_file() and given.suffix != ".gguf":
         return given

@@ -4,6 +4,10 @@ COMMANDS = {
     "run": ("train.run:run", "Run a recipe, or resume one that was run before."),
     "sweep": ("train.sweep:sweep", "Run a recipe with several settings and seeds, and compare them."),
     "simulate": ("train.simulate:simulate", "Predict the RL stages of a recipe before they run."),
+    "simulate-serving": (
+        "train.simulate_serving:simulate_serving",
+        "Predict how a fleet serves a trace of requests.",
+    ),
     "eval": ("train.evaluate:evaluate", "Evaluate a checkpoint on an environment."),
     "probe": ("train.probe:probe", "Find the environments that a checkpoint can learn from."),
     "wait": ("train.lifecycle:wait", "Wait until a run or an experiment ends."),

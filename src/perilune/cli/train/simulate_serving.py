@@ -1,0 +1,119 @@
+"""`perilune simulate-serving`: predict how a fleet serves a trace of requests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.simulate.serving import Arrival
+
+POISSON = "poisson:"
+
+
+def simulate_serving(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A config.json, its folder, or a model in the home.")
+    ],
+    *,
+    requests: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines with timestamp (ms), input_length, output_length, and perhaps hash_ids, as "
+            "Mooncake's traces. Or poisson:RATE:SECONDS:INPUT:OUTPUT.",
+        ),
+    ],
+    machines: Annotated[
+        str,
+        typer.Option(metavar="SPEC", help="COUNTxCARD[/CARDS OF A MODEL][@PRICE], such as 8xH100/2@2.50."),
+    ],
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Replicas that only compute prompts. 0: each does both.")
+    ] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Most requests in flight in a replica.")] = 256,
+    ttft: Annotated[float, typer.Option(min=0, help="Goodput: most seconds to the first token.")] = 1.0,
+    tpot: Annotated[float, typer.Option(min=0, help="Goodput: most seconds of each further token.")] = 0.05,
+    seed: Annotated[int, typer.Option(min=0, help="Draws the requests of poisson.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate replicas.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Predict time to first token, time per token and goodput of a fleet that serves a trace.
+
+    The scheduler and the prefix cache are the engine's own. The times are computed from published figures of
+    the card. Requests go to the replicas in turn.
+
+    \b
+    perilune simulate-serving my-model --requests trace.jsonl --machines 8xH100/2@2.50
+    perilune simulate-serving my-model --requests poisson:40:60:1000:200 --machines 4xL4 --prefill 1
+    """
+    from perilune.cli.inspect.model_card import config_file
+    from perilune.files import read_json
+    from perilune.models.card.from_config import model_card
+    from perilune.simulate.hardware import ASSUMED, parse_machines
+    from perilune.simulate.serving import figures, serve
+
+    file = config_file(model)
+    card, fleet = model_card(read_json(file), where=str(file)), parse_machines(machines)
+    began = time.monotonic()
+    arrivals = _arrivals(requests, seed)
+    served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, jobs=jobs)
+    found = figures(served, fleet, to_first=ttft, per_token=tpot)
+    document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMED, **found}
+    if as_json:
+        print_json(document | {"simulated_in": time.monotonic() - began})
+        return
+    _show(document, replicas=fleet.replicas, slo=(ttft, tpot))
+    echo(f"simulated in {time.monotonic() - began:.1f} s", err=True)
+
+
+def _arrivals(text: str, seed: int) -> list[Arrival]:
+    from perilune.simulate.serving import poisson_requests, read_requests
+
+    if not text.startswith(POISSON):
+        return read_requests(Path(text).expanduser())
+    try:
+        rate, seconds, prompt, output = map(float, text.removeprefix(POISSON).split(":"))
+        if min(rate, seconds, prompt, output) <= 0:
+            raise ValueError
+    except ValueError:
+        raise RequestError(
+            f"{text!r} does not describe arrivals",
+            where="--requests",
+            remedy="give poisson:RATE:SECONDS:INPUT:OUTPUT, such as poisson:40:60:1000:200",
+        ) from None
+    return poisson_requests(rate, seconds, prompt, output, seed)
+
+
+def _show(found: Mapping[str, Any], *, replicas: int, slo: tuple[float, float]) -> None:
+    apart = found["prefill_replicas"]
+    split = f"{apart} for prefill and {replicas - apart} for decoding" if apart else "each for both"
+    echo(f"{found['machines']}: {replicas} replicas, {split}; {found['basis']}")
+    echo(f"  {found['requests']:,} requests in {found['seconds']:,.1f} s")
+    for name, label, scale, unit in (
+        ("ttft", "time to first token", 1, "s"),
+        ("tpot", "time per further token", 1000, "ms"),
+        ("latency", "latency", 1, "s"),
+    ):
+        parts = (scale * found[f"{name}_{part}"] for part in ("mean", "p50", "p99"))
+        echo("  {:<24}mean {:.3g} {u}, P50 {:.3g} {u}, P99 {:.3g} {u}".format(label, *parts, u=unit))
+    echo(f"  {'tokens':<24}{found['tokens_per_second']:,.0f} per second")
+    limits = f"first token within {slo[0]:g} s, further ones within {1000 * slo[1]:g} ms"
+    echo(f"  {'goodput':<24}{found['goodput']:.3g} requests per second, {found['good_share']:.1%}: {limits}")
+    echo(
+        f"  {'replicas':<24}{found['busy']:.0%} busy, {found['prefix_hits']:.0%} of prompt tokens cached,"
+        f" {found['preemptions']:,} preemptions"
+    )
+    if "cost" in found:
+        per_token = f"{found['cost_per_million_tokens']:.2f} per million output tokens"
+        echo(f"  {'cost':<24}{found['cost']:.2f}, {per_token}")
+    sys.stdout.flush()

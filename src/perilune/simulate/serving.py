@@ -1,0 +1,328 @@
+"""Serving of a request trace by a fleet: time to the first token, time of each further one, and goodput.
+
+Requests go to the replicas in turn. So a replica depends on no other one, and a large fleet is simulated one
+replica after the other. With prefill and decode apart, prefill replicas compute prompts and first tokens.
+Then the keys and values travel to decode replicas.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.errors import RequestError
+from perilune.files import read_regular
+from perilune.models.card.model_card import ModelCard
+from perilune.models.memory import TOKEN_BUDGET
+from perilune.simulate.engine import SimulatedEngine, SimulatedModel
+from perilune.simulate.hardware import ComputedSteps, Machines, cache_tokens, transfer_seconds
+from perilune.simulate.step_cost import StepTimes, StepWork
+
+Tokens = NDArray[np.int32]
+VOCABULARY = 1 << 15  # of made-up tokens; only their equality matters
+HASHED = 512  # tokens of a prompt for each of the trace's `hash_ids`
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a trace.
+
+    Attributes:
+        number: its place in the trace.
+        time: seconds since the beginning of the trace.
+        prompt: tokens of its prompt, as many as `hashes` stand for, and unique ones after them.
+        output: tokens of its answer.
+        hashes: of blocks of `HASHED` tokens, for prompts that begin alike.
+    """
+
+    number: int
+    time: float
+    prompt: int
+    output: int
+    hashes: tuple[int, ...] = ()
+
+    def tokens(self) -> list[int]:
+        """The prompt."""
+        shared = [_block(one) for one in self.hashes[: self.prompt // HASHED]]
+        rest = self.prompt - HASHED * len(shared)
+        own = np.random.default_rng((1, self.number)).integers(VOCABULARY, size=rest, dtype=np.int32)
+        return np.concatenate([*shared, own]).tolist()  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def _block(digest: int) -> Tokens:
+    return np.random.default_rng((0, digest)).integers(VOCABULARY, size=HASHED, dtype=np.int32)
+
+
+def read_requests(path: Path) -> list[Arrival]:
+    """A trace in Mooncake's format: JSON lines with `timestamp` in milliseconds, `input_length`,
+    `output_length` and perhaps `hash_ids`.
+
+    Raises:
+        RequestError: when a line is not such a request.
+    """
+    found = []
+    for number, line in enumerate(read_regular(path).splitlines(), 1):
+        try:
+            row = json.loads(line)
+            hashes = tuple(int(one) for one in row.get("hash_ids", ()))
+            arrival = Arrival(
+                number, row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
+            )
+            if min(arrival.prompt, arrival.output) < 1 or arrival.time < 0 or min(hashes, default=0) < 0:
+                raise ValueError("lengths are at least 1, and times and hashes at least 0")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"not a request: {error}",
+                where=f"{path}:{number}",
+                remedy='a line is like {"timestamp": 27482, "input_length": 6955, "output_length": 52}',
+            ) from None
+        found.append(arrival)
+    if not found:
+        raise RequestError("has no requests", where=str(path))
+    return sorted(found, key=lambda one: one.time)
+
+
+def poisson_requests(rate: float, seconds: float, prompt: float, output: float, seed: int) -> list[Arrival]:
+    """Independent arrivals with lognormal lengths of these means, with sigma 0.5."""
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / rate, size=max(1, round(rate * seconds))))
+    lengths = rng.lognormal(-0.125, 0.5, size=(2, len(times))) * [[prompt], [output]]
+    rows = zip(times.tolist(), *np.maximum(1, lengths.round()).astype(int).tolist(), strict=True)
+    return [Arrival(number, *row) for number, row in enumerate(rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that was served: seconds since the beginning of the trace."""
+
+    arrival: Arrival
+    first: float
+    end: float
+
+    @property
+    def to_first(self) -> float:
+        """Seconds to the first token."""
+        return self.first - self.arrival.time
+
+    @property
+    def per_token(self) -> float:
+        """Mean seconds of each further token; 0 without one."""
+        return (self.end - self.first) / max(1, self.arrival.output - 1)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """What replicas did.
+
+    Attributes:
+        busy: seconds of all replicas in which they computed.
+        cached: prompt tokens that the prefix cache had; `computed` were computed.
+    """
+
+    served: list[Served] = field(default_factory=list)
+    busy: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    computed: int = 0
+    cached: int = 0
+
+    def count(self, engine: SimulatedEngine) -> None:
+        """Add the counts of an engine."""
+        counters = engine.counters
+        self.steps += counters.steps
+        self.preemptions += counters.preemptions
+        self.computed += counters.prompt_tokens
+        self.cached += counters.cached_tokens
+
+    def add(self, other: Fleet) -> None:
+        """Add other replicas."""
+        self.served += other.served
+        self.busy += other.busy
+        self.steps += other.steps
+        self.preemptions += other.preemptions
+        self.computed += other.computed
+        self.cached += other.cached
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request as a replica gets it.
+
+    Attributes:
+        time: when it gets it.
+        first: when its first token was sampled elsewhere; None if it was not.
+        output: tokens that the replica samples.
+    """
+
+    time: float
+    arrival: Arrival
+    output: int
+    first: float | None = None
+
+
+def serve(
+    machines: Machines,
+    model: ModelCard,
+    arrivals: Sequence[Arrival],
+    *,
+    slots: int = 256,
+    prefill: int = 0,
+    jobs: int = 1,
+) -> Fleet:
+    """Serve a trace.
+
+    Args:
+        slots: most requests in flight in a replica.
+        prefill: replicas that only compute prompts; 0 has every replica do both.
+        jobs: processes that simulate replicas.
+
+    Raises:
+        RequestError: when the weights or a request do not fit, or no replica is left to decode.
+    """
+    if not 0 <= prefill < machines.replicas:
+        raise RequestError(
+            f"{prefill} of {machines.replicas} replicas cannot compute prompts alone",
+            where="--prefill",
+            remedy=f"leave one to decode: 0 to {machines.replicas - 1}",
+        )
+    room = min(cache_tokens(machines, model), slots * model.max_positions)
+    _check(arrivals, model, room)
+    replica = partial(_replica, machines, model, slots, room)
+    if not prefill:
+        whole = [_Sent(one.time, one, one.output) for one in arrivals]
+        return _all(replica, _shares(whole, machines.replicas), jobs)
+    prompts = [_Sent(one.time, one, 1) for one in arrivals]
+    fleet = _all(replica, _shares(prompts, prefill), jobs)
+    prompted, fleet.served = fleet.served, []
+    fleet.served += [one for one in prompted if one.arrival.output == 1]
+    received = [
+        _Sent(
+            one.end + transfer_seconds(model, one.arrival.prompt),
+            one.arrival,
+            one.arrival.output - 1,
+            one.first,
+        )
+        for one in prompted
+        if one.arrival.output > 1
+    ]
+    received.sort(key=lambda one: (one.time, one.arrival.number))
+    fleet.add(_all(replica, _shares(received, machines.replicas - prefill), jobs))
+    return fleet
+
+
+def _all(replica: Callable[[Sequence[_Sent]], Fleet], shares: Sequence[Sequence[_Sent]], jobs: int) -> Fleet:
+    """All replicas together, simulated in so many processes."""
+    fleet = Fleet()
+    if jobs == 1 or len(shares) == 1:
+        for share in shares:
+            fleet.add(replica(share))
+        return fleet
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for one in pool.map(replica, shares, chunksize=max(1, len(shares) // (4 * jobs))):
+            fleet.add(one)
+    return fleet
+
+
+def _replica(machines: Machines, model: ModelCard, slots: int, room: int, share: Sequence[_Sent]) -> Fleet:
+    """Serve requests, in the order of their times, with one replica. They enter between two steps."""
+    steps: StepTimes = ComputedSteps(machines, model)
+    budget = TOKEN_BUDGET
+    if received := share[0].first is not None:  # keys and values of whole prompts arrive
+        steps, budget = _Receiving(steps), room
+    engine = SimulatedEngine(_shape(model), steps, slots=slots, cache_tokens=room, token_budget=budget)
+    found, flying, clock, coming = Fleet(), dict[int, _Sent](), engine.clock, 0
+    while coming < len(share) or engine.unfinished:
+        if not engine.unfinished:
+            clock.now = max(clock.now, share[coming].time)
+        while coming < len(share) and share[coming].time <= clock.now:
+            sent = share[coming]
+            prompt = sent.arrival.tokens() + [0] * received
+            answer = np.full(sent.output, sent.arrival.number % VOCABULARY, dtype=np.int32)
+            flying[engine.enter(prompt, [answer])] = sent
+            coming += 1
+        before = clock.now
+        for delta in engine.step():
+            sent, first = flying.pop(delta.request_id), engine.firsts.pop(delta.request_id)
+            found.served.append(Served(sent.arrival, first if sent.first is None else sent.first, clock.now))
+        found.busy += clock.now - before
+    found.count(engine)
+    return found
+
+
+class _Receiving:
+    """Times of a replica that gets the keys and values of prompts from another one."""
+
+    def __init__(self, steps: StepTimes) -> None:
+        self._steps = steps
+
+    def of_step(self, work: StepWork) -> float:
+        """Each received prompt is one more row, for its last token."""
+        keys = work.keys + work.prefill
+        return self._steps.of_step(StepWork(work.rows + work.chunks, keys))
+
+    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        return self._steps.after_step(begun=begun, copied=copied, ended=ended)
+
+
+def _shares(items: Sequence[_Sent], count: int) -> list[Sequence[_Sent]]:
+    """The requests of each replica that gets any. They go to the replicas in turn."""
+    return [items[number::count] for number in range(min(count, len(items)))]
+
+
+def _shape(model: ModelCard) -> SimulatedModel:
+    windows = [layer.mixer.window for layer in model.layers]
+    shares = {window: windows.count(window) / len(windows) for window in dict.fromkeys(windows)}
+    return SimulatedModel(VOCABULARY + 1, model.max_positions, shares)
+
+
+def _check(arrivals: Sequence[Arrival], model: ModelCard, room: int) -> None:
+    longest = max(arrivals, key=lambda one: one.prompt + one.output)
+    tokens, limit = longest.prompt + longest.output, min(model.max_positions, room - 16)
+    if tokens > limit:
+        raise RequestError(
+            f"request {longest.number} has {tokens:,} tokens, and at most {limit:,} fit",
+            where="--requests",
+            remedy="leave it out, or use more cards for each copy of the model",
+        )
+
+
+def figures(fleet: Fleet, machines: Machines, *, to_first: float, per_token: float) -> dict[str, float]:
+    """The figures of a served trace.
+
+    Args:
+        to_first, per_token: seconds within which a request counts for the goodput.
+    """
+    served = fleet.served
+    begin, end = min(one.arrival.time for one in served), max(one.end for one in served)
+    seconds, tokens = end - begin, sum(one.arrival.output for one in served)
+    good = sum(one.to_first <= to_first and one.per_token <= per_token for one in served)
+    cost = machines.cost(seconds)
+    found = {
+        "requests": len(served),
+        "seconds": seconds,
+        **_distribution("ttft", [one.to_first for one in served]),
+        **_distribution("tpot", [one.per_token for one in served if one.arrival.output > 1] or [0.0]),
+        **_distribution("latency", [one.end - one.arrival.time for one in served]),
+        "tokens_per_second": tokens / seconds,
+        "goodput": good / seconds,
+        "good_share": good / len(served),
+        "busy": fleet.busy / (seconds * machines.replicas),
+        "prefix_hits": fleet.cached / max(1, fleet.cached + fleet.computed),
+        "preemptions": fleet.preemptions,
+        "engine_steps": fleet.steps,
+    }
+    return found if cost is None else found | {"cost": cost, "cost_per_million_tokens": 1e6 * cost / tokens}
+
+
+def _distribution(name: str, values: Sequence[float]) -> dict[str, float]:
+    middle, tail = np.percentile(values, [50, 99]).tolist()
+    return {f"{name}_mean": float(np.mean(values)), f"{name}_p50": middle, f"{name}_p99": tail}

@@ -1,0 +1,99 @@
+"""A simulated fleet: its latencies add up, prefixes are shared, and prefill can be apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perilune.cli.main import app
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.memory import card_of
+from perilune.simulate.hardware import ComputedSteps, parse_machines, transfer_seconds
+from perilune.simulate.serving import Arrival, Served, figures, poisson_requests, read_requests, serve
+from perilune.simulate.step_cost import StepWork
+
+MODEL = card_of(PRESETS["large"])
+ONE = parse_machines("1xL4")
+
+
+def by_number(served: Sequence[Served]) -> dict[int, Served]:
+    return {one.arrival.number: one for one in served}
+
+
+def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
+    fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
+    (one,) = fleet.served
+    steps = ComputedSteps(ONE, MODEL)
+    prefill = steps.of_step(StepWork(0, 0.0, 1, 100, 100 * 101 / 2))
+    decode = sum(steps.of_step(StepWork(1, float(keys))) for keys in (101, 102))
+    assert one.to_first == pytest.approx(prefill)
+    assert one.end - one.first == pytest.approx(decode)
+    assert fleet.busy == pytest.approx(prefill + decode)
+    assert fleet.steps == 3
+
+
+def test_requests_that_begin_alike_share_blocks() -> None:
+    shared = [Arrival(number, 10.0 * number, 1100, 2, (7, 8)) for number in range(3)]
+    apart = [replace(one, hashes=(2 * one.number, 2 * one.number + 1)) for one in shared]
+    assert serve(ONE, MODEL, apart).cached == 0
+    assert serve(ONE, MODEL, shared).cached == 2 * 1024  # two blocks of 512 tokens, computed once
+
+
+def test_prefill_apart_waits_for_the_transfer_and_never_for_decoding() -> None:
+    arrivals = poisson_requests(20, 3, 300, 40, seed=0)
+    together = by_number(serve(parse_machines("2xL4"), MODEL, arrivals).served)
+    apart = by_number(serve(parse_machines("2xL4"), MODEL, arrivals, prefill=1).served)
+    assert apart.keys() == together.keys() == {one.number for one in arrivals}
+    assert all(one.first > one.arrival.time for one in apart.values())
+    for one in apart.values():
+        if one.arrival.output > 1:
+            assert one.end > one.first + transfer_seconds(MODEL, one.arrival.prompt)
+    with pytest.raises(RequestError, match="leave one to decode"):
+        serve(ONE, MODEL, arrivals, prefill=1)
+
+
+def test_figures_count_what_the_user_pays_for() -> None:
+    served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
+    machines = parse_machines("2xL4@3.6")
+    fleet = replace_served(serve(machines, MODEL, [Arrival(0, 0.0, 5, 1)]), served)
+    found = figures(fleet, machines, to_first=2.0, per_token=0.2)
+    assert (found["ttft_mean"], found["tpot_mean"], found["latency_mean"]) == (2.0, 0.1, 2.5)
+    assert (found["goodput"], found["good_share"]) == (0.25, 0.5)  # the second waited for 3 s
+    assert found["tokens_per_second"] == 3.0
+    assert found["cost"] == pytest.approx(2 * 3.6 * 4 / 3600)
+
+
+def replace_served(fleet, served):  # type: ignore[no-untyped-def]
+    fleet.served = served
+    return fleet
+
+
+def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    good = '{"timestamp": 500, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n'
+    path.write_text(good)
+    assert read_requests(path) == [Arrival(1, 0.5, 4, 2, (1,))]
+    for bad in ("[]", "{", '{"timestamp": 1, "input_length": 0, "output_length": 2}', '{"timestamp": 1}'):
+        path.write_text(good + bad + "\n")
+        with pytest.raises(RequestError, match="not a request") as refused:
+            read_requests(path)
+        assert refused.value.where == f"{path}:2"
+
+
+def test_the_command_repeats_itself_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    config = PRESETS["large"].to_hf() | {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["simulate-serving", str(tmp_path), "--machines", "3xL4@1"]
+    poisson = [*words, "--requests", "poisson:30:1:50:10", "--json"]
+    first, second = (json.loads(CliRunner().invoke(app, poisson).stdout) for _ in range(2))
+    assert first.pop("simulated_in") > 0 and second.pop("simulated_in") > 0
+    assert first == second and first["requests"] == 30 and "not measured" in first["basis"]
+    for requests, problem in (("poisson:9:1:9000:10", "at most 512 fit"), ("poisson:9", "does not describe")):
+        refused = CliRunner().invoke(app, [*words, "--requests", requests])
+        assert isinstance(refused.exception, RequestError) and problem in str(refused.exception)
