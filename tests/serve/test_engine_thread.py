@@ -223,3 +223,32 @@ def test_weights_that_are_no_numbers_fail_each_request() -> None:
         assert thread.open_samples == 0
 
     assert within(Engine(decoder), work).failure is None
+
+
+def test_weights_that_are_loaded_in_part_end_the_engine() -> None:
+    """A refusal has changed nothing; after another error no token of the mixture leaves the engine."""
+
+    def refuse() -> None:
+        raise RequestError("another model")
+
+    def fail() -> None:
+        raise MemoryError
+
+    ended: list[BaseException] = []
+
+    async def work(thread: EngineThread) -> None:
+        thread.on_failure = ended.append
+        stream = await thread.submit([ask(CONTEXT - 3)], in_pieces=True)
+        with pytest.raises(RequestError, match="another model"):
+            await thread.between_steps(refuse)
+        assert await stream.next()
+        with pytest.raises(WorkFailedError):
+            await thread.between_steps(fail)
+        with pytest.raises(WorkFailedError):
+            while True:
+                assert await stream.next()
+        with pytest.raises(WorkFailedError):
+            await thread.between_steps(refuse)
+
+    within(Engine(DECODER), work)
+    assert isinstance(ended[0], MemoryError)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +90,7 @@ class Pair:
         return update
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     share=st.sampled_from([0.0, 0.001, 0.05, 0.6, 1.0]),
@@ -155,11 +158,13 @@ def test_all_is_sent_whole_from_time_to_time(tmp_path: Path) -> None:
 
 def test_deltas_are_not_kept_when_together_they_are_larger(tmp_path: Path) -> None:
     """A new receiver reads a chain of updates that is never much longer than the weights."""
-    rng = np.random.default_rng(0)
-    state = {"a": random_bits(torch.bfloat16, (4000,), rng)}
+    state = {"a": torch.arange(4000).bfloat16()}
     pair = Pair(tmp_path, state)
-    whole = [bool(pair.send({"a": random_bits(torch.bfloat16, (4000,), rng)}).rewritten) for _ in range(4)]
-    assert whole == [False, True, False, True]
+    whole = []
+    for _ in range(6):
+        state = altered(state, *range(2400))
+        whole.append(bool(pair.send(state).rewritten))
+    assert whole == [False, False, True, False, False, True]
 
 
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
@@ -195,6 +200,37 @@ def test_a_part_that_is_sent_whole_fits_every_base(tmp_path: Path) -> None:
     assert second.replaces(first) and first.base == second.base
     pair.read(second.path)
     assert same(pair.held, state | {"b": state["b"] + 2})
+
+
+def test_a_kill_leaves_whole_versions(tmp_path: Path) -> None:
+    """A writer is killed at ten instants. Each file that is there then gives exactly its version."""
+
+    def state(version: int) -> State:
+        return {"a": torch.full((900,), version).bfloat16(), "b": torch.from_numpy(np.full(1 << 20, version))}
+
+    for instant in range(10):
+        folder = tmp_path / str(instant)
+        folder.mkdir()
+        child = os.fork()
+        if not child:
+            try:
+                writer, changed = WeightWriter("auto"), KeptCopy()
+                for version in range(1000):
+                    writer.write(folder / f"weights-{version:06d}", state(version), version, changed)
+            finally:
+                os._exit(1)
+        while not (folder / "weights-000002").exists():
+            time.sleep(0.001)
+        time.sleep(0.0013 * instant)
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        reader, held = WeightReader(), {name: torch.zeros_like(one) for name, one in state(0).items()}
+        files = sorted(folder.glob("weights-*"))
+        for version, path in enumerate(files):
+            held |= reader.read(path, held)
+            reader.commit()
+            assert reader.version == version and same(held, state(version))
+        assert len(files) > 2
 
 
 @pytest.mark.parametrize("where", [0.3, 0.6, 0.9, 0.999])

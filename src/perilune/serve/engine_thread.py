@@ -198,6 +198,8 @@ class EngineThread:
             RequestError: of `work`, which has changed nothing then.
             WorkFailedError: when `work` fails in another way. The engine has failed then.
         """
+        if self.failure is not None:
+            raise WorkFailedError("the engine has failed")
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
