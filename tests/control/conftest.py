@@ -1,8 +1,9 @@
-"""What the tests of both planes share lies in tests/drill."""
+"""What the tests of both planes share lies in tests/drill; stages to run lie in tests/tasks."""
 
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "drill"))
 
 from cloud_fixtures import *  # noqa: F403

@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import secrets
 import shlex
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import yaml
 from cloud_cases import LEASE, hurry
@@ -21,7 +26,9 @@ from hosts_cases import interpreter
 from placement_conformance import PlacementConformance, assigned, home_has, look, stage, until, working
 from ray_cases import HEAD, SECOND, LocalRay, local_ray
 from sqlalchemy import select
+from task_cases import make_bundle, make_job, run_task
 
+from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.verify import verify
 from perilune.control.machines.providers import Providers
 from perilune.control.record.store import Attempt
@@ -44,6 +51,14 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.providers.ray.client import RayCluster
 from perilune.execution.providers.ray.host import RayHost
+from perilune.files import read_json_lines
+
+SAMPLED: dict[str, Any] = {
+    "environment": {"id": "calculator"},
+    "off_policy": {"proximal": "learner", "weight": "truncate"},
+    "steps": 15,
+    "save_every": 15,
+}
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -252,6 +267,48 @@ def test_an_attempt_on_two_nodes_is_one_job(
 
 def rented(control: Control) -> list[str]:
     return [one.key for one in control.reconciler.rentals.fleet.all()]
+
+
+def on_nodes(ray: LocalRay, bundle: Path, **changes: object) -> subprocess.Popen[str]:
+    """A process that runs a stage of asynchronous training, which samples on the nodes of the cluster."""
+    ahead = {"staleness": 0, "workers": 2, "ray": {"address": f"{HEAD}:{ray.port}", **changes}}
+    make_bundle(bundle, make_job("rl", asynchronous=ahead, **SAMPLED))
+    access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(ray.folder / "token")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "perilune.execution.task_process", str(bundle), str(os.getpid())],
+        env=os.environ | access,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def actors() -> list[psutil.Process]:
+    titles = ((one, "".join(one.info["cmdline"] or ())) for one in psutil.process_iter(["cmdline"]))
+    return [one for one, title in titles if title.startswith("ray::_Actor")]
+
+
+def test_nodes_that_sample_for_training_may_be_lost(ray: LocalRay, tmp_path: Path) -> None:
+    """The checkpoint is that of synchronous training, although one of two rollout processes is killed."""
+    process = on_nodes(ray, tmp_path / "ray")
+    figures = tmp_path / "ray" / "artifacts" / "metrics.jsonl"
+    wait_for(lambda: figures.exists() or process.poll() is not None, "a step")
+    sampling = actors()
+    assert len(sampling) == 2
+    sampling[0].kill()
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    timings = list(read_json_lines(tmp_path / "ray" / "artifacts" / "timings.jsonl"))
+    assert timings[-1]["rollout_processes_lost"] == 1
+    expected = run_task(tmp_path / "synchronous", "rl", **SAMPLED)
+    different = [one.path for one in compare_artifacts(expected, tmp_path / "ray")]
+    assert not [path for path in different if "/checkpoints/" in path]
+    wait_for(lambda: not actors(), "the end of the actors")
+
+
+def test_a_cluster_without_room_for_all_that_sample_is_named(ray: LocalRay, tmp_path: Path) -> None:
+    told, _ = on_nodes(ray, tmp_path / "bundle", gpus=1).communicate(timeout=300)
+    assert "the Ray cluster has 0 GPUs, and 2 rollout processes need 2" in told
 
 
 def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(

@@ -72,7 +72,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
         sampling = stage_memory(
             config, samples=self.prompts * self.samples, max_tokens=longest, device=device
         )
-        held = {**plan.persistent, OTHER_PROCESSES: self.asynchronous.workers * sampling.total}
+        here = self.asynchronous.workers if self.asynchronous.ray is None else 0
+        held = {**plan.persistent, OTHER_PROCESSES: here * sampling.total}
         if self.asynchronous.keeps_sent(self):
             held[SENT] = plan.persistent["weights"] // 2
         return replace(plan, persistent=held)

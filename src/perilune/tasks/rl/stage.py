@@ -91,6 +91,13 @@ def _require_asynchronous(job: Job) -> None:
             where=where,
             remedy="remove resources.processes; `workers` sets the number of rollout processes",
         )
+    settings = job.spec["asynchronous"]
+    if job.secrets and settings["ray"] is not None:
+        raise RequestError(
+            f"rollout processes on a Ray cluster cannot be given secrets: {', '.join(job.secrets)}",
+            where=f"{where}.ray",
+            remedy="remove ray, and sample on the machine of the stage",
+        )
     if getattr(make_environment(job.environment), "players", 1) > 1:
         raise RequestError(
             "asynchronous training cannot play environments of several players yet",

@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -27,11 +25,12 @@ from perilune.learn.adaptation import trainable
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups, map_groups
-from perilune.weights import Sent
+from perilune.tasks.rl.asynchronous.channel import Channel, LocalChannel
+from perilune.tasks.rl.asynchronous.ray_channel import RayCluster
+from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.weights.delta import Changed, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
-PROCESS = "perilune.tasks.rl.asynchronous.process"
 STARTS = 3  # losses in a row, without a finished group, after which the stage fails
 MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
 KEPT_VERSIONS = 2  # updates that are not needed any more; a process may still read the last but one
@@ -49,24 +48,16 @@ class _Process:
     """
 
     number: int
-    child: subprocess.Popen[bytes]
+    channel: Channel
     groups: dict[Key, Mapping[str, Any]] = field(default_factory=dict)
     holds: int = -1
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        assert self.child.stdin is not None
-        with suppress(BrokenPipeError):  # its end is noticed by its reader
-            self.child.stdin.write(json.dumps(message).encode() + b"\n")
-            self.child.stdin.flush()
 
 
 class Fleet:
     """The rollout processes of a stage.
 
     Args:
-        count: number of processes.
         weights: bytes of one version.
-        sent: whether versions are sent whole or as deltas.
 
     Attributes:
         finished: groups that no step has trained on yet, by key.
@@ -75,7 +66,7 @@ class Fleet:
         writing: seconds that it took to write the last update.
     """
 
-    def __init__(self, workspace: Workspace, count: int, weights: int, sent: Sent = "auto") -> None:
+    def __init__(self, workspace: Workspace, settings: AsynchronousSettings, weights: int) -> None:
         self.finished: dict[Key, Groups] = {}
         self.losses = 0
         self.lag = self.writing = 0.0
@@ -83,19 +74,24 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"rollouts-{os.getpid()}-", dir=_folder(workspace, weights)
         )
-        self._writer = WeightWriter(sent)
+        folder = Path(self._folder.name)
+        self._open: Callable[[], Channel] = (
+            partial(LocalChannel, workspace.root, folder)
+            if settings.ray is None
+            else RayCluster(settings.ray, settings.workers, workspace.root, folder).open
+        )
+        self._writer = WeightWriter(settings.weights)
         self._updates: list[tuple[Update, dict[str, Any]]] = []  # those that a new process needs, in order
         self._published = 0.0
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
         self._answers: list[str | int] = []
-        self._processes = [self._start(number) for number in range(count)]
+        self._processes = [self._start(number) for number in range(settings.workers)]
 
     def close(self) -> None:
         """End all processes and remove their files."""
         for one in self._processes:
-            one.child.kill()
-            one.child.wait()
+            one.channel.close()
         self._folder.cleanup()
 
     # -- messages to the processes -------------------------------------------------------------------------
@@ -115,13 +111,13 @@ class Fleet:
         path = Path(self._folder.name) / f"weights-{version}.safetensors"
         sent = {name: held[name].to(dtypes.get(name, held[name].dtype)) for name in names}
         update = self._writer.write(path, sent, version, changed)
-        message = {"weights": str(path), "version": version, "checksum": checksum(held)}
+        message = {"weights": path.name, "version": version, "checksum": checksum(held)}
         needed = [(one, its) for one, its in self._updates if not update.replaces(one)]
         self._updates = [*needed, (update, message)]
         self._published = time.monotonic()
         self.writing = self._published - began
         for one in self._processes:
-            one.send(message)
+            one.channel.send(message)
         self._remove_old_weights()
 
     @property
@@ -139,26 +135,26 @@ class Fleet:
         """Have the process with the fewest groups play one more."""
         one = min(self._processes, key=lambda process: (len(process.groups), process.number))
         one.groups[tuple(message["key"])] = message
-        one.send({"admit": message})
+        one.channel.send({"admit": message})
 
     def snapshot(self) -> dict[Key, Any]:
         """The turns sampled so far of all groups in flight, by key."""
         recorded: dict[Key, Any] = {}
         for one in list(self._processes):
-            path = f"{self._folder.name}/snapshot-{one.number}.json"
-            one.send({"snapshot": path})
+            name = f"snapshot-{one.number}.json"
+            one.channel.send({"snapshot": name})
             self._answers = []
-            while path not in self._answers and one in self._processes:
+            while name not in self._answers and one in self._processes:
                 self.receive()
             if one in self._processes:
-                for group in json.loads(Path(path).read_bytes()):
+                for group in json.loads(Path(self._folder.name, name).read_bytes()):
                     recorded[tuple(group["key"])] = group["samples"]
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
     def settle(self, number: int) -> None:
         """Wait until the processes can do nothing more with their weights and groups."""
         for one in list(self._processes):
-            one.send({"settle": number})
+            one.channel.send({"settle": number})
             self._answers = []
             while number not in self._answers:
                 if one not in self._processes:
@@ -185,7 +181,7 @@ class Fleet:
             self._replace(process)
         elif "group" in message:
             key = tuple(message["group"])
-            path = Path(message["file"])
+            path = Path(self._folder.name, message["file"])
             if process.groups.pop(key, None) is not None:
                 self.finished[key] = map_groups(path)
             path.unlink()
@@ -200,37 +196,29 @@ class Fleet:
             self._answers += message.values()
 
     def _start(self, number: int) -> _Process:
-        child = subprocess.Popen(
-            [sys.executable, "-m", PROCESS, str(self._workspace.root), self._folder.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        process = _Process(number, child)
+        process = _Process(number, self._open())
         Thread(target=self._read, args=(process,), name=f"rollout process {number}", daemon=True).start()
         for _, message in self._updates:
-            process.send(message)
+            process.channel.send(message)
         return process
 
     def _read(self, process: _Process) -> None:
-        assert process.child.stdout is not None
-        for line in process.child.stdout:
-            self._messages.put((process, json.loads(line)))
+        for message in process.channel.messages():
+            self._messages.put((process, message))
         self._messages.put((process, None))
 
     def _replace(self, process: _Process) -> None:
-        code = process.child.wait()
+        end = process.channel.close()
         self.losses += 1
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= STARTS:
             raise ProcessLostError(
-                f"a rollout process ended with exit code {code}, {STARTS} times without a finished group",
+                f"a rollout process ended with {end}, {STARTS} times without a finished group",
                 remedy="read the log above; out of memory? lower `prompts`, `max_tokens` or `workers`",
             )
         groups = list(process.groups.values())
         self._workspace.log(
-            f"warning: rollout process {process.number} ended with exit code {code};"
-            f" {len(groups)} groups begin again"
+            f"warning: rollout process {process.number} ended with {end}; {len(groups)} groups begin again"
         )
         self._workspace.event("rollout_process_lost", number=process.number, groups=len(groups))
         self._processes[self._processes.index(process)] = self._start(process.number)

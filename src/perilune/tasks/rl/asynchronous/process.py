@@ -2,13 +2,13 @@
 
 It reads JSON lines from standard input and answers on standard output; its log is standard error:
 
-    {"weights": path, "version": v, "checksum": c}    -> {"holds": v}
-    {"admit": group}                                  -> {"group": [step, index], "file": path} when finished
-    {"snapshot": path}                                -> {"snapshot": path} with the turns sampled so far
+    {"weights": name, "version": v, "checksum": c}    -> {"holds": v}
+    {"admit": group}                                  -> {"group": [step, index], "file": name} when finished
+    {"snapshot": name}                                -> {"snapshot": name} with the turns sampled so far
     {"settle": n}                                     -> {"settled": n} once nothing more can happen
 
-FOLDER has the weights, and finished groups go there. The process ends when its standard input ends, so it
-never outlives the learner; it then removes FOLDER, because a killed learner cannot.
+Messages name files in FOLDER: weights, finished groups and snapshots. The process ends when its standard
+input ends, so it never outlives the learner; it then removes FOLDER, because a killed learner cannot.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class RolloutProcess:
         elif "admit" in message:
             self._admit(message["admit"])
         elif "snapshot" in message:
-            self._snapshot(Path(message["snapshot"]))
+            self._snapshot(message["snapshot"])
         else:
             self._settle = message["settle"]
 
     def _load(self, message: Mapping[str, Any]) -> None:
         version, decoder = message["version"], self._player.policy.decoder
         try:
-            state = self._reader.read(Path(message["weights"]), decoder.state_dict())
+            state = self._reader.read(self._folder / message["weights"], decoder.state_dict())
         except FileNotFoundError:
             return  # a newer version has replaced it, and its message follows
         decoder.load_state_dict(state, strict=False)
@@ -108,15 +108,15 @@ class RolloutProcess:
         step, index = group.key
         path = self._folder / f"{step}-{index}.arrow"
         write_atomic(path, groups_to_bytes(groups))
-        self._send({"group": group.key, "file": str(path)})
+        self._send({"group": group.key, "file": path.name})
 
-    def _snapshot(self, path: Path) -> None:
+    def _snapshot(self, name: str) -> None:
         recorded = [
             {"key": key, "samples": [[turn.to_json() for turn in sample] for sample in samples]}
             for key, samples in self._rollouts.recorded().items()
         ]
-        write_atomic(path, json.dumps(recorded).encode())
-        self._send({"snapshot": str(path)})
+        write_atomic(self._folder / name, json.dumps(recorded).encode())
+        self._send({"snapshot": name})
 
 
 def main() -> None:

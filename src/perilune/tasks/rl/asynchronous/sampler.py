@@ -68,7 +68,7 @@ class AsynchronousSampler(GroupSource):
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
         self._spans = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
         weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
-        self._fleet = Fleet(self._workspace, self._settings.workers, weights, self._settings.weights)
+        self._fleet = Fleet(self._workspace, self._settings, weights)
         for number, stream in known.get("finished", {}).items():
             self._fleet.finished[self._key(int(number))] = groups_from_bytes(base64.b64decode(stream))
         self._process_rewards = ProcessRewards(

@@ -10,6 +10,14 @@ from perilune.learn.training_settings import LearnerSettings
 from perilune.weights import Sent
 
 
+class RaySettings(Frozen):
+    """A Ray cluster whose nodes run the rollout processes."""
+
+    address: str = Field("auto", description="HOST:PORT of its head; auto finds the one of this machine")
+    cpus: float = Field(1, ge=0, description="CPUs that Ray reserves for each rollout process")
+    gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each rollout process")
+
+
 class AsynchronousSettings(Frozen):
     """How far rollouts run ahead of training, and in how many processes."""
 
@@ -20,7 +28,9 @@ class AsynchronousSettings(Frozen):
     environments: int = Field(
         4, ge=1, description="environment processes of each; a slow tool delays the episodes of one"
     )
-
+    ray: RaySettings | None = Field(
+        None, description="run the rollout processes on the nodes of a Ray cluster; {} uses the defaults"
+    )
     weights: Sent = Field(
         "auto",
         description="what rollout processes get: whole tensors (full), or changed values where these are"
@@ -40,7 +50,9 @@ class AsynchronousSettings(Frozen):
     def describe(self) -> str:
         """The settings, for the plan."""
         processes = "1 rollout process" if self.workers == 1 else f"{self.workers} rollout processes"
-        return f"up to {self.staleness} steps ahead, {processes} with {self.environments} environments each"
+        place = "" if self.ray is None else f" on the Ray cluster {self.ray.address}"
+        each = f"with {self.environments} environments each"
+        return f"up to {self.staleness} steps ahead, {processes}{place} {each}"
 
 
 def default_corrections(settings: AsynchronousSettings, updates: int) -> OffPolicySettings:

@@ -1,0 +1,77 @@
+"""How the learner talks to a rollout process: JSON lines, and files that both sides name alike.
+
+A message names files by their names alone. Each side has a folder for them; on one machine it is the same
+folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PROCESS = "perilune.tasks.rl.asynchronous.process"
+FILES = ("weights", "file", "snapshot")  # keys of a message that name a file
+
+Message = Mapping[str, Any]
+
+
+class Channel(ABC):
+    """The learner's end of the connection to one rollout process."""
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send a message, with the file of weights that it names. Does nothing once the process has ended."""
+
+    @abstractmethod
+    def messages(self) -> Iterator[Message]:
+        """The messages of the process until it ends, each after the file that it names has arrived."""
+
+    @abstractmethod
+    def close(self) -> str:
+        """End the process if it still runs; how it ended, in words."""
+
+
+class LocalChannel(Channel):
+    """A process of this machine, over its standard input and output.
+
+    Args:
+        bundle: of the stage.
+        folder: for files.
+    """
+
+    def __init__(self, bundle: Path, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", PROCESS, str(bundle), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def send(self, message: Message) -> None:
+        self.send_line(json.dumps(message).encode())
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message as JSON."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+
+    def messages(self) -> Iterator[Message]:
+        return map(json.loads, self.lines())
+
+    def lines(self) -> Iterator[bytes]:
+        """The messages as JSON."""
+        assert self._process.stdout is not None
+        return iter(self._process.stdout)
+
+    def close(self) -> str:
+        self._process.kill()
+        return f"exit code {self._process.wait()}"

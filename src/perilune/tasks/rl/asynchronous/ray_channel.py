@@ -1,0 +1,179 @@
+"""Rollout processes on the nodes of a Ray cluster.
+
+An actor on a node unpacks the bundle, runs the rollout process beside itself, and passes on its messages and
+files. Weights and finished groups travel through Ray's object store. Every node must have this version of
+Perilune.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import write_atomic
+from perilune.tasks.rl.asynchronous.channel import FILES, Channel, LocalChannel, Message
+from perilune.tasks.rl.asynchronous.settings import RaySettings
+
+LEFT_BEHIND = ("artifacts", "runtime")  # parts of a bundle that a rollout process does not need
+OUT = "out"  # Ray's concurrency group for messages of the process: `receive` waits beside `send`
+
+
+class RayCluster:
+    """Starts rollout processes on the cluster.
+
+    Args:
+        workers: number of processes.
+        bundle: of the stage.
+        folder: of the learner, for files.
+
+    Raises:
+        WorkFailedError: when the cluster cannot be reached, or is too small for all processes.
+    """
+
+    def __init__(self, settings: RaySettings, workers: int, bundle: Path, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._ray = _connected(settings)
+        self._require(workers)
+        self._bundle = self._ray.put(_packed(bundle))
+
+    def _require(self, workers: int) -> None:
+        there = self._ray.cluster_resources()
+        for name, each in (("CPU", self._settings.cpus), ("GPU", self._settings.gpus)):
+            if there.get(name, 0) < workers * each:
+                raise WorkFailedError(
+                    f"the Ray cluster has {there.get(name, 0):g} {name}s,"
+                    f" and {workers} rollout processes need {workers * each:g}",
+                    where="asynchronous.ray",
+                    remedy="lower asynchronous.workers, or add nodes",
+                )
+
+    def open(self) -> Channel:
+        """Start a process on the node with the most room."""
+        actor = self._ray.remote(
+            num_cpus=self._settings.cpus,
+            num_gpus=self._settings.gpus,
+            scheduling_strategy="SPREAD",
+            concurrency_groups={OUT: 1},
+        )(_Actor)
+        return RayChannel(self._ray, actor.remote(self._bundle, _versions()), self._folder)
+
+
+class RayChannel(Channel):
+    """The learner's end of the connection to an actor."""
+
+    def __init__(self, ray: Any, actor: Any, folder: Path) -> None:
+        self._ray, self._actor, self._folder = ray, actor, folder
+        self._end = "the loss of its node"
+
+    def send(self, message: Message) -> None:
+        named = message.get("weights")
+        content = None if named is None else (self._folder / named).read_bytes()
+        self._actor.send.remote(json.dumps(message).encode(), content)
+
+    def messages(self) -> Iterator[Message]:
+        while True:
+            try:
+                line, content = self._ray.get(self._actor.receive.options(concurrency_group=OUT).remote())
+            except self._ray.exceptions.RayError as error:
+                self._end = shorten(str(error).strip().splitlines()[-1], 160)
+                return
+            if not line:
+                self._end = "its end"
+                return
+            message = json.loads(line)
+            if (name := _file_of(message)) is not None:
+                write_atomic(self._folder / Path(name).name, content)
+            yield message
+
+    def close(self) -> str:
+        self._ray.kill(self._actor)
+        return self._end
+
+
+class _Actor:
+    """Runs a rollout process on the node of this actor.
+
+    Args:
+        bundle: as a tar archive.
+        versions: of the learner's packages.
+    """
+
+    def __init__(self, bundle: bytes, versions: Mapping[str, str]) -> None:
+        if (own := _versions()) != versions:
+            different = sorted(name for name in versions if own.get(name) != versions[name])
+            raise RuntimeError(f"this node has other versions than the learner of: {', '.join(different)}")
+        self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the process removes it in the end
+        root = self._folder / "bundle"
+        with tarfile.open(fileobj=io.BytesIO(bundle)) as archive:
+            archive.extractall(root, filter="data")
+        for name in LEFT_BEHIND:
+            (root / name).mkdir(exist_ok=True)
+        self._channel = LocalChannel(root, self._folder)
+        self._lines = self._channel.lines()
+
+    def send(self, line: bytes, content: bytes | None) -> None:
+        """Pass on a message, and the file of weights that it names."""
+        if content is not None:
+            write_atomic(self._folder / str(_file_of(json.loads(line))), content)
+        self._channel.send_line(line)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """The next message of the process, and the file that it names; empty once the process has ended."""
+        line = next(self._lines, b"")
+        name = _file_of(json.loads(line)) if line else None
+        if name is None:
+            return line, b""
+        path = self._folder / name
+        content = path.read_bytes()
+        path.unlink()
+        return line, content
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that decide which tokens are sampled."""
+    return {name: version(name) for name in ("perilune", "torch", "numpy")}
+
+
+def _file_of(message: Message) -> str | None:
+    return next((message[key] for key in FILES if key in message), None)
+
+
+def _connected(settings: RaySettings) -> Any:
+    """The `ray` module, connected to the cluster."""
+    try:
+        import ray
+    except ImportError:
+        raise RequestError(
+            "Ray is not installed", where="asynchronous.ray", remedy="pip install 'ray[default]'"
+        ) from None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            address=settings.address, ignore_reinit_error=True, log_to_driver=True, configure_logging=False
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise WorkFailedError(
+            f"cannot connect to the Ray cluster: {error}",
+            where=f"asynchronous.ray.address: {settings.address}",
+            remedy="start it (ray start --head), or correct the address",
+        ) from None
+    return ray
+
+
+def _packed(bundle: Path) -> bytes:
+    """What a rollout process needs of a bundle, as a tar archive. Links are followed."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", dereference=True) as archive:
+        for part in sorted(bundle.iterdir()):
+            if part.name not in LEFT_BEHIND:
+                archive.add(part, part.name)
+    return stream.getvalue()
