@@ -10,7 +10,6 @@ Run it on an idle machine; it takes about ten minutes. Writes results/simulation
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
+from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.recipe.load import bundled_recipe
@@ -49,7 +49,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "planning": ("traces.traces=6000", "sft.steps=200", "rl.steps=20"),
     "asynchronous": ("before.tasks=2", *(f"after_{name}.tasks=2" for name in STALENESS)),
 }
-WAIT = ("--wait", "0.1", "--wait-spread", "1.0")
+WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = (
     "The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was "
     "calibrated on this machine, on requests of equal length, and compared with real runs of other workloads "
@@ -350,7 +350,7 @@ def stage_row(
     found = command(home, *words)["stages"]
     spent = time.monotonic() - began
     (predicted,) = (one for one in found if one["stage"] == stage["name"])
-    lines = [json.loads(line) for line in (artifacts / "timings.jsonl").read_text().splitlines()]
+    lines, metrics = (list(read_json_lines(artifacts / f"{one}.jsonl")) for one in ("timings", "metrics"))
 
     def error(part: str) -> float:
         return 100 * (predicted[part] / sum(line[part] for line in lines) - 1)
@@ -363,6 +363,8 @@ def stage_row(
         "error, %": 100 * (predicted["seconds"] / stage["seconds"] - 1),
         "sampling, %": error("sampling"),
         "learning, %": error("learning"),
+        "mean age, measured": fmean(line["staleness"] for line in metrics),
+        "predicted age": predicted["mean_age"],
         "seconds of the command": spent,
     }
     print(row, flush=True)

@@ -92,6 +92,18 @@ def test_recorded_groups_are_repeated_or_drawn_near_their_step(tmp_path: Path) -
     assert RecordedLengths.of_folder(tmp_path / "empty", 0, "none") is None
 
 
+def test_recorded_waits_are_repeated(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
+    results = {}
+    for metric in ("", "wait"):
+        lengths = RecordedLengths.of_folder(tmp_path, 0, "recorded", metric)
+        assert lengths is not None
+        plan = replace(PLAN, prompts=2, samples=2)
+        results[metric] = simulate_run(replace(scenario(plan), lengths=lengths)).seconds
+    assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # one environment, one after the other
+
+
 def recorded(step: int, task: int) -> Episode:
     """Two turns: `step` sampled tokens, three of the environment, one sampled."""
     mask = np.array([True] * step + [False] * 3 + [True])
@@ -100,7 +112,7 @@ def recorded(step: int, task: int) -> Episode:
         f"{step}/{task // 2}/{task % 2}", f"{step}/{task // 2}", "t", "e", 0, (),
         np.arange(2, dtype=np.int32), np.arange(count, dtype=np.int32), mask,
         np.zeros(count, np.float32), np.zeros(count, np.int32), "stop",
-        reward=float(task % 2),
+        reward=float(task % 2), metrics={"wait": 0.5},
     )  # fmt: skip
 
 

@@ -131,12 +131,14 @@ class _Group:
 
     Attributes:
         versions: sampled tokens by the version that sampled them.
+        lanes: the environment process of each episode.
         over: finished episodes.
     """
 
     number: int
     shape: GroupShape
     versions: Counter[int] = field(default_factory=Counter)
+    lanes: list[int] = field(default_factory=list)
     over: int = 0
 
 
@@ -161,7 +163,8 @@ class _Worker:
         self._run, self._name, self._started = run, name, False
         self._inbox: list[Callable[[], None]] = []
         self._asked: dict[int, _Request] = {}
-        self._lanes = [0.0] * environments  # when each environment process is free
+        self._free = [0.0] * environments  # when each environment process is free
+        self._sessions = [0] * environments
 
     def start(self) -> None:
         """Begin to handle messages."""
@@ -180,13 +183,21 @@ class _Worker:
 
     def admit(self, group: _Group) -> None:
         """Open the sessions of a group, then sample its first turns."""
-        shape = group.shape
+        shape, run = group.shape, self._run
 
         def opened() -> None:
             samples = [one[0].sampled for one in shape.episodes]
             self._ask(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
 
-        self.post(lambda: self._run.at(self._run.now + self._run.environment.task, lambda: self.post(opened)))
+        def open_sessions() -> None:
+            for _ in shape.episodes:  # each goes to the process with the fewest, behind what that still does
+                lane = min(range(len(self._sessions)), key=self._sessions.__getitem__)
+                self._sessions[lane] += 1
+                self._free[lane] = max(self._free[lane], run.now) + run.environment.task / len(shape.episodes)
+                group.lanes.append(lane)
+            run.at(max(self._free[lane] for lane in group.lanes), lambda: self.post(opened))
+
+        self.post(open_sessions)
 
     def _ask(self, prompt: list[int], tokens: Sequence[Tokens], request: _Request) -> None:
         self._asked[self.engine.enter(prompt, tokens)] = request
@@ -219,23 +230,23 @@ class _Worker:
         request = self._asked[delta.request_id]
         group, turn, sample = request.group, request.turn, request.samples[delta.sample]
         group.versions.update(delta.policy_version)
-        run, episode = self._run, group.shape.episodes[sample]
-        lane = min(range(len(self._lanes)), key=self._lanes.__getitem__)
-        (wait,) = run.environment.waits(1, run.rng)
-        seconds = run.times.score(1) + run.environment.episode / len(episode) + wait
-        self._lanes[lane] = max(self._lanes[lane], run.now) + seconds
+        run, episode, lane = self._run, group.shape.episodes[sample], group.lanes[sample]
+        wait = run.environment.wait_of(group.shape, sample, turn, run.rng)
+        seconds = run.times.answer + run.environment.episode / len(episode) + wait
+        self._free[lane] = max(self._free[lane], run.now) + seconds
 
         def answered() -> None:
             if turn + 1 < len(episode):
-                context = context_of(group.shape, episode, turn + 1)
+                context = context_of(group.shape, sample, turn + 1)
                 self._ask(context, [episode[turn + 1].sampled], _Request(group, [sample], turn + 1))
                 return
             group.over += 1
+            self._sessions[lane] -= 1
             if group.over == len(group.shape.episodes):
                 self.groups -= 1
                 run.deliver(group)
 
-        run.at(self._lanes[lane], lambda: self.post(answered))
+        run.at(self._free[lane], lambda: self.post(answered))
 
 
 def simulate_run(scenario: Scenario) -> RunResult:

@@ -35,11 +35,13 @@ class GroupShape:
     Attributes:
         episodes: the turns of each sample; at least one.
         live: whether rewards differ, so that the group is trained on.
+        waits: seconds that the last answer of each episode waited, as recorded; empty if that is not known.
     """
 
     prompt: Tokens
     episodes: tuple[tuple[TurnShape, ...], ...]
     live: bool = True
+    waits: tuple[float, ...] = ()
 
     @property
     def sampled(self) -> int:
@@ -58,11 +60,16 @@ class GroupShape:
         return sum(map(len, self.episodes))
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode]) -> GroupShape:
-        """The shape of a recorded group."""
+    def of(cls, episodes: Sequence[Episode], wait: str = "") -> GroupShape:
+        """The shape of a recorded group.
+
+        Args:
+            wait: metric of an episode that has its wait.
+        """
         rewards = {one.reward for one in episodes if one.reward is not None}
-        shapes = tuple(turns for one in episodes if (turns := tuple(_turns(one))))
-        return cls(episodes[0].prompt_ids, shapes, len(rewards) > 1)
+        played = [(one, turns) for one in episodes if (turns := tuple(_turns(one)))]
+        waits = tuple(one.metrics.get(wait, 0.0) for one, _ in played) if wait else ()
+        return cls(episodes[0].prompt_ids, tuple(turns for _, turns in played), len(rewards) > 1, waits)
 
 
 def _turns(episode: Episode) -> Iterator[TurnShape]:
@@ -101,16 +108,14 @@ class RecordedLengths:
         self.basis, self._steps, self._seed = basis, steps, seed
 
     @classmethod
-    def of_folder(cls, folder: Path, seed: int, basis: str) -> RecordedLengths | None:
-        """The episodes in an attempt's folder; None without any."""
+    def of_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
+        """The episodes in an attempt's folder; None without any. `wait` as in `GroupShape.of`."""
         from perilune.data.episodes_file import read_episodes
 
         steps = []
         for path in sorted(folder.glob("step-*.parquet")):
-            groups = [
-                GroupShape.of(list(part))
-                for _, part in groupby(read_episodes(path), lambda one: one.group_id)
-            ]
+            parts = groupby(read_episodes(path), lambda one: one.group_id)
+            groups = [GroupShape.of(list(part), wait) for _, part in parts]
             steps.append([group for group in groups if group.episodes])
         return cls(steps, seed, basis) if steps else None
 
@@ -126,7 +131,8 @@ class RecordedLengths:
         if len(group.episodes) == samples:
             return group
         chosen = rng.integers(len(group.episodes), size=samples)
-        return GroupShape(group.prompt, tuple(group.episodes[one] for one in chosen), group.live)
+        waits = tuple(group.waits[one] for one in chosen) if group.waits else ()
+        return GroupShape(group.prompt, tuple(group.episodes[one] for one in chosen), group.live, waits)
 
 
 def _fits(groups: Sequence[GroupShape], count: int, samples: int) -> bool:

@@ -189,6 +189,10 @@ class ComputedTimes:
         return ANSWER * answers
 
     @property
+    def answer(self) -> float:
+        return ANSWER
+
+    @property
     def publish(self) -> float:
         return ITEM * self.model.parameters / self.machines.card.link
 

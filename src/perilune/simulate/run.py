@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from perilune.simulate.engine import SimulatedEngine
-from perilune.simulate.episodes import GroupShape, Lengths, TurnShape
+from perilune.simulate.episodes import GroupShape, Lengths
 from perilune.simulate.times import RunTimes
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 
@@ -58,14 +58,13 @@ class EnvironmentTimes:
     wait: float = 0.0
     spread: float = 0.0
 
-    def waits(self, count: int, rng: np.random.Generator) -> list[float]:
-        """The waits of `count` answers."""
+    def wait_of(self, group: GroupShape, sample: int, turn: int, rng: np.random.Generator) -> float:
+        """Seconds that an answer waits: as recorded, at the end of the episode, or drawn."""
+        if group.waits:
+            return group.waits[sample] if turn + 1 == len(group.episodes[sample]) else 0.0
         if not self.wait:
-            return [0.0] * count
-        drawn: list[float] = rng.lognormal(
-            np.log(self.wait) - self.spread**2 / 2, self.spread, count
-        ).tolist()
-        return drawn
+            return 0.0
+        return float(rng.lognormal(np.log(self.wait) - self.spread**2 / 2, self.spread))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +152,20 @@ class Simulation:
         count = sum(len(group.episodes) for group in groups)
         clock.now += self.environment.task * len(groups) + self.environment.episode * count
         turn = 0
-        while due := [(group, one) for group in groups for one in group.episodes if len(one) > turn]:
+        every = [(group, sample) for group in groups for sample in range(len(group.episodes))]
+        while due := [(group, sample) for group, sample in every if len(group.episodes[sample]) > turn]:
             before = clock.now
             if turn:
-                for group, one in due:
-                    engine.enter(context_of(group, one, turn), [one[turn].sampled])
+                for group, sample in due:
+                    engine.enter(context_of(group, sample, turn), [group.episodes[sample][turn].sampled])
             else:
                 for group in groups:
                     engine.enter(group.prompt.tolist(), [one[0].sampled for one in group.episodes])
             while engine.unfinished:
                 engine.step()
             sampling += clock.now - before
-            clock.now += self.times.score(len(due)) + sum(self.environment.waits(len(due), self.rng))
+            waits = (self.environment.wait_of(*one, turn, self.rng) for one in due)
+            clock.now += self.times.score(len(due)) + sum(waits)
             turn += 1
         return sampling, clock.now - began - sampling
 
@@ -227,8 +228,9 @@ class SynchronousRun(Simulation):
         return result
 
 
-def context_of(group: GroupShape, episode: Sequence[TurnShape], turn: int) -> list[int]:
-    """The tokens that a turn continues."""
+def context_of(group: GroupShape, sample: int, turn: int) -> list[int]:
+    """The tokens that a turn of an episode continues."""
+    episode = group.episodes[sample]
     before = [part for one in episode[:turn] for part in (one.observed, one.sampled)]
     return np.concatenate([group.prompt, *before, episode[turn].observed]).tolist()  # type: ignore[no-any-return]
 

@@ -35,6 +35,10 @@ class RunTimes(Protocol):
         """Of the rollout worker and its scorer, beside what the environment itself takes."""
 
     @property
+    def answer(self) -> float:
+        """Of scoring one more answer."""
+
+    @property
     def publish(self) -> float:
         """Until a rollout process holds new weights."""
 
@@ -71,6 +75,10 @@ class MeasuredTimes:
 
     def score(self, answers: int) -> float:
         return self.scoring[0] + self.scoring[1] * answers
+
+    @property
+    def answer(self) -> float:
+        return self.scoring[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,9 @@ def simulate(
     wait_spread: Annotated[
         float, typer.Option(min=0, help="Sigma of the lognormal distribution of that wait.")
     ] = 1.0,
+    wait_metric: Annotated[
+        str, typer.Option(metavar="NAME", help="Metric of recorded episodes that has the wait of each.")
+    ] = "",
     episodes: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +78,7 @@ def simulate(
         _settings(staleness),
         wait,
         wait_spread,
+        wait_metric,
         episodes,
         seed,
     )

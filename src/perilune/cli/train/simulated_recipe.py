@@ -11,7 +11,7 @@ from perilune.bundle.machine import usable_threads
 from perilune.cli.start.calibrate import place_of
 from perilune.cli.train.estimate import device_of
 from perilune.cli.train.lengths import expected_lengths, finished_run
-from perilune.cli.train.trial import try_environment
+from perilune.cli.train.trial import Trial, try_environment
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.models.memory import card_of
@@ -40,6 +40,7 @@ class Options:
 
     Attributes:
         machines: None is this machine.
+        wait_metric: metric of recorded episodes that has the wait of each; "" draws waits.
         settings: staleness of each simulation, None for synchronous; empty for the recipe's own.
     """
 
@@ -47,6 +48,7 @@ class Options:
     settings: tuple[int | None, ...] = ()
     wait: float = 0.0
     wait_spread: float = 1.0
+    wait_metric: str = ""
     episodes: Path | None = None
     seed: int = 0
 
@@ -91,6 +93,7 @@ class _Simulator:
         self.config = section_config(recipe.model.model_dump())
         self.control = Control()
         self.notes: list[str] = []
+        self._trials: dict[str, Trial] = {}
         self.calibrated: Calibrated | None = None
         if (machines := options.machines) is not None:
             self.where = f"{machines.count} x {machines.name}, {ASSUMED}"
@@ -161,9 +164,16 @@ class _Simulator:
         times = ComputedTimes(machines, card_of(self.config), length, learners)
         return times, replace(plan, ranks=learners)
 
+    def _trial(self, job: Job) -> Trial:
+        """A trial of the stage's environment, made once."""
+        key = repr(job.environment)
+        if key not in self._trials:
+            self._trials[key] = try_environment(job.environment, job.seed, self.tokenizer, None)
+        return self._trials[key]
+
     def _environment(self, job: Job) -> EnvironmentTimes:
         """The environment, tried on this machine."""
-        trial = try_environment(job.environment, job.seed, self.tokenizer, None)
+        trial = self._trial(job)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
         own = max(0.0, trial.episode - base)
         return EnvironmentTimes(trial.task, own, self.options.wait, self.options.wait_spread)
@@ -174,7 +184,7 @@ class _Simulator:
         if folder is None and (run := finished_run(self.control, self.recipe.name, job)) is not None:
             folder, basis = run / "artifacts" / "episodes", "episodes of the last run"
         if folder is not None:
-            found = RecordedLengths.of_folder(folder, self.options.seed, basis)
+            found = RecordedLengths.of_folder(folder, self.options.seed, basis, self.options.wait_metric)
             if found is not None:
                 return found
             if self.options.episodes is not None:
@@ -184,7 +194,7 @@ class _Simulator:
         return self._assumed(stage, job)
 
     def _assumed(self, stage: Stage, job: Job) -> Lengths:
-        trial = try_environment(job.environment, job.seed, self.tokenizer, None)
+        trial = self._trial(job)
         expected = expected_lengths(self.control, self.recipe, {stage.name: trial}, self.tokenizer)
         if stage.name not in expected:
             raise RequestError(
