@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 
+import numpy as np
 import pytest
 from task_environments import Talk
 from test_several_turns import PARAMS, TALK, TOKENIZER, engine_of, play
 
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import to_bytes
+from perilune.data.routes import missing_rows
 from perilune.engine.engine import Engine
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.decoder import Decoder
 from perilune.rollout.cache_room import CacheRoom
-from perilune.rollout.continuous import ContinuousRollouts, Group, Spans
+from perilune.rollout.continuous import ContinuousRollouts, Group, Spans, TurnTokens
 from perilune.rollout.groups import Groups
 from perilune.rollout.worker import RolloutWorker
 from perilune.verifiers import Scorer
 
 SAMPLES = 4
 TASKS = list(islice(Talk(TALK).tasks("train", 0), 6))
+
+
+def mixture(seed: int = 0) -> Engine:
+    """An engine that records routes, which are a part of its episodes."""
+    config = engine_of(TOKENIZER)._config.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32))
+    decoder = Decoder(config)
+    decoder.initialize(seed)
+    engine = Engine(decoder)
+    engine.record_routes()
+    return engine
 
 
 class Session:
@@ -52,7 +67,7 @@ class Session:
 def start() -> Iterator[Callable[[], Session]]:
     """Starts sessions, each with environment processes of its own."""
     with ExitStack() as stack:
-        yield lambda: Session(engine_of(TOKENIZER), stack.enter_context(Scorer(TALK, workers=2)))
+        yield lambda: Session(mixture(), stack.enter_context(Scorer(TALK, workers=2)))
 
 
 def same(one: Groups, other: Groups) -> bool:
@@ -74,7 +89,13 @@ def test_an_episode_is_that_of_a_batch(start: Callable[[], Session]) -> None:
     session.admit(0, 3, 1)
     session.until(lambda: len(session.finished) >= 1)
     session.admit(2, 5, 4)
-    assert same(session.all(6), play({}, engine=engine_of(TOKENIZER)))
+    groups = session.all(6)
+    assert same(groups, play({}, engine=mixture()))
+    for one in (episode for group in groups for episode in group):
+        assert one.routed_experts is not None
+        missing = missing_rows(one.routed_experts)
+        # Only rows of tokens that no turn continued.
+        assert not missing[: len(one.prompt_ids) + int(np.flatnonzero(one.loss_mask)[-1])].any()
 
 
 def swapped(start: Callable[[], Session], after: int) -> Session:
@@ -82,7 +103,7 @@ def swapped(start: Callable[[], Session], after: int) -> Session:
     session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= after)
-    session.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
+    session.rollouts.update_weights(mixture(seed=1)._source.state_dict(), 1)
     return session
 
 
@@ -90,13 +111,21 @@ def test_the_versions_of_its_tokens_determine_an_episode(start: Callable[[], Ses
     first = swapped(start, 5).all(6)
     versions = {tuple(v for v, _ in spans_of(one)) for group in first for one in group}
     assert (0, 1) in versions  # weights changed within an episode
+    mixed = [one for group in first for one in group if len(spans_of(one)) > 1]
+    assert any(missing_rows(one.routed_experts)[: len(one.prompt_ids) + 5].any() for one in mixed)
 
     spans = {index: [spans_of(one) for one in group] for index, group in enumerate(first)}
     again = start()
     again.admit(4, 0, 5, 3, 1, 2, spans=spans)
     again.until(lambda: again.rollouts.is_idle)
-    again.rollouts.update_weights(engine_of(TOKENIZER, seed=1)._source.state_dict(), 1)
+    again.rollouts.update_weights(mixture(seed=1)._source.state_dict(), 1)
     assert same(again.all(6), first)
+
+
+def stored(samples: list[list[TurnTokens]]) -> list[list[TurnTokens]]:
+    """The turns of a group after a checkpoint."""
+    document = json.loads(json.dumps([[turn.to_json() for turn in turns] for turns in samples]))
+    return [[TurnTokens.from_json(turn) for turn in turns] for turns in document]
 
 
 @pytest.mark.parametrize("steps", [2, 9, 30])
@@ -104,14 +133,14 @@ def test_an_interrupted_episode_continues(start: Callable[[], Session], steps: i
     session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= steps)
-    recorded = {key[1]: turns for key, turns in session.rollouts.recorded().items()}
+    recorded = {key[1]: stored(turns) for key, turns in session.rollouts.recorded().items()}
     assert any(turns for group in recorded.values() for turns in group)
     finished = dict(session.finished)
 
     other = start()
     other.finished = finished
     other.admit(*recorded, recorded=recorded)
-    assert same(other.all(6), play({}, engine=engine_of(TOKENIZER)))
+    assert same(other.all(6), play({}, engine=mixture()))
 
 
 def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) -> None:
