@@ -49,6 +49,8 @@ class AsynchronousRun(Simulation):
         while self._events and not self._done:
             self.now, _, act = heapq.heappop(self._events)
             act()
+        for worker in self.workers:
+            worker.rest()
         self.result.seconds = self.now
         self.result.read([worker.engine for worker in self.workers])
         return self.result
@@ -165,6 +167,7 @@ class _Worker:
         self._asked: dict[int, _Request] = {}
         self._free = [0.0] * environments  # when each environment process is free
         self._sessions = [0] * environments
+        self._since: float | None = None  # when it began to sample without a break
 
     def start(self) -> None:
         """Begin to handle messages."""
@@ -208,16 +211,23 @@ class _Worker:
         for act in inbox:
             act()
         if not self.engine.unfinished:
+            self.rest()
             if self._inbox:
                 self._advance()
             return
         run, engine = self._run, self.engine
         self.stepping = True
+        self._since = run.now if self._since is None else self._since
         engine.predicted.slowdown = run.slowdown()
         engine.clock.now = run.now
         deltas = engine.step()
-        run.result.compute(self._name, engine.clock.now - run.now)
         run.at(engine.clock.now, lambda: self._stepped(deltas))
+
+    def rest(self) -> None:
+        """Add the time in which it sampled until now."""
+        if self._since is not None:
+            self._run.result.add(self._name, "sample", self._since, self._run.now)
+            self._since = None
 
     def _stepped(self, deltas: Sequence[Delta]) -> None:
         self.stepping = False

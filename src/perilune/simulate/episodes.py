@@ -143,9 +143,10 @@ class AssumedLengths:
     """Episodes with lognormal answers of a given mean and limit: an assumption, not a prediction.
 
     Args:
-        prompt, sampled, longest: mean tokens of prompts and of all answers of an episode, and its most.
-        turns: turns of each episode; observed: tokens of the environment before each but the first.
+        means: `prompt` tokens; `sampled` tokens of all turns of an episode, and of the `longest` one; `turns`
+            of each; tokens `observed` before each turn but the first.
         live: share of the groups that are trained on.
+        vocabulary: tokens are below it.
     """
 
     def __init__(

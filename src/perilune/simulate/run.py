@@ -116,12 +116,8 @@ class RunResult:
 
     def add(self, process: str, name: str, begin: float, end: float) -> None:
         """Add a span of work."""
-        self.compute(process, end - begin)
+        self.busy[process] = self.busy.get(process, 0.0) + end - begin
         self.spans.append(Span(process, name, begin, end))
-
-    def compute(self, process: str, seconds: float) -> None:
-        """Count seconds of work."""
-        self.busy[process] = self.busy.get(process, 0.0) + seconds
 
     def read(self, engines: Sequence[SimulatedEngine]) -> None:
         """Add the counts of the engines."""

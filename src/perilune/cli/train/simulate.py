@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from perilune.simulate.run import RunResult
 
 
+SHORT = 600.0  # seconds, below which tenths are shown
+
+
 def simulate(
     recipe: Annotated[str, typer.Argument(help="A recipe file or a bundled name.")],
     *,
@@ -140,9 +143,13 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     idle = ", ".join(f"{name} {share:.0%}" for name, share in row["idle"].items())
     used, total = row["peak_blocks"]
     cost = "" if row["cost"] is None else f"{row['cost']:.2f}"
-    parts = (duration(row[part]) for part in ("seconds", "sampling", "learning"))
+    parts = (_time(row[part]) for part in ("seconds", "sampling", "learning"))
     age = f"{row['mean_age']:.2f}"
     return [row["stage"], row["setting"], *parts, idle, age, f"{used:,} of {total:,}", cost]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < SHORT else duration(seconds)
 
 
 def chrome_trace(results: Sequence[tuple[str, RunResult]]) -> dict[str, Any]:
