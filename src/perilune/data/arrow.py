@@ -32,7 +32,7 @@ def numbers_of(lists: pa.ListArray) -> list[np.ndarray | None]:
     is_boolean = pa.types.is_boolean(numbers.type)  # which DLPack does not know in bits
     flat: np.ndarray = np.from_dlpack(numbers.cast(pa.uint8()) if is_boolean else numbers)
     if is_boolean:
-        flat = flat.astype(np.bool_)
+        flat = flat.view(np.bool_)
     ends = np.from_dlpack(lists.offsets)
     valid = lists.is_valid().to_pylist()
     return [flat[ends[i] : ends[i + 1]] if valid[i] else None for i in range(len(lists))]
