@@ -21,8 +21,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
+
+from torch import Tensor
 
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.workspace import FollowerWorkspace
@@ -47,6 +49,8 @@ class RolloutProcess:
         params = spec.params(player.policy.stop_token_ids)
         self._rollouts = ContinuousRollouts(player.rollouts, params, spec.samples, self._deliver)
         self._reader = WeightReader(engine_dtypes(player.policy.decoder))
+        self._loaded = Event()  # set while no update waits to be loaded
+        self._loaded.set()
         self._settle: int | None = None
         Thread(target=self._read, name="learner", daemon=True).start()
 
@@ -60,28 +64,40 @@ class RolloutProcess:
 
     def _read(self) -> None:
         for line in sys.stdin.buffer:
-            self._rollouts.post(partial(self._handle, json.loads(line)))
+            message = json.loads(line)
+            self._rollouts.post(
+                self._prepared(message) if "weights" in message else partial(self._handle, message)
+            )
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
-        if "weights" in message:
-            self._load(message)
-        elif "admit" in message:
+        if "admit" in message:
             self._admit(message["admit"])
         elif "snapshot" in message:
             self._snapshot(message["snapshot"])
         else:
             self._settle = message["settle"]
 
-    def _load(self, message: Mapping[str, Any]) -> None:
-        version, decoder = message["version"], self._player.policy.decoder
+    def _prepared(self, message: Mapping[str, Any]) -> Callable[[], None]:
+        """What loads an update, which is read and checked here while the engine samples."""
+        self._loaded.wait()
         try:
-            state = self._reader.read(self._folder / message["weights"], decoder.state_dict())
+            state = self._reader.read(
+                self._folder / message["weights"], self._player.policy.decoder.state_dict()
+            )
         except FileNotFoundError:
-            return  # a newer version has replaced it, and its message follows
-        decoder.load_state_dict(state, strict=False)
+            return lambda: None  # a newer version has replaced it, and its message follows
+        except PeriluneError as error:
+            return partial(_fail, error)
+        self._loaded.clear()
+        return partial(self._load, state, message)
+
+    def _load(self, state: Mapping[str, Tensor], message: Mapping[str, Any]) -> None:
+        version = message["version"]
+        self._player.policy.decoder.load_state_dict(state, strict=False)
         self._reader.commit()
+        self._loaded.set()
         self._rollouts.update_weights(None, version)
         if (held := self._player.engine.checksum) != message["checksum"]:
             raise WorkFailedError(
@@ -117,6 +133,10 @@ class RolloutProcess:
         ]
         write_atomic(self._folder / name, json.dumps(recorded).encode())
         self._send({"snapshot": name})
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def main() -> None:
