@@ -81,7 +81,7 @@ class WeightWriter:
 
     Args:
         sent: what is sent. With "auto", tensors of four bytes and more per value are sent whole: nearly all
-            of their values change in every step.
+            of their values change in every step (docs/results/weight_sync.md).
     """
 
     def __init__(self, sent: Sent = "auto") -> None:

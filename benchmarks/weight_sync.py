@@ -1,0 +1,317 @@
+"""How many weights a training step changes, and what it costs to send them whole or as a delta.
+
+    python benchmarks/weight_sync.py [--model FOLDER ...] [--seeds 0 1 2]
+
+Without --model it measures the presets `small` and `large` with new weights. Writes results/weight_sync.json.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.learn.optimizer import AdamW
+from perilune.learn.training_settings import OptimizerSettings
+from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_model, save_checkpoint
+from perilune.models.decoder import Decoder
+from perilune.models.narrow import narrowed
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.weights.delta import BoundedChange, KeptCopy, Update, WeightReader, WeightWriter
+from perilune.weights.precision import engine_dtypes
+from perilune.weights.push import target
+from recipe_runs import described, document, options, write
+
+RATES = (1e-6, 3e-6, 1e-5, 1e-4, 1e-3)
+STARTS = ("published", "trained")
+PRECISIONS = ("float32", "bfloat16", "int8")
+STEPS = 10
+SEQUENCES, TOKENS = 4, 24
+Kept = dict[str, dict[str, Tensor]]
+ABOUT = (
+    "AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with "
+    f"random advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step. The table shows "
+    "the share of "
+    f"values that the last of {STEPS} steps changed, and the size of a delta over the size of all tensors, "
+    "for what an engine keeps in float32, bfloat16 or int8 (median over seeds). `published`: training "
+    "starts from weights that are exact in bfloat16, as most published checkpoints are, so each value "
+    "begins in the middle of its rounding interval. `trained`: each value starts anywhere in its "
+    "interval, as after long training. smollm2-135m is SmolLM2-135M-Instruct, widened from 4 bits: one "
+    "seed, half of the steps at 1e-6, then one step in the direction of the last update at each rate. "
+    "Seconds through shared memory are processor time, to find the changes, write the update and read it; "
+    "reversing the update (`keep_sent: false`) replaces the comparison. Seconds through HTTP are the clock's "
+    "on a machine that was busy, for a push to a server on the same machine, which loads the weights too."
+)
+
+
+def main() -> None:
+    parser = options(__doc__, "weight_sync")
+    parser.add_argument("--model", action="append", default=[], help="folder of a model, or a preset")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    models = arguments.model or ["small", "large"]
+    rows = [row for model in models for row in curve(model, arguments.seeds)]
+    times = [row for model in models for row in costs(model)]
+    write(arguments.out, report(rows, times) | document("weight_sync.py", sys.argv[1:], began))
+
+
+class Training:
+    """A model that is trained on random advantages.
+
+    Args:
+        start: "published" or "trained".
+    """
+
+    def __init__(self, model: str, start: str, seed: int) -> None:
+        self.decoder, self.tokenizer = load(model, seed)
+        self._random = torch.Generator().manual_seed(seed)
+        size = self.decoder.config.vocab_size
+        prompts = [
+            Prompt(torch.randint(size, (4,), generator=self._random).tolist(), (seed, 0, i))
+            for i in range(SEQUENCES)
+        ]
+        drawn = Engine(self.decoder, slots=SEQUENCES).sample(prompts, 1, SamplingParams(TOKENS))
+        answers = [[*prompt.token_ids, *one.token_ids] for prompt, (one,) in zip(prompts, drawn, strict=True)]
+        self._tokens = torch.tensor([token for one in answers for token in one])
+        self._positions = torch.tensor([i for one in answers for i in range(len(one))])
+        self._bounds = torch.tensor([0, *(len(one) for one in answers)]).cumsum(0)
+        with torch.no_grad():
+            for one in self.decoder.parameters():
+                one.copy_(one.bfloat16())
+                if start == "trained":
+                    # Half of the distance to the neighbours, 2^-8 of the power of two below the value.
+                    _, exponent = torch.frexp(one)
+                    half = torch.ldexp(torch.ones_like(one), exponent - 9)
+                    one.add_((torch.rand(one.shape, generator=self._random) * 2 - 1) * 0.999 * half)
+        settings = OptimizerSettings()
+        self.optimizer = AdamW(
+            {name: p.requires_grad_() for name, p in self.decoder.named_parameters()},
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            grad_clip=settings.grad_clip,
+        )
+
+    def kept(self) -> Kept:
+        """What an engine keeps of the weights, by precision."""
+        whole = {name: one.detach().clone() for name, one in self.decoder.state_dict().items()}
+        return {precision: kept(whole, rounded(self.decoder), precision) for precision in PRECISIONS}
+
+    @torch.no_grad()
+    def further(self, done: float, lr: float) -> tuple[Kept, Kept]:
+        """Before and after another step in the direction of the last one, which had the rate `done`."""
+        before = self.kept()
+        for name, one in self.decoder.named_parameters():
+            one.sub_(self.optimizer._change(name) * (lr / done))
+        after = self.kept()
+        for name, one in self.decoder.named_parameters():
+            one.copy_(before["float32"][name])
+        return before, after
+
+    def step(self, lr: float) -> None:
+        """One update, with new advantages."""
+        states = self.decoder(self._tokens, self._positions, PackedAttention(self._bounds))
+        logprobs = self.decoder.logits(states[:-1]).float().log_softmax(-1)
+        taken = logprobs.gather(1, self._tokens[1:, None])[:, 0]
+        which = torch.bucketize(torch.arange(len(taken)), self._bounds[1:], right=True)
+        signs = torch.randint(2, (SEQUENCES,), generator=self._random) * 2.0 - 1
+        (-(signs[which] * taken).mean()).backward()
+        self.optimizer.update(lr)
+
+
+def load(model: str, seed: int) -> tuple[Decoder, Tokenizer]:
+    """A preset with new weights, or a folder."""
+    return load_model(model, seed=seed)
+
+
+def kept(
+    state: Mapping[str, Tensor], matrices: Mapping[str, torch.dtype], precision: str
+) -> dict[str, Tensor]:
+    """What an engine keeps of the weights in this precision."""
+    if precision == "float32":
+        return dict(state)
+    if precision == "bfloat16":
+        return {name: one.to(matrices.get(name, one.dtype)) for name, one in state.items()}
+    found: dict[str, Tensor] = {}
+    for name, one in state.items():
+        if name not in matrices or name == "model.embed_tokens.weight":
+            found[name] = one.to(matrices.get(name, one.dtype))
+        else:
+            narrow = narrowed(one, "int8")
+            assert narrow.scales is not None
+            found |= {name: narrow.values, f"{name}.scales": narrow.scales}
+    return found
+
+
+def rounded(decoder: Decoder) -> dict[str, torch.dtype]:
+    """What an engine rounds with bfloat16 products; training here computes in float32, which is faster."""
+    decoder.compute_in("bfloat16")
+    dtypes = engine_dtypes(decoder)
+    decoder.compute_in("float32")
+    return dtypes
+
+
+def curve(model: str, seeds: list[int]) -> Iterator[dict[str, Any]]:
+    """Rows of the table: changed shares and sizes of the last step, by start and learning rate."""
+    large = Path(model).exists()
+    for start in STARTS[large:]:
+        if large:
+            trained = Training(model, start, seeds[0])
+            for _ in range(STEPS // 2):
+                trained.step(RATES[0])
+        for lr in RATES:
+            if large:
+                pairs = [trained.further(RATES[0], lr)]
+            else:
+                pairs = [last_step(Training(model, start, seed), lr) for seed in seeds]
+            row: dict[str, Any] = {"model": name_of(model), "start": start, "learning rate": lr}
+            for precision in PRECISIONS:
+                updates = [delta(before[precision], after[precision]) for before, after in pairs]
+                row[f"{precision}: changed"] = median(one.changed for one in updates)
+                row[f"{precision}: delta / full"] = median(one.bytes / one.full_bytes for one in updates)
+            print(row, flush=True)
+            yield row
+
+
+def last_step(training: Training, lr: float) -> tuple[Kept, Kept]:
+    """What an engine keeps before and after the last step."""
+    for _ in range(STEPS - 1):
+        training.step(lr)
+    before = training.kept()
+    training.step(lr)
+    return before, training.kept()
+
+
+def delta(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Update:
+    """The update between two states."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        writer, changed = WeightWriter("delta"), KeptCopy()
+        writer.write(Path(folder) / "before", before, 0, changed)
+        return writer.write(Path(folder) / "after", after, 1, changed)
+
+
+def costs(model: str) -> Iterator[dict[str, Any]]:
+    """Seconds to write and read weights in bfloat16, whole and as a delta, and to push them to a server."""
+    for lr in (1e-6,) if Path(model).exists() else (1e-6, 1e-4):
+        training = Training(model, "trained", 0)
+        training.step(lr)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            base = Path(folder) / "base"
+            save_checkpoint(base, training.decoder, training.tokenizer)
+            yield {"model": name_of(model), "learning rate": lr} | local(training, lr, Path(folder))
+            save_checkpoint(Path(folder) / "next", training.decoder, training.tokenizer)
+            print(pushes := served(base, Path(folder) / "next"), flush=True)
+            yield {"model": name_of(model), "learning rate": lr} | pushes
+
+
+def local(training: Training, lr: float, folder: Path) -> dict[str, Any]:
+    """Seconds through shared memory."""
+    dtypes = rounded(training.decoder)
+    writer, changed, reader = WeightWriter("delta"), KeptCopy(), WeightReader(dtypes)
+    before = writer.write(folder / "0", training.kept()["bfloat16"], 0, changed)
+    state = {name: torch.empty_like(one) for name, one in training.decoder.state_dict().items()}
+    load_into(state, reader, before.path)
+    training.step(lr)
+    new = training.kept()["bfloat16"]
+    full, writing_full = timed(lambda: WeightWriter("full").write(folder / "full", new, 1))
+    _, reading_full = timed(lambda: load_into(dict(state), WeightReader(dtypes), full.path))
+    _, reversing = timed(
+        lambda: [BoundedChange(training.optimizer.before_update)(name, new[name].view(-1)) for name in dtypes]
+    )
+    update, writing = timed(lambda: writer.write(folder / "1", new, 1, changed))
+    _, reading = timed(lambda: load_into(state, reader, update.path))
+    return {
+        "way": "shared memory",
+        "full, MB": full.bytes / 1e6,
+        "delta, MB": update.bytes / 1e6,
+        "full, s": writing_full + reading_full,
+        "delta, s": writing + reading,
+        "to reverse the update, s": reversing,
+    }
+
+
+def load_into(state: dict[str, Tensor], reader: WeightReader, path: Path) -> None:
+    """Read an update and copy its tensors, as a receiver does."""
+    for name, one in reader.read(path, state).items():
+        state[name].copy_(one)
+    reader.commit()
+
+
+def served(base: Path, folder: Path) -> dict[str, Any]:
+    """Seconds to push to `perilune serve` over HTTP on this machine."""
+    command = [str(Path(sys.executable).with_name("perilune")), "serve", str(base), "--port", "0"]
+    command += ["--dtype", "bfloat16", "--weight-updates"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = next(line for line in process.stderr if " answers at " in line).split()[-1]
+            server = target(url, None)
+            small = server.push(folder, base, lambda sent, total: None)
+            whole = server.push(base, None, lambda sent, total: None)
+        finally:
+            process.terminate()
+    return {
+        "way": "HTTP",
+        "full, MB": whole.bytes / 1e6,
+        "delta, MB": small.bytes / 1e6,
+        "full, s": whole.seconds,
+        "delta, s": small.seconds,
+    }
+
+
+def timed(work: Any) -> tuple[Any, float]:
+    """A result, and the processor time it took in seconds."""
+    began = time.process_time()
+    result = work()
+    return result, time.process_time() - began
+
+
+def name_of(model: str) -> str:
+    """The name of a preset or folder, for the page."""
+    path = Path(model)
+    return path.name if path.exists() else model
+
+
+def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str, Any]:
+    """The document without its setting."""
+
+    def spread(key: str, chosen: list[dict[str, Any]]) -> str:
+        values = [row[key] for row in chosen]
+        return f"{min(values):.3f} to {max(values):.3f}"
+
+    *_, (local, pushed) = pairwise(times)
+    low, high = (
+        [row for row in rows if test(row["learning rate"])]
+        for test in (lambda x: x <= 1e-5, lambda x: x >= 1e-3)
+    )
+    key = "bfloat16: delta / full"
+    findings = [
+        f"In bfloat16 at learning rates of at most 1e-5 a delta has {spread(key, low)} of the bytes.",
+        f"At 1e-3 it has {spread(key, high)}.",
+        f"Through shared memory the last model takes {local['delta, s']:.2f} s as a delta and"
+        f" {local['full, s']:.2f} s whole: nothing is gained but memory. A push over HTTP takes"
+        f" {pushed['delta, s']:.1f} s and {pushed['full, s']:.1f} s on one machine.",
+        f"In float32 a delta has {spread('float32: delta / full', rows)} of them: `auto` sends it whole.",
+        f"In int8 {spread('int8: changed', low)} of the values change at learning rates of at most 1e-5.",
+    ]
+    return {
+        "title": "Size of weight updates: deltas against whole weights",
+        "about": described(ABOUT, findings),
+        "by learning rate": rows,
+        "seconds": times,
+    }
+
+
+if __name__ == "__main__":
+    main()
