@@ -15,6 +15,7 @@ from task_cases import episodes, make_bundle, make_job, metrics, run_in, run_tas
 from perilune.bundle.compare import compare_artifacts
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json, read_json_lines
+from perilune.tasks.rl.asynchronous.ray_channel import _Actor
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +126,14 @@ def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None
     assert [line["kind"] for line in read_json_lines(bundle / "runtime" / "events.jsonl")].count(
         "rollout_process_lost"
     ) == 1
+
+
+def test_a_node_keeps_the_updates_that_are_not_loaded_yet(tmp_path: Path) -> None:
+    actor = object.__new__(_Actor)
+    actor._folder, actor._lines = tmp_path, iter([b'{"settled": 1}', b'{"holds": 10}'])
+    for version in (9, 10, 11):
+        (tmp_path / f"weights-{version}.safetensors").touch()
+    assert actor.receive() == (b'{"settled": 1}', b"")
+    assert len(list(tmp_path.iterdir())) == 3
+    assert actor.receive() == (b'{"holds": 10}', b"")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-11.safetensors"]

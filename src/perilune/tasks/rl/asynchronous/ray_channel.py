@@ -129,7 +129,11 @@ class _Actor:
     def receive(self) -> tuple[bytes, bytes]:
         """The next message of the process, and the file that it names; empty once the process has ended."""
         line = next(self._lines, b"")
-        name = _file_of(json.loads(line)) if line else None
+        message = json.loads(line) if line else {}
+        for loaded in self._folder.glob("weights-*"):
+            if int(loaded.stem.rpartition("-")[2]) <= message.get("holds", -1):
+                loaded.unlink()  # later updates do not need the file
+        name = _file_of(message)
         if name is None:
             return line, b""
         path = self._folder / name
