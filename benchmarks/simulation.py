@@ -2,7 +2,7 @@
 
     python benchmarks/simulation.py
 
-The engine is calibrated for two models, with full attention and with windows, on random requests in groups of
+The engine is calibrated for two models, with full attention and with windows, on random prompts of
 equal length. The workloads and recipes are others. Each real run uses the tokens that it is simulated with.
 Run it on an idle machine; it takes about ten minutes. Writes results/simulation.json.
 """
@@ -28,7 +28,7 @@ from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.recipe.load import bundled_recipe
-from perilune.simulate.calibrate import Clock, measure_steps
+from perilune.simulate.calibrate import WARM, Clock, measure_steps
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel, StepLog
 from perilune.simulate.recording import RecordedEngine
 from perilune.simulate.step_cost import StepCost
@@ -52,7 +52,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = (
     "The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was "
-    "calibrated on this machine, on requests of equal length, and compared with real runs of other workloads "
+    "calibrated on this machine, on prompts of equal length, and compared with real runs of other workloads "
     "and recipes on one thread. Lengths are an input: each simulation has the tokens of its real run. The "
     "spread is the range of repeated real runs around their median; a smaller error is a tie."
 )
@@ -176,7 +176,16 @@ def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> di
         "times real time": total / spent,
     }
     print(row, flush=True)
-    return row
+    return rounded(row)
+
+
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with percentages and ratios to one decimal."""
+    short = ("%", "age", "real time")
+    return {
+        key: round(value, 1) if any(one in key for one in short) and isinstance(value, float) else value
+        for key, value in row.items()
+    }
 
 
 def tail(times: Times) -> float:
@@ -266,7 +275,7 @@ def arriving(decoder: Decoder, cost: StepCost, clock: Clock) -> Iterator[dict[st
             "P99 spread, %": 100 * (max(tails) - min(tails)) / median(tails),
         }
         print(row, flush=True)
-        yield row
+        yield rounded(row)
 
 
 def real_latencies(
@@ -353,7 +362,9 @@ def stage_row(
     lines, metrics = (list(read_json_lines(artifacts / f"{one}.jsonl")) for one in ("timings", "metrics"))
 
     def error(part: str) -> float:
-        return 100 * (predicted[part] / sum(line[part] for line in lines) - 1)
+        """Without the first steps, which allocate memory: the start of a stage has their excess."""
+        own, theirs = (sum(line[part] for line in some[WARM:]) for some in (predicted["steps"], lines))
+        return 100 * (own / theirs - 1)
 
     row = {
         "recipe": f"{name}/{stage['name']}",
@@ -368,7 +379,7 @@ def stage_row(
         "seconds of the command": spent,
     }
     print(row, flush=True)
-    return row
+    return rounded(row)
 
 
 def report(

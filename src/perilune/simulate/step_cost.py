@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,9 +73,7 @@ class StepWork:
     def of(cls, batch: StepBatch, windows: Windows) -> StepWork:
         """The work of a batch, without what follows it: copies, and samples that begin or end."""
         seen = batch.positions + 1
-        read = np.zeros(len(seen))
-        for size, share in windows.items():
-            read += share * (seen if size is None else np.minimum(seen, size))
+        read = seen if windows.keys() == {None} else _within(seen, windows)
         rows = batch.decodes
         chunks = len(batch.cu_seqlens) - 1 - rows
         return cls(rows, float(read[:rows].sum()), chunks, len(seen) - rows, float(read[rows:].sum()))
@@ -86,6 +84,14 @@ class StepWork:
         rows = [float(min(max(self.rows - low, 0), high - low)) for low, high in ends]
         prefill = [float(self.prefill > 0), float(self.chunks), float(self.prefill), self.prefill_keys]
         return [1.0, *rows, self.keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
+
+
+def _within(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
+    """Keys that each query reads, mean over the layers."""
+    read = np.zeros(len(seen))
+    for size, share in windows.items():
+        read += share * (seen if size is None else np.minimum(seen, size))
+    return read
 
 
 class StepTimes(Protocol):

@@ -94,7 +94,7 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     model = recipe.model.model_dump()
     parameters = card_of(section_config(model)).parameters
     tokenizer = recipe_tokenizer(model)
-    trials = _trials(recipe, tokenizer, tried)
+    trials = trials_of(recipe, tokenizer, tried)
     expected = expected_lengths(control, recipe, trials, tokenizer)
     found = {}
     for stage in recipe.stages:
@@ -107,7 +107,7 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     return found
 
 
-def _trials(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, Trial]:
+def trials_of(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, Trial]:
     """A trial of the environment of each stage; each environment is tried once with each teacher."""
     from perilune.cli.train.trial import try_environment
 

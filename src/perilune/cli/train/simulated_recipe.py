@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
 from perilune.cli.start.calibrate import place_of
-from perilune.cli.train.estimate import device_of
+from perilune.cli.train.estimate import device_of, trials_of
 from perilune.cli.train.lengths import expected_lengths, finished_run
-from perilune.cli.train.trial import Trial, try_environment
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.models.memory import card_of
@@ -93,7 +92,7 @@ class _Simulator:
         self.config = section_config(recipe.model.model_dump())
         self.control = Control()
         self.notes: list[str] = []
-        self._trials: dict[str, Trial] = {}
+        self.trials = trials_of(recipe, tokenizer, {})
         self.calibrated: Calibrated | None = None
         if (machines := options.machines) is not None:
             self.where = f"{machines.count} x {machines.name}, {ASSUMED}"
@@ -164,16 +163,10 @@ class _Simulator:
         times = ComputedTimes(machines, card_of(self.config), length, learners)
         return times, replace(plan, ranks=learners)
 
-    def _trial(self, job: Job) -> Trial:
-        """A trial of the stage's environment, made once."""
-        key = repr(job.environment)
-        if key not in self._trials:
-            self._trials[key] = try_environment(job.environment, job.seed, self.tokenizer, None)
-        return self._trials[key]
-
     def _environment(self, job: Job) -> EnvironmentTimes:
-        """The environment, tried on this machine."""
-        trial = self._trial(job)
+        """The environment, tried on this machine with the recipe's teacher if it has one."""
+        if (trial := self.trials.get(job.stage)) is None:
+            return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
         own = max(0.0, trial.episode - base)
         return EnvironmentTimes(trial.task, own, self.options.wait, self.options.wait_spread)
@@ -191,11 +184,10 @@ class _Simulator:
                 raise RequestError(
                     "has no episodes of steps", where=str(folder), remedy="name a run's artifacts/episodes"
                 )
-        return self._assumed(stage, job)
+        return self._assumed(stage)
 
-    def _assumed(self, stage: Stage, job: Job) -> Lengths:
-        trial = self._trial(job)
-        expected = expected_lengths(self.control, self.recipe, {stage.name: trial}, self.tokenizer)
+    def _assumed(self, stage: Stage) -> Lengths:
+        expected = expected_lengths(self.control, self.recipe, self.trials, self.tokenizer)
         if stage.name not in expected:
             raise RequestError(
                 "nothing is known about the lengths of its answers",
