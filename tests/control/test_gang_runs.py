@@ -79,6 +79,13 @@ def rl_job(folder: Path) -> Job:
     return job_for(recipe, recipe.stage("rl"))
 
 
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines find the compiled kernels of this one."""
+    if "XDG_CACHE_HOME" not in os.environ:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+
+
 class Drill:
     """A run of the gang drill on two machines of the fake cloud."""
 

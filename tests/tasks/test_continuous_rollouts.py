@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,10 +42,10 @@ def mixture(seed: int = 0) -> Engine:
 class Session:
     """Continuous rollouts of an engine, and the groups that they finished."""
 
-    def __init__(self, engine: Engine, scorer: Scorer) -> None:
+    def __init__(self, engine: Engine, scorer: Scorer, section: dict[str, Any] = TALK) -> None:
         self.engine = engine
         self.finished: dict[tuple[int, int], Groups] = {}
-        worker = RolloutWorker(engine, TOKENIZER, scorer, Talk(TALK), 7)
+        worker = RolloutWorker(engine, TOKENIZER, scorer, Talk(section), 7)
         self.rollouts = ContinuousRollouts(
             worker, PARAMS, SAMPLES, lambda group, groups: self.finished.update({group.key: groups})
         )
@@ -153,11 +154,12 @@ def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) 
 
 def test_groups_wait_until_the_cache_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else turns evict each other's context. The episodes are the same."""
+    long = {**TALK, "turns": 8}
 
     def computed(cache_tokens: int) -> tuple[Groups, int]:
         engine = Engine(engine_of(TOKENIZER)._source, cache_tokens=cache_tokens)
-        with Scorer(TALK, workers=2) as scorer:
-            session = Session(engine, scorer)
+        with Scorer(long, workers=2) as scorer:
+            session = Session(engine, scorer, long)
             session.admit(*range(6))
             return session.all(6), engine.counters.prompt_tokens
 

@@ -31,7 +31,8 @@ def simulate(
         str,
         typer.Option(
             metavar="SPEC",
-            help="Machines that are not here: COUNTxCARD[/CARDS OF A MODEL][@PRICE PER CARD AND HOUR], "
+            help="Machines that are not here: COUNTxCARD, then /CARDS OF A MODEL and @PRICE PER CARD AND "
+            "HOUR if needed, "
             "such as 2xH100@2.50. Default: this machine, as calibrated.",
         ),
     ] = "",

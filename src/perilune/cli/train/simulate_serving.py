@@ -35,7 +35,10 @@ def simulate_serving(
     ],
     machines: Annotated[
         str,
-        typer.Option(metavar="SPEC", help="COUNTxCARD[/CARDS OF A MODEL][@PRICE], such as 8xH100/2@2.50."),
+        typer.Option(
+            metavar="SPEC",
+            help="COUNTxCARD, then /CARDS OF A MODEL and @PRICE if needed, such as 8xH100/2@2.50.",
+        ),
     ],
     prefill: Annotated[
         int, typer.Option(min=0, help="Replicas that only compute prompts. 0: each does both.")

@@ -27,7 +27,8 @@ from perilune.execution.providers.protocol import MachineStatus
 from perilune.files import canonical_json
 
 BOX = Path(__file__).with_name("box.py")
-IMAGE = ("PATH", "PYTHONPATH", "LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH")  # environment of a machine
+# The environment of a machine.
+IMAGE = ("PATH", "PYTHONPATH", "LANG", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True, slots=True)
