@@ -23,8 +23,8 @@ CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
 
 
 def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
-    """Also with weights that are rounded for the engine and sent as deltas."""
-    options = {**CORRECTED, "precision": "bfloat16"}
+    """Also with a curriculum, and weights that are rounded for the engine and sent as deltas."""
+    options = {**CORRECTED, "precision": "bfloat16", "curriculum": {"candidates": 2}}
     one = run_task(tmp_path / "synchronous", "rl", **options)
     ahead = {"staleness": 0, "weights": "delta"}
     other = run_task(tmp_path / "asynchronous", "rl", asynchronous=ahead, **options)
@@ -46,6 +46,7 @@ WAITS = {"id": "factory", "factory": "task_environments:Waits", "episodes": {"ma
 OPTIONS: dict[str, Any] = {
     "environment": WAITS,
     "asynchronous": {"staleness": 2},
+    "curriculum": {"candidates": 2},
     "steps": 8,
     "save_every": 2,
     "max_tokens": 40,

@@ -10,14 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from perilune.environments.core.protocol import Task
 from perilune.rollout.dynamic_sampling import play_until_live
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.rewards import ProcessRewards
-from perilune.tasks.rl.curriculum import Curriculum, with_probability
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.task_draw import Drawn, TaskDraw
 from perilune.tasks.stage.player import Player
 
 
@@ -67,13 +66,8 @@ class GroupSampler(GroupSource):
     """
 
     def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, memory: dict[str, Any]) -> None:
-        self._spec, self._player, self._memory = spec, player, memory
-        self._tasks = player.training_tasks(skip=memory.get("tasks", 0))
-        self._curriculum: Curriculum | None = None
-        if spec.curriculum is not None:
-            counts = memory.setdefault("curriculum", {})
-            seed = player.workspace.job.seed
-            self._curriculum = Curriculum(spec.curriculum, player.environment, seed, counts)
+        self._spec, self._player = spec, player
+        self._draw = TaskDraw(spec.curriculum, player, memory)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, rollouts, spec, spec.token_budget
         )
@@ -81,16 +75,16 @@ class GroupSampler(GroupSource):
     @property
     def epoch(self) -> int:
         """Number of completed epochs of the training tasks."""
-        return self._tasks.epoch
+        return self._draw.epoch
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """Sample the groups of a step, and refill dead groups if the algorithm does so."""
         spec, player = self._spec, self._player
-        drawn: dict[str, tuple[Task, float]] = {}
+        drawn: list[Drawn] = []
 
         def play(count: int, first: int) -> Groups:
-            chosen = self._take(count, step, first)
-            drawn.update({task.task_id: (task, probability) for task, probability in chosen})
+            chosen = self._draw.take(count, step, first)
+            drawn.extend(chosen)
             return self._process_rewards.play(
                 [task for task, _ in chosen],
                 samples=spec.samples,
@@ -101,16 +95,5 @@ class GroupSampler(GroupSource):
             )
 
         groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
-        self._memory["tasks"] = self._tasks.taken
-        if self._curriculum is None:
-            self._tasks.check(groups, step)
-            return groups
-        self._curriculum.observe({name: task for name, (task, _) in drawn.items()}, groups)
-        return with_probability(groups, {name: probability for name, (_, probability) in drawn.items()})
-
-    def _take(self, count: int, step: int, first: int) -> list[tuple[Task, float]]:
-        """The next tasks with the probability of each in its draw."""
-        if self._curriculum is None:
-            return [(task, 1.0) for task in self._tasks.take(count)]
-        pool = self._tasks.take(count * self._curriculum.settings.candidates)
-        return self._curriculum.draw(pool, count, step, first)
+        self._draw.check(groups, step)
+        return self._draw.observe(drawn, groups)

@@ -94,10 +94,6 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
     def _can_be_asynchronous(self) -> RLSpec:
         if self.asynchronous is None:
             return self
-        if self.curriculum is not None:
-            raise ValueError(
-                "asynchronous training cannot draw tasks by a curriculum yet. Remove one of them"
-            )
         if self.algorithm.refills:
             raise ValueError(
                 f"{self.algorithm.name} replaces dead groups, which asynchronous training cannot do yet."

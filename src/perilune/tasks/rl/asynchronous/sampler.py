@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from perilune.bundle.workspace import SCHEDULE
+from perilune.environments.core.protocol import Task
 from perilune.learn.trainer import Learner
 from perilune.rollout.failures import require_few_failures
 from perilune.rollout.groups import Groups, groups_from_bytes, groups_to_bytes
@@ -28,8 +29,8 @@ from perilune.tasks.rl.asynchronous.schedule import Batch, log_batch, read_sched
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.sampling import GroupSource
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.task_draw import Drawn, TaskDraw
 from perilune.tasks.stage.player import Player
-from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers.scorer import fields
 from perilune.watchdog import Waiting
 from perilune.weights.delta import BoundedChange, Changed, KeptCopy
@@ -61,8 +62,11 @@ class AsynchronousSampler(GroupSource):
         self._published: int | None = None
         self._sent = KeptCopy()
         self._admitted: int = known.get("admitted", 0)
-        self._waiting: dict[int, Any] = {}  # tasks of admitted groups, by number
-        self._tasks = self._restored_tasks(known)
+        self._waiting: dict[int, Drawn] = {  # tasks of admitted groups, by number
+            int(number): (Task(**task), probability)
+            for number, (task, probability) in known.get("waiting", {}).items()
+        }
+        self._draw = TaskDraw(spec.curriculum, player, learner.memory)
         self._recorded: Mapping[str, Any] = known.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
@@ -79,7 +83,7 @@ class AsynchronousSampler(GroupSource):
     @property
     def epoch(self) -> int:
         """Number of completed epochs of the training tasks."""
-        return self._tasks.epoch
+        return self._draw.epoch
 
     def close(self) -> None:
         """End the rollout processes."""
@@ -104,9 +108,9 @@ class AsynchronousSampler(GroupSource):
         if (learned := self._player.rollouts.learned) is not None:
             groups = learned.rescore(groups)
         if self._process_rewards.settings is not None:
-            tasks = [task for task, _ in batch.values()]
+            tasks = [task for (task, _), _ in batch.values()]
             groups = self._process_rewards.reward(tasks, groups, step, watch)
-        return groups
+        return self._draw.observe([drawn for drawn, _ in batch.values()], groups)
 
     def figures(self, groups: Groups) -> dict[str, float]:
         """The share of episodes that several versions sampled."""
@@ -133,7 +137,10 @@ class AsynchronousSampler(GroupSource):
         }
         self._learner.memory[MEMORY] = {
             "admitted": self._admitted,
-            "waiting": sorted(self._waiting),
+            "waiting": {
+                str(number): (fields(task), probability)
+                for number, (task, probability) in self._waiting.items()
+            },
             "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
             "finished": finished,
             "versions": {str(version): one for version, one in self._recent_versions().items()},
@@ -160,10 +167,11 @@ class AsynchronousSampler(GroupSource):
 
     def _admit(self, most: int) -> None:
         while self._admitted < most:
-            (task,) = self._tasks.take(1)
-            self._waiting[self._admitted] = task
-            self._send(self._admitted)
-            self._admitted += 1
+            step, _ = self._key(self._admitted)
+            for drawn in self._draw.take(self._spec.prompts, step):
+                self._waiting[self._admitted] = drawn
+                self._send(self._admitted)
+                self._admitted += 1
 
     def _admit_again(self) -> None:
         """Continue the groups of an earlier attempt."""
@@ -180,26 +188,16 @@ class AsynchronousSampler(GroupSource):
         self._fleet.admit(
             {
                 "key": self._key(number),
-                "task": fields(self._waiting[number]),
+                "task": fields(self._waiting[number][0]),
                 "recorded": self._recorded.get(str(number)),
                 "spans": spans,
             }
         )
 
-    def _restored_tasks(self, known: Mapping[str, Any]) -> TrainingTasks:
-        """The stream of tasks after those admitted; the tasks of waiting groups are read again."""
-        waiting = set(known.get("waiting", ()))
-        first = min(waiting, default=self._admitted)
-        tasks = self._player.training_tasks(skip=first)
-        for number, task in enumerate(tasks.take(self._admitted - first), first):
-            if number in waiting:
-                self._waiting[number] = task
-        return tasks
-
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def _take(self, step: int) -> dict[int, tuple[Any, Groups]]:
-        """Task and groups of each of the step's group numbers, in the order of admission."""
+    def _take(self, step: int) -> dict[int, tuple[Drawn, Groups]]:
+        """The task and groups of each of the step's group numbers, in the order of admission."""
         with Waiting("rollouts") as wait:
             if self._schedule is not None:
                 self._fleet.settle(step)

@@ -1,0 +1,66 @@
+"""Draws the training tasks of a run: in their order, or by a curriculum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from perilune.environments.core.protocol import Task
+from perilune.rollout.groups import Groups
+from perilune.tasks.rl.curriculum import Curriculum, with_probability
+from perilune.tasks.rl.curriculum_settings import CurriculumSettings
+from perilune.tasks.stage.player import Player
+
+Drawn = tuple[Task, float]
+"""A task, and its inclusion probability in its draw."""
+
+
+class TaskDraw:
+    """The tasks of the next groups.
+
+    Args:
+        memory: of the learner: the position in the training tasks, and the counts of the curriculum.
+    """
+
+    def __init__(self, settings: CurriculumSettings | None, player: Player, memory: dict[str, Any]) -> None:
+        self._memory = memory
+        self._tasks = player.training_tasks(skip=memory.get("tasks", 0))
+        self._curriculum: Curriculum | None = None
+        if settings is not None:
+            counts = memory.setdefault("curriculum", {})
+            self._curriculum = Curriculum(settings, player.environment, player.workspace.job.seed, counts)
+
+    @property
+    def epoch(self) -> int:
+        """Number of completed epochs of the training tasks."""
+        return self._tasks.epoch
+
+    def take(self, count: int, step: int, first: int = 0) -> list[Drawn]:
+        """The next tasks.
+
+        Args:
+            first: number of tasks drawn for the step before.
+        """
+        if self._curriculum is None:
+            drawn = [(task, 1.0) for task in self._tasks.take(count)]
+        else:
+            pool = self._tasks.take(count * self._curriculum.settings.candidates)
+            drawn = self._curriculum.draw(pool, count, step, first)
+        self._memory["tasks"] = self._tasks.taken
+        return drawn
+
+    def check(self, groups: Groups, step: int) -> None:
+        """Check that the groups of a synchronous step repeat no task. A curriculum may skip tasks.
+
+        Raises:
+            WorkFailedError: when a task repeats within an epoch.
+        """
+        if self._curriculum is None:
+            self._tasks.check(groups, step)
+
+    def observe(self, drawn: Sequence[Drawn], groups: Groups) -> Groups:
+        """Tell the curriculum the results of a step; the groups with the probabilities of their tasks."""
+        if self._curriculum is None:
+            return groups
+        self._curriculum.observe({task.task_id: task for task, _ in drawn}, groups)
+        return with_probability(groups, {task.task_id: probability for task, probability in drawn})
