@@ -14,6 +14,7 @@ from perilune.cli.main import app
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import card_of
+from perilune.simulate.autoscaling import Autoscaling, scale
 from perilune.simulate.hardware import ComputedSteps, parse_machines, transfer_seconds
 from perilune.simulate.serving import Arrival, Served, figures, poisson_requests, read_requests, serve
 from perilune.simulate.step_cost import StepWork
@@ -56,6 +57,29 @@ def test_prefill_apart_waits_for_the_transfer_and_never_for_decoding() -> None:
             assert one.end > one.first + transfer_seconds(MODEL, one.arrival.prompt)
     with pytest.raises(RequestError, match="leave one to decode"):
         serve(ONE, MODEL, arrivals, prefill=1)
+
+
+def test_an_autoscaler_follows_the_rate_and_saves_money() -> None:
+    settings = Autoscaling.parse("1:1:5")
+    quiet, busy = [10.0 * n for n in range(12)], [120 + n / 4 for n in range(480)]
+    scaled = scale(settings, [*quiet, *busy, 400.0, 410.0], most=8)
+    assert set(scaled.replica_of[: len(quiet)]) == {0}
+    assert (scaled.peak, scaled.last) == (4, 1)  # four requests a second, then few
+    third = scaled.replica_of.index(2)  # more than 2 requests a second over a minute asked for it
+    assert 120 + 28 <= (quiet + busy)[third] - settings.startup <= 120 + 30
+    assert scale(settings, [*busy, *[1000 + one for one in busy]], most=8).replica_of[-1] > 4  # a new one
+
+    arrivals = poisson_requests(2, 30, 100, 20, seed=1)
+    machines = parse_machines("4xL4@3.6")
+    always, scaling = (serve(machines, MODEL, arrivals, autoscaling=one) for one in (None, settings))
+    limits = {"to_first": 1.0, "per_token": 1.0}
+    paid, saved = (figures(one, machines, **limits) for one in (always, scaling))
+    assert saved["requests"] == paid["requests"] and saved["cost"] < 0.8 * paid["cost"]
+    assert saved["replicas_mean"] < 4 and saved["latency_mean"] >= paid["latency_mean"]
+    with pytest.raises(RequestError, match="does not describe an autoscaler"):
+        Autoscaling.parse("0:1:5")
+    with pytest.raises(RequestError, match="cannot divide replicas"):
+        serve(machines, MODEL, arrivals, prefill=1, autoscaling=settings)
 
 
 def test_figures_count_what_the_user_pays_for() -> None:

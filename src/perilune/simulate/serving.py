@@ -22,6 +22,7 @@ from perilune.errors import RequestError
 from perilune.files import read_regular
 from perilune.models.card.model_card import ModelCard
 from perilune.models.memory import TOKEN_BUDGET
+from perilune.simulate.autoscaling import Autoscaling, Scaled, scale
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.hardware import ComputedSteps, Machines, cache_tokens, transfer_seconds
 from perilune.simulate.step_cost import StepTimes, StepWork
@@ -126,6 +127,7 @@ class Fleet:
     Attributes:
         busy: seconds of all replicas in which they computed.
         cached: prompt tokens that the prefix cache had; `computed` were computed.
+        scaled: what the autoscaler decided.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -134,6 +136,7 @@ class Fleet:
     preemptions: int = 0
     computed: int = 0
     cached: int = 0
+    scaled: Scaled | None = None
 
     def count(self, engine: SimulatedEngine) -> None:
         """Add the counts of an engine."""
@@ -176,6 +179,7 @@ def serve(
     *,
     slots: int = 256,
     prefill: int = 0,
+    autoscaling: Autoscaling | None = None,
     jobs: int = 1,
 ) -> Fleet:
     """Serve a trace.
@@ -183,6 +187,7 @@ def serve(
     Args:
         slots: most requests in flight in a replica.
         prefill: replicas that only compute prompts; 0 has every replica do both.
+        autoscaling: starts and releases replicas; by default all serve all the time.
         jobs: processes that simulate replicas.
 
     Raises:
@@ -194,12 +199,26 @@ def serve(
             where="--prefill",
             remedy=f"leave one to decode: 0 to {machines.replicas - 1}",
         )
+    if prefill and autoscaling is not None:
+        raise RequestError(
+            "an autoscaler cannot divide replicas between prefill and decoding yet",
+            where="--autoscale",
+            remedy="remove it, or --prefill",
+        )
     room = min(cache_tokens(machines, model), slots * model.max_positions)
     _check(arrivals, model, room)
     replica = partial(_replica, machines, model, slots, room)
     if not prefill:
         whole = [_Sent(one.time, one, one.output) for one in arrivals]
-        return _all(replica, _shares(whole, machines.replicas), jobs)
+        if autoscaling is None:
+            return _all(replica, _shares(whole, machines.replicas), jobs)
+        scaled = scale(autoscaling, [one.time for one in arrivals], machines.replicas)
+        shares: dict[int, list[_Sent]] = {}
+        for number, sent in zip(scaled.replica_of, whole, strict=True):
+            shares.setdefault(number, []).append(sent)
+        fleet = _all(replica, list(shares.values()), jobs)
+        fleet.scaled = scaled
+        return fleet
     prompts = [_Sent(one.time, one, 1) for one in arrivals]
     fleet = _all(replica, _shares(prompts, prefill), jobs)
     prompted, fleet.served = fleet.served, []
@@ -305,7 +324,11 @@ def figures(fleet: Fleet, machines: Machines, *, to_first: float, per_token: flo
     begin, end = min(one.arrival.time for one in served), max(one.end for one in served)
     seconds, tokens = end - begin, sum(one.arrival.output for one in served)
     good = sum(one.to_first <= to_first and one.per_token <= per_token for one in served)
-    cost = machines.cost(seconds)
+    held = seconds * machines.replicas
+    if fleet.scaled is not None:  # until the last request is served, those held at the last arrival are kept
+        last = max(one.arrival.time for one in served)
+        held = fleet.scaled.seconds + (end - last) * fleet.scaled.last
+    cost = machines.cost(held / machines.replicas)
     found = {
         "requests": len(served),
         "seconds": seconds,
@@ -315,11 +338,13 @@ def figures(fleet: Fleet, machines: Machines, *, to_first: float, per_token: flo
         "tokens_per_second": tokens / seconds,
         "goodput": good / seconds,
         "good_share": good / len(served),
-        "busy": fleet.busy / (seconds * machines.replicas),
+        "busy": fleet.busy / held,
         "prefix_hits": fleet.cached / max(1, fleet.cached + fleet.computed),
         "preemptions": fleet.preemptions,
         "engine_steps": fleet.steps,
     }
+    if fleet.scaled is not None:
+        found |= {"replicas_mean": held / seconds, "replicas_peak": fleet.scaled.peak}
     return found if cost is None else found | {"cost": cost, "cost_per_million_tokens": 1e6 * cost / tokens}
 
 

@@ -43,6 +43,14 @@ def simulate_serving(
     prefill: Annotated[
         int, typer.Option(min=0, help="Replicas that only compute prompts. 0: each does both.")
     ] = 0,
+    autoscale: Annotated[
+        str,
+        typer.Option(
+            metavar="LEAST:RATE:STARTUP",
+            help="Start and release replicas: at least LEAST, one for each RATE requests per second, which "
+            "serves after STARTUP seconds. --machines is the most.",
+        ),
+    ] = "",
     slots: Annotated[int, typer.Option(min=1, help="Most requests in flight in a replica.")] = 256,
     ttft: Annotated[float, typer.Option(min=0, help="Goodput: most seconds to the first token.")] = 1.0,
     tpot: Annotated[float, typer.Option(min=0, help="Goodput: most seconds of each further token.")] = 0.05,
@@ -58,10 +66,12 @@ def simulate_serving(
     \b
     perilune simulate-serving my-model --requests trace.jsonl --machines 8xH100/2@2.50
     perilune simulate-serving my-model --requests poisson:40:60:1000:200 --machines 4xL4 --prefill 1
+    perilune simulate-serving my-model --requests trace.jsonl --machines 16xL4@0.80 --autoscale 2:4:120
     """
     from perilune.cli.inspect.model_card import config_file
     from perilune.files import read_json
     from perilune.models.card.from_config import model_card
+    from perilune.simulate.autoscaling import Autoscaling
     from perilune.simulate.hardware import ASSUMED, parse_machines
     from perilune.simulate.serving import figures, serve
 
@@ -69,7 +79,8 @@ def simulate_serving(
     card, fleet = model_card(read_json(file), where=str(file)), parse_machines(machines)
     began = time.monotonic()
     arrivals = _arrivals(requests, seed)
-    served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, jobs=jobs)
+    scaling = Autoscaling.parse(autoscale) if autoscale else None
+    served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, autoscaling=scaling, jobs=jobs)
     found = figures(served, fleet, to_first=ttft, per_token=tpot)
     document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMED, **found}
     if as_json:
@@ -100,7 +111,10 @@ def _arrivals(text: str, seed: int) -> list[Arrival]:
 def _show(found: Mapping[str, Any], *, replicas: int, slo: tuple[float, float]) -> None:
     apart = found["prefill_replicas"]
     split = f"{apart} for prefill and {replicas - apart} for decoding" if apart else "each for both"
-    echo(f"{found['machines']}: {replicas} replicas, {split}; {found['basis']}")
+    number = f"{replicas} replicas, {split}"
+    if "replicas_mean" in found:
+        number = f"{found['replicas_mean']:.1f} replicas on average, {found['replicas_peak']} at most"
+    echo(f"{found['machines']}: {number}; {found['basis']}")
     echo(f"  {found['requests']:,} requests in {found['seconds']:,.1f} s")
     for name, label, scale, unit in (
         ("ttft", "time to first token", 1, "s"),
