@@ -26,7 +26,7 @@ from perilune.simulate.times import Calibrated, MeasuredTimes, load, save
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 
 STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in NAMES})
-TIMES = MeasuredTimes(STEP, (0.05, 1e-5, 0.0), (0.01, 0.0), (0.0, 1e-4), 0.01, 1.0, 0.0)
+TIMES = MeasuredTimes(STEP, (0.05, 1e-5, 0.0), (0.01, 0.0, 0.0), (0.0, 1e-4), 0.01, 1.0, 0.0)
 MEANS = {"prompt": 10.0, "sampled": 24.0, "longest": 60.0, "turns": 2.0, "observed": 5.0}
 PLAN = RunPlan(steps=6, prompts=4, samples=3)
 

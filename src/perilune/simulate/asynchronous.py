@@ -107,7 +107,7 @@ class AsynchronousRun(Simulation):
         self._learning = True
         slow = self.slowdown()
         learning = slow * self.learn(shapes)
-        other = slow * self.times.record(sum(len(shape.episodes) for shape in shapes))
+        other = slow * self.record(shapes)
         self.result.add("learner", "learn", self.now, self.now + learning)
         self.result.add("learner", "record", self.now + learning, self.now + learning + other)
         line = {"step": self._step, "sampling": self.now - self._began, "learning": learning, "other": other}

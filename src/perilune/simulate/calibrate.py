@@ -103,7 +103,7 @@ class TrainingTimes:
     """What the stages of a calibration recipe tell; fields as in `MeasuredTimes`."""
 
     update: tuple[float, float, float]
-    recording: tuple[float, float]
+    recording: tuple[float, float, float]
     scoring: tuple[float, float]
     start: float
 
@@ -118,14 +118,14 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
         return tuple(relative_fit(features, np.array([line[part] for line in warm])).tolist())
 
     update = coefficients("learning", "tokens", "episodes")
-    recording, scoring = coefficients("other", "episodes"), coefficients("scoring", "episodes")
+    recording, scoring = coefficients("other", "fed", "episodes"), coefficients("scoring", "episodes")
     starts = []
     for stage, total in zip(lines, seconds, strict=True):
         typical = sum(median(line[part] for line in stage[WARM:]) for part in PARTS)
         starts.append(total - len(stage) * typical)
     return TrainingTimes(
         (update[0], update[1], update[2]),
-        (recording[0], recording[1]),
+        (recording[0], recording[1], recording[2]),
         (scoring[0], scoring[1]),
         median(starts),
     )
@@ -135,9 +135,10 @@ PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
 
 
 def _steps(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The timings of each step, with the tokens that it fed and its episodes."""
+    """The timings of each step, with its tokens, those of groups with a gradient, and its episodes."""
     for line in read_json_lines(folder / "timings.jsonl"):
         episodes = list(read_episodes(folder / "episodes" / f"step-{line['step']:06d}.parquet"))
         groups = [GroupShape.of(list(part)) for _, part in groupby(episodes, lambda one: one.group_id)]
         tokens = sum(group.fed for group in groups if group.live)
-        yield {**line, "tokens": tokens, "episodes": len(episodes)}
+        fed = sum(group.fed for group in groups)
+        yield {**line, "tokens": tokens, "fed": fed, "episodes": len(episodes)}

@@ -182,7 +182,7 @@ class ComputedTimes:
         share = 2 * (self.learners - 1) / self.learners
         return computed + update + share * ITEM * model.parameters / card.link
 
-    def record(self, episodes: int) -> float:
+    def record(self, tokens: int, episodes: int) -> float:
         return RECORD + self.publish
 
     def score(self, answers: int) -> float:

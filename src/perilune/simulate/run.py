@@ -183,6 +183,11 @@ class Simulation:
         once = self.times.learn(-(-tokens // share), -(-episodes // share))
         return plan.updates * plan.epochs * once
 
+    def record(self, groups: Sequence[GroupShape]) -> float:
+        """Seconds of the rest of a step."""
+        episodes = sum(len(group.episodes) for group in groups)
+        return self.times.record(sum(group.fed for group in groups), episodes)
+
     def count(self, groups: Sequence[GroupShape]) -> int:
         """Count the sampled tokens of a step."""
         tokens = sum(group.sampled for group in groups)
@@ -210,7 +215,7 @@ class SynchronousRun(Simulation):
                 result.add(name_of("sampler", number, plan.ranks), "sample", now, now + parts[-1][0])
             sampling, scoring = max(parts, key=sum)
             learning = self.learn(groups)
-            other = times.record(sum(len(group.episodes) for group in groups))
+            other = self.record(groups)
             result.add("scorer", "score", now + sampling, now + sampling + scoring)
             now += sampling + scoring
             result.add("learner", "learn", now, now + learning)

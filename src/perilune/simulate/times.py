@@ -28,7 +28,7 @@ class RunTimes(Protocol):
     def learn(self, tokens: int, episodes: int) -> float:
         """Of an update."""
 
-    def record(self, episodes: int) -> float:
+    def record(self, tokens: int, episodes: int) -> float:
         """Of the rest of a training step: publishing the weights, metrics and files."""
 
     def score(self, answers: int) -> float:
@@ -53,14 +53,14 @@ class MeasuredTimes:
 
     Attributes:
         update: constant, and seconds of each token and episode.
-        recording: constant, and seconds of each episode.
+        recording: constant, and seconds of each token and episode.
         scoring: constant, and seconds of each answer.
         episode: seconds to play an episode in the environment of the calibration, which scoring includes.
     """
 
     step: StepCost
     update: tuple[float, float, float]
-    recording: tuple[float, float]
+    recording: tuple[float, float, float]
     scoring: tuple[float, float]
     publish: float
     start: float
@@ -70,8 +70,9 @@ class MeasuredTimes:
         constant, token, episode = self.update
         return constant + token * tokens + episode * episodes
 
-    def record(self, episodes: int) -> float:
-        return self.recording[0] + self.recording[1] * episodes
+    def record(self, tokens: int, episodes: int) -> float:
+        constant, token, episode = self.recording
+        return constant + token * tokens + episode * episodes
 
     def score(self, answers: int) -> float:
         return self.scoring[0] + self.scoring[1] * answers

@@ -164,11 +164,12 @@ def describe(found: Calibrated) -> list[str]:
     """The coefficients in words."""
     times = found.times
     constant, token, episode = times.update
+    fixed, each, whole = times.recording
     return [
         f"calibrated on {found.machine}; mean error of a step of the engine {found.error:.0%}",
         f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token, {1e6 * episode:.3g} us an episode",
         f"  scoring       {times.scoring[0]:.4g} s, {1e6 * times.scoring[1]:.3g} us an answer",
-        f"  recording     {times.recording[0]:.4g} s, {1e6 * times.recording[1]:.3g} us an episode",
+        f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * whole:.3g} us an episode",
         f"  new weights   {times.publish:.4g} s",
         f"  stage start   {times.start:.3g} s",
     ]
