@@ -42,7 +42,13 @@ def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
         assert line == again
 
 
-WAITS = {"id": "factory", "factory": "task_environments:Waits", "episodes": {"max_tokens": 200}}
+WAITS = {  # a game of two players
+    "id": "factory",
+    "factory": "task_environments:Waits",
+    "players": 2,
+    "turns": 2,
+    "episodes": {"max_tokens": 200},
+}
 OPTIONS: dict[str, Any] = {
     "environment": WAITS,
     "asynchronous": {"staleness": 2},

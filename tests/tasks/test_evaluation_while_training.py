@@ -217,6 +217,7 @@ def test_traces_held_out_of_the_data_are_not_trained_on(traces: Path, tmp_path: 
         ("rl", {"eval": {}, "keep": {"best": "reward"}}, "remove keep.best"),
         ("sft", {"validation": 0.1}, "set eval too"),
         ("selfplay", {"eval": {}}, "selfplay evaluates by matches"),
+        ("selfplay", {"asynchronous": {}}, "selfplay cannot sample asynchronously"),
         ("rl", {"eval": {"sets": {"data": {}}}}, "a set cannot be called 'data'"),
         ("rl", {"eval": {"best": "heldout/loss/more"}}, "should match pattern"),
     ],

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, groupby
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
@@ -115,6 +116,14 @@ class Group:
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     played: dict[int, list[TurnTokens]] = field(default_factory=dict)
     over: int = 0
+
+    def played_spans(self, samples: int) -> list[Spans]:
+        """The spans of the finished turns of each sample."""
+        versions = ([turn.versions for turn in self.played.get(one, [])] for one in range(samples))
+        return [
+            [(version, sum(1 for _ in run)) for version, run in groupby(chain.from_iterable(one))]
+            for one in versions
+        ]
 
     def turns(self, sample: int, current: TurnTokens | None) -> list[TurnTokens]:
         """The turns of a sample so far, with the one in progress; at least those recorded before."""
@@ -296,10 +305,10 @@ class ContinuousRollouts:
         """The tokens that the current version may sample of the turn's episode."""
         if turn.group.spans is None:
             return self._params.max_tokens
-        rollout = turn.rollout
-        earlier = sum(int(one.mask().sum()) for one in rollout.trajectories)
+        sample = turn.rollout.sample
+        earlier = sum(len(one.token_ids) for one in turn.group.played.get(sample, []))
         position = earlier + len(turn.tokens.token_ids)
-        for version, count in turn.group.spans[rollout.sample]:
+        for version, count in turn.group.spans[sample]:
             if position < count:
                 return count - position if version == self._engine.version else 0
             position -= count

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.bundle.job import Job
-from perilune.environments.core.registry import REWARDS, make_environment
+from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.tasks.rl.spec import RLSpec
@@ -82,7 +82,7 @@ def _require_asynchronous(job: Job) -> None:
     """Check that the job's rollouts can run in processes of their own.
 
     Raises:
-        RequestError: for several training processes, or an environment of several players.
+        RequestError: for several training processes, or secrets that would have to reach a Ray cluster.
     """
     where = f"stages.{job.stage}.asynchronous"
     if job.resources.processes > 1:
@@ -97,12 +97,6 @@ def _require_asynchronous(job: Job) -> None:
             f"rollout processes on a Ray cluster cannot be given secrets: {', '.join(job.secrets)}",
             where=f"{where}.ray",
             remedy="remove ray, and sample on the machine of the stage",
-        )
-    if getattr(make_environment(job.environment), "players", 1) > 1:
-        raise RequestError(
-            "asynchronous training cannot play environments of several players yet",
-            where=where,
-            remedy="remove asynchronous",
         )
 
 

@@ -35,6 +35,14 @@ class SelfPlaySpec(RLSpec):
     league: LeagueSettings = Field(LeagueSettings(), description="earlier policies to play against")
 
     @model_validator(mode="after")
+    def _is_synchronous(self) -> SelfPlaySpec:
+        if self.asynchronous is not None:
+            raise ValueError(
+                "selfplay cannot sample asynchronously against a league yet. Remove asynchronous"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluated_by_matches(self) -> SelfPlaySpec:
         if self.eval is not None:
             raise ValueError(

@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from perilune.bundle.workspace import Workspace
 from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.adaptation import trainable
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
+from perilune.rollout.continuous import Spans
 from perilune.rollout.groups import Groups, map_groups
 from perilune.tasks.rl.asynchronous.channel import Channel, LocalChannel
 from perilune.tasks.rl.asynchronous.ray_channel import RayCluster
@@ -36,6 +37,13 @@ MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
 KEPT_VERSIONS = 2  # updates that are not needed any more; a process may still read the last but one
 
 Key = tuple[int, int]
+
+
+class Finished(NamedTuple):
+    """A finished group: its episodes by player, and for each sample the versions of its tokens."""
+
+    groups: Groups
+    spans: list[Spans]
 
 
 @dataclass(eq=False)
@@ -67,7 +75,7 @@ class Fleet:
     """
 
     def __init__(self, workspace: Workspace, settings: AsynchronousSettings, weights: int) -> None:
-        self.finished: dict[Key, Groups] = {}
+        self.finished: dict[Key, Finished] = {}
         self.losses = 0
         self.lag = self.writing = 0.0
         self._workspace = workspace
@@ -183,7 +191,7 @@ class Fleet:
             key = tuple(message["group"])
             path = Path(self._folder.name, message["file"])
             if process.groups.pop(key, None) is not None:
-                self.finished[key] = map_groups(path)
+                self.finished[key] = Finished(map_groups(path), message["spans"])
             path.unlink()
             self._lost_in_a_row = 0
         elif "holds" in message:

@@ -3,7 +3,7 @@
 It reads JSON lines from standard input and answers on standard output; its log is standard error:
 
     {"weights": name, "version": v, "checksum": c}    -> {"holds": v}
-    {"admit": group}                                  -> {"group": [step, index], "file": name} when finished
+    {"admit": group}                                  -> {"group": key, "file": name, "spans": spans} later
     {"snapshot": name}                                -> {"snapshot": name} with the turns sampled so far
     {"settle": n}                                     -> {"settled": n} once nothing more can happen
 
@@ -51,6 +51,7 @@ class RolloutProcess:
         self._reader = WeightReader(engine_dtypes(player.policy.decoder))
         self._loaded = Event()  # set while no update waits to be loaded
         self._loaded.set()
+        self._samples = spec.samples
         self._settle: int | None = None
         Thread(target=self._read, name="learner", daemon=True).start()
 
@@ -124,7 +125,8 @@ class RolloutProcess:
         step, index = group.key
         path = self._folder / f"{step}-{index}.arrow"
         write_atomic(path, groups_to_bytes(groups))
-        self._send({"group": group.key, "file": path.name})
+        spans = group.played_spans(self._samples)
+        self._send({"group": group.key, "file": path.name, "spans": spans})
 
     def _snapshot(self, name: str) -> None:
         recorded = [

@@ -24,7 +24,7 @@ from perilune.rollout.failures import require_few_failures
 from perilune.rollout.groups import Groups, groups_from_bytes, groups_to_bytes
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.process_rewards.rewards import ProcessRewards
-from perilune.tasks.rl.asynchronous.fleet import Fleet, Key
+from perilune.tasks.rl.asynchronous.fleet import Finished, Fleet, Key
 from perilune.tasks.rl.asynchronous.schedule import Batch, log_batch, read_schedule
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.sampling import GroupSource
@@ -73,8 +73,9 @@ class AsynchronousSampler(GroupSource):
         self._spans = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
         weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
         self._fleet = Fleet(self._workspace, self._settings, weights)
-        for number, stream in known.get("finished", {}).items():
-            self._fleet.finished[self._key(int(number))] = groups_from_bytes(base64.b64decode(stream))
+        for number, (stream, spans) in known.get("finished", {}).items():
+            groups = groups_from_bytes(base64.b64decode(stream))
+            self._fleet.finished[self._key(int(number))] = Finished(groups, spans)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
         )
@@ -96,15 +97,12 @@ class AsynchronousSampler(GroupSource):
         began = watch.elapsed
         batch = self._take(step)
         watch.sampling += watch.elapsed - began
-        groups = [group for _, (_, parts) in batch.items() for group in parts]
+        groups = [group for _, finished in batch.values() for group in finished.groups]
         episodes = [one for group in groups for one in group]
         watch.tokens += sum(int(one.loss_mask.sum()) for one in episodes)
         require_few_failures(episodes, self._player.rollouts.scorer.settings, f"step {step}")
-        log_batch(
-            self._workspace.artifacts / SCHEDULE,
-            step,
-            {number: [one for part in parts for one in part] for number, (_, parts) in batch.items()},
-        )
+        spans = {number: finished.spans for number, (_, finished) in batch.items()}
+        log_batch(self._workspace.artifacts / SCHEDULE, step, spans)
         if (learned := self._player.rollouts.learned) is not None:
             groups = learned.rescore(groups)
         if self._process_rewards.settings is not None:
@@ -132,8 +130,8 @@ class AsynchronousSampler(GroupSource):
         """Put what a resumed run needs into the learner's memory: groups that no step has trained on."""
         recorded = self._fleet.snapshot()
         finished = {
-            str(self._number(key)): base64.b64encode(groups_to_bytes(groups)).decode()
-            for key, groups in self._fleet.finished.items()
+            str(self._number(key)): (base64.b64encode(groups_to_bytes(groups)).decode(), spans)
+            for key, (groups, spans) in self._fleet.finished.items()
         }
         self._learner.memory[MEMORY] = {
             "admitted": self._admitted,
@@ -196,8 +194,8 @@ class AsynchronousSampler(GroupSource):
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def _take(self, step: int) -> dict[int, tuple[Drawn, Groups]]:
-        """The task and groups of each of the step's group numbers, in the order of admission."""
+    def _take(self, step: int) -> dict[int, tuple[Drawn, Finished]]:
+        """The task and the finished group of each of the step's group numbers, in the order of admission."""
         with Waiting("rollouts") as wait:
             if self._schedule is not None:
                 self._fleet.settle(step)

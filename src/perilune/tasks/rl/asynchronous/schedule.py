@@ -10,11 +10,8 @@ versions with their numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import groupby
 from pathlib import Path
 
-from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines
 from perilune.rollout.continuous import Spans
@@ -23,10 +20,9 @@ Batch = dict[int, list[Spans]]
 """The groups of one step by number, in order, with the spans of each sample."""
 
 
-def log_batch(path: Path, step: int, batch: Mapping[int, Iterable[Episode]]) -> None:
+def log_batch(path: Path, step: int, batch: Batch) -> None:
     """Append the batch of a step to the log."""
-    groups = [[number, [spans_of(one) for one in group]] for number, group in batch.items()]
-    append_json_line(path, {"step": step, "groups": groups})
+    append_json_line(path, {"step": step, "groups": list(batch.items())})
 
 
 def read_schedule(path: Path) -> dict[int, Batch]:
@@ -45,9 +41,3 @@ def read_schedule(path: Path) -> dict[int, Batch]:
         }
     except (KeyError, TypeError, ValueError) as error:
         raise RequestError(f"not a schedule log: {error}", where=str(path)) from None
-
-
-def spans_of(episode: Episode) -> Spans:
-    """The versions that sampled an episode's tokens, each with its number of tokens."""
-    versions = episode.policy_version[episode.loss_mask].tolist()
-    return [(version, sum(1 for _ in run)) for version, run in groupby(versions)]
