@@ -1,8 +1,8 @@
-"""How many groups of several turns play at once: as many as the KV cache holds.
+"""Limits the multi-turn groups that play at once to those that the KV cache holds.
 
-Between its turns an episode computes nothing, but its next turn reads the keys and values of those before.
-When more episodes play than the cache holds, they evict each other's, and every turn computes its whole
-context anew.
+Between its turns an episode computes nothing, but its next turn reads the keys and values of earlier turns.
+When more episodes play than the cache holds, they evict each other's keys and values, and every turn computes
+its whole context again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from perilune.rollout.rollout import Rollout
 class CacheRoom:
     """Decides whether another group may begin, from the tokens of the groups in play.
 
-    A group counts with the mean size of the finished groups, or with its own size once that is larger. Before
-    a group has finished it counts with the most tokens that it may have, so sampling begins with few groups.
+    The expected size of a group is the mean of the finished groups, or its own size once that is larger.
+    Until a group has finished, it is the most tokens that a group may have, so few groups begin at first.
 
     Args:
         tokens: that the KV cache holds.
@@ -29,7 +29,7 @@ class CacheRoom:
         self._finished = self._finished_tokens = 0
 
     def has_room(self, most: int) -> bool:
-        """Whether a group of at most `most` tokens may begin. One always plays."""
+        """Whether a group of at most `most` tokens may begin. The first always may."""
         expected = self._finished_tokens / self._finished if self._finished else most
         load = sum(max(expected, size(group.values())) for group in self._playing.values())
         return not self._playing or load + expected <= self._tokens

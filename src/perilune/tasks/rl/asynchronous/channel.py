@@ -1,7 +1,6 @@
-"""How the learner talks to a rollout process: JSON lines, and files that both sides name alike.
+"""Messages between the learner and a rollout process: JSON lines, and the files that they name.
 
-A message names files by their names alone. Each side has a folder for them; on one machine it is the same
-folder.
+A message names a file without its folder. Each side has a folder for files; on one machine both use the same.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Channel(ABC):
 
     @abstractmethod
     def close(self) -> str:
-        """End the process if it still runs; how it ended, in words."""
+        """End the process if it still runs, and return how it ended, in words."""
 
 
 class LocalChannel(Channel):

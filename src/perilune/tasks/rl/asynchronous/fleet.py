@@ -1,6 +1,6 @@
 """The rollout processes of a stage: started, fed with weights and groups, and replaced when one dies.
 
-A lost process costs the episodes that it was sampling. Their groups go to the other processes, or to its
+A process that dies loses its episodes in progress. Their groups begin again in the other processes or in its
 replacement.
 """
 
@@ -34,7 +34,7 @@ from perilune.weights.precision import engine_dtypes
 
 STARTS = 3  # losses in a row, without a finished group, after which the stage fails
 MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
-KEPT_VERSIONS = 2  # updates that are not needed any more; a process may still read the last but one
+KEPT_VERSIONS = 2  # the current version, and the one before that a process may still read
 
 Key = tuple[int, int]
 
@@ -68,7 +68,7 @@ class Fleet:
         weights: bytes of one version.
 
     Attributes:
-        finished: groups that no step has trained on yet, by key.
+        finished: finished groups that no step has trained on yet, by key.
         losses: processes that died so far.
         lag: seconds between the last publication and the moment when all processes held it.
         writing: seconds that it took to write the last update.
@@ -105,9 +105,9 @@ class Fleet:
     # -- messages to the processes -------------------------------------------------------------------------
 
     def publish(self, decoder: Decoder, version: int, changed: Changed | None) -> None:
-        """Give all processes the decoder's weights. They swap between two tokens.
+        """Send the decoder's weights to all processes, which swap between two tokens.
 
-        The first time all tensors are sent, then those that are trained, rounded as the engines round them.
+        The first update has all tensors, later ones only those that are trained, in the engines' precision.
 
         Args:
             changed: finds the values that changed since the last version; without it all are sent.
@@ -160,7 +160,7 @@ class Fleet:
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
     def settle(self, number: int) -> None:
-        """Wait until the processes can do nothing more with their weights and groups."""
+        """Wait until all processes are idle: they need new weights or groups to continue."""
         for one in list(self._processes):
             one.channel.send({"settle": number})
             self._answers = []
@@ -184,7 +184,7 @@ class Fleet:
         """
         process, message = self._messages.get()
         if process not in self._processes:
-            return  # the last words of a process that was replaced
+            return  # from a process that was replaced
         if message is None:
             self._replace(process)
         elif "group" in message:
@@ -222,7 +222,7 @@ class Fleet:
         if self._lost_in_a_row >= STARTS:
             raise ProcessLostError(
                 f"a rollout process ended with {end}, {STARTS} times without a finished group",
-                remedy="read the log above; out of memory? lower `prompts`, `max_tokens` or `workers`",
+                remedy="see the log above; if memory ran out, lower `prompts`, `max_tokens` or `workers`",
             )
         groups = list(process.groups.values())
         self._workspace.log(

@@ -81,7 +81,7 @@ class RolloutProcess:
             self._settle = message["settle"]
 
     def _prepared(self, message: Mapping[str, Any]) -> Callable[[], None]:
-        """What loads an update, which is read and checked here while the engine samples."""
+        """Read and check an update while the engine samples; returns what loads it."""
         self._loaded.wait()
         try:
             state = self._reader.read(

@@ -24,7 +24,7 @@ from perilune.tasks.rl.asynchronous.channel import FILES, Channel, LocalChannel,
 from perilune.tasks.rl.asynchronous.settings import RaySettings
 
 LEFT_BEHIND = ("artifacts", "runtime")  # parts of a bundle that a rollout process does not need
-OUT = "out"  # Ray's concurrency group for messages of the process: `receive` waits beside `send`
+OUT = "out"  # Ray's concurrency group of `receive`, which may wait while `send` runs
 
 
 class RayCluster:
@@ -57,7 +57,7 @@ class RayCluster:
                 )
 
     def open(self) -> Channel:
-        """Start a process on the node with the most room."""
+        """Start a process. Ray spreads the processes over the nodes."""
         actor = self._ray.remote(
             num_cpus=self._settings.cpus,
             num_gpus=self._settings.gpus,
@@ -87,7 +87,7 @@ class RayChannel(Channel):
                 self._end = shorten(str(error).strip().splitlines()[-1], 160)
                 return
             if not line:
-                self._end = "its end"
+                self._end = "an unknown exit code"
                 return
             message = json.loads(line)
             if (name := _file_of(message)) is not None:
@@ -143,7 +143,7 @@ class _Actor:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that decide which tokens are sampled."""
+    """Versions of the packages that decide which tokens are sampled."""
     return {name: version(name) for name in ("perilune", "torch", "numpy")}
 
 

@@ -4,8 +4,8 @@ Groups are numbered in the order of their tasks. A group is admitted while
 
     admitted < (completed steps + staleness + 1) * prompts
 
-and a step trains on the finished groups that were admitted first. Nothing is dropped for its age: that would
-remove long episodes (docs/explanation/asynchronous.md).
+and a step trains on the finished groups that were admitted first. No group is dropped for its age: that
+would remove long episodes (docs/results/pacing.md).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from perilune.watchdog import Waiting
 from perilune.weights.delta import BoundedChange, Changed, KeptCopy
 
 MEMORY = "asynchronous"  # key of the learner's memory
-OLDEST = 100  # in units of staleness + 1: the age of a token that no group in flight exceeds
+OLDEST = 100  # times (staleness + 1): no token of a group in flight is older
 
 
 def may_admit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
@@ -116,7 +116,7 @@ class AsynchronousSampler(GroupSource):
         return {"mixed_versions": sum(len(one) > 1 for one in versions) / max(len(versions), 1)}
 
     def timing(self) -> dict[str, float]:
-        """How long the last publication took to reach all processes, and what is ready for the next step."""
+        """The size and times of the last update, groups ready for the next step, and lost processes."""
         return {
             "publish_lag": self._fleet.lag,
             "weights_bytes": float(self._fleet.sent.bytes),

@@ -13,7 +13,9 @@ from perilune.weights import Sent
 class RaySettings(Frozen):
     """A Ray cluster whose nodes run the rollout processes."""
 
-    address: str = Field("auto", description="HOST:PORT of its head; auto finds the one of this machine")
+    address: str = Field(
+        "auto", description="HOST:PORT of the cluster's head; auto finds the cluster of this machine"
+    )
     cpus: float = Field(1, ge=0, description="CPUs that Ray reserves for each rollout process")
     gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each rollout process")
 
@@ -26,20 +28,22 @@ class AsynchronousSettings(Frozen):
     )
     workers: int = Field(1, ge=1, description="rollout processes; each has an engine of its own")
     environments: int = Field(
-        4, ge=1, description="environment processes of each; a slow tool delays the episodes of one"
+        4,
+        ge=1,
+        description="environment processes of each rollout process; a slow tool delays the episodes of one",
     )
     ray: RaySettings | None = Field(
         None, description="run the rollout processes on the nodes of a Ray cluster; {} uses the defaults"
     )
     weights: Sent = Field(
         "auto",
-        description="what rollout processes get: whole tensors (full), or changed values where these are"
-        " smaller, of all tensors (delta) or of those that engines keep in bfloat16 (auto)",
+        description="how to send new weights: as whole tensors (full), as changed values where these are"
+        " smaller (delta), or as delta only for tensors that engines keep in bfloat16 (auto)",
     )
     keep_sent: bool = Field(
         True,
-        description="find changed values with a copy of what was sent; false reverses the optimizer's update"
-        " instead, which saves the copy's memory and takes ten times as long",
+        description="find changed values with a copy of the last version; false reverses the optimizer's"
+        " update instead, which needs no copy and takes ten times as long",
     )
 
     def keeps_sent(self, learner: LearnerSettings) -> bool:
@@ -56,12 +60,12 @@ class AsynchronousSettings(Frozen):
 
 
 def default_corrections(settings: AsynchronousSettings, updates: int) -> OffPolicySettings:
-    """Truncated importance weights per token, without tokens that are much older than usual.
+    """Truncated importance weights per token; tokens that are much older than usual are masked.
 
-    Pacing bounds the mean age, not the age of the longest episode's first tokens; those are masked.
+    Pacing bounds the mean age, not the age of the first tokens of the longest episodes.
 
     Args:
-        updates: of a step.
+        updates: optimizer updates in each step.
     """
     oldest = updates * 4 * (settings.staleness + 1)
     return OffPolicySettings(proximal="learner", weight="truncate", max_staleness=oldest)
