@@ -272,7 +272,7 @@ ONE = torch.ones(1).bfloat16()
         ({"a/values": ONE}, "one list of gaps"),
         ({"a/gaps16": packed(np.array([1], U16))}, "one list of gaps"),
         ({"a/gaps8": BOMB, "a/gaps16": BOMB.clone(), "a/values": ONE}, "one list of gaps"),
-        ({"a": torch.zeros(1000).bfloat16(), "a/values": ONE, "a/gaps8": BOMB}, "there twice"),
+        ({"a": torch.zeros(1000).bfloat16(), "a/values": ONE, "a/gaps8": BOMB}, "occurs twice"),
         ({"a": torch.zeros(1000)}, "needs torch.bfloat16"),
         ({"a": torch.zeros(10, 100).bfloat16()}, r"needs torch.bfloat16 \[1000\]"),
         ({"c": ONE.clone()}, "'c' is not in the model"),

@@ -1,9 +1,9 @@
 """Routes of a mixture of experts beside the paged KV cache.
 
-A token's routes have the block and the offset of its keys and values. So they need no bookkeeping of their
-own: whoever shares, copies, evicts or finds a block has its routes, and a prefix that is not computed again
-still has the routes of its computation. The store is small: 384 bytes a token for Qwen3-30B-A3B, whose keys
-and values take 98,304 in bfloat16.
+A token's routes have the same block and offset as its keys and values, so they need no bookkeeping of their
+own. A sample that shares, copies or finds a block gets its routes, and a cached prefix has the routes of its
+computation. The store is small: 384 bytes a token for Qwen3-30B-A3B, whose keys and values take 98,304 in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RouteStore:
         RequestError: for a dense model.
 
     Attributes:
-        table: index of the block table whose blocks have the routes: that of the layers that see most.
+        table: index of the block table whose blocks have the routes: that of the longest attention window.
         experts: uint8 or int16 (the bits of uint16) [blocks, 16, layers, K].
     """
 
@@ -55,13 +55,13 @@ class RouteStore:
         self.experts.fill_(self.missing if self.dtype == np.uint8 else -1)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the routes of blocks int64[W, C] over others."""
+        """Copy the routes of the blocks `sources` int64[W, C] to the blocks `targets`."""
         self.experts[targets[self.table]] = self.experts[sources[self.table]]
 
     def gather(self, table: Blocks, rows: int) -> Routes:
         """The routes of the first `rows` tokens of a sample with the block tables int32[W, C].
 
-        Rows behind the window of all layers, whose blocks have been released, are missing.
+        Rows that all attention windows have passed are missing: their blocks have been released.
         """
         blocks = table[self.table, : blocks_for(rows)].astype(np.int64)
         found = self.experts[torch.from_numpy(blocks).to(self.experts.device)].cpu().numpy()

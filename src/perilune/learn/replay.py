@@ -1,7 +1,7 @@
 """Routing replay in the learner (R3, Ma et al., arXiv 2510.11370): a batch computes the recorded experts.
 
 Only the choice of experts is replayed. Their weights are the current router's probabilities at these experts,
-so the router has a gradient, and it is that of the policy that sampled.
+so the router still has a gradient.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from perilune.models.kernels import route
 def packed_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor | None:
     """Routes int16[N, layers, K] of the fed tokens: of all prompts, then of all completions.
 
-    A row of -1 is missing, so the router chooses. So are rows of a shared prompt for which two episodes have
-    different routes, because versions of the policy differ.
+    A row of -1 is missing, so the router chooses. Rows of a shared prompt are missing where two episodes have
+    different routes, because different versions of the policy computed them.
 
     Args:
         prompt_of: the number of each episode's prompt, in order of first use.
@@ -73,7 +73,7 @@ class RouteReplay:
 
     @torch.no_grad()
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """May be called twice for a layer, which recomputation in the backward pass does."""
+        """May be called twice for a layer: recomputation in the backward pass calls it again."""
         count, per_token = len(self._routes), chosen.shape[-1]
         used = chosen[:count].sort(-1).values
         own = route(logits[:count], per_token, normalised=False)[1].sort(-1).values

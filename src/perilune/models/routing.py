@@ -1,12 +1,12 @@
-"""What a caller may do with the routes of a mixture of experts: record them, or have them replayed.
+"""Record or replay the routes of a mixture of experts.
 
-A route is the K experts that a layer's router chose for a token. Layers are counted among those with experts,
-so a dense layer has no number.
+A route is the K experts that a layer's router chose for a token. Layer numbers count only layers with
+experts, so a dense layer has none.
 
 Sampler and learner round differently, or have weights of different versions. Their routers then choose
-different experts for some tokens, which changes log-probs far more than rounding does. Routing replay (R3, Ma
-et al., arXiv 2510.11370) has the learner compute the experts that the sampler chose, weighted by its own
-router, which is therefore still trained.
+different experts for some tokens, which changes log-probs far more than rounding does. With routing
+replay (R3, Ma et al., arXiv 2510.11370), the learner computes the experts that the sampler chose. Its own
+router weights them, so the router is still trained.
 """
 
 from __future__ import annotations

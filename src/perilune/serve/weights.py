@@ -2,11 +2,11 @@
 
     GET  /v1/weights            version and digest of the weights, and dtype and shape of each tensor
     GET  /v1/weights/SHA256     the number of bytes that have arrived of a file
-    PUT  /v1/weights/SHA256     the next bytes of it, with a Content-Range
-    POST /v1/weights            {"file": SHA256} uses the file, a weight update (`weights.delta`)
+    PUT  /v1/weights/SHA256     the next bytes of the file, with a Content-Range
+    POST /v1/weights            {"file": SHA256} loads the file, a weight update (`weights.delta`)
 
-A file is received, checked and decoded while the server answers. Its tensors replace the old ones between two
-steps of the engine, all at once. An interrupted transfer continues where it ended.
+The server answers requests while it receives, checks and decodes a file. Its tensors replace the old ones
+between two steps of the engine, all at once. An interrupted transfer resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
 
     def close(self) -> None:
-        """Remove files that have arrived."""
+        """Remove the files that have arrived."""
         self._folder.cleanup()
 
     @property
@@ -82,12 +82,12 @@ class WeightUpdates:
         """Append the next bytes of a file and return the number that have arrived.
 
         Raises:
-            ApiError: when they are not the next ones, or the complete file has another digest.
+            ApiError: when `data` is not the next part, or the complete file has another digest.
         """
         match = _RANGE.fullmatch(content_range)
         first, last, total = map(int, match.groups()) if match else (0, 0, 0)
         if not match or last - first + 1 != len(data) or last >= total:
-            raise ApiError(400, "the body needs a fitting Content-Range: bytes FIRST-LAST/TOTAL")
+            raise ApiError(400, "the body needs a matching Content-Range: bytes FIRST-LAST/TOTAL")
         if total > self._most:
             raise ApiError(413, f"an update of this model has at most {self._most:,} bytes")
         async with self._lock:
@@ -99,7 +99,9 @@ class WeightUpdates:
                 other.unlink()  # of a transfer that another one has replaced
         has = path.stat().st_size if path.exists() else 0
         if first != has:
-            raise ApiError(409, f"{has} bytes have arrived, and these begin at {first}", code="wrong_offset")
+            raise ApiError(
+                409, f"the next byte is {has}, and the body begins at {first}", code="wrong_offset"
+            )
         with path.open("ab") as file:
             file.write(data)
         if has + len(data) == total and sha256_file(path) != path.name:

@@ -1,9 +1,9 @@
-"""Weight synchronisation: what a learner sends to those that sample, and how it arrives."""
+"""Weight synchronisation: from a learner to rollout processes, and from a checkpoint to a server."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Sent = Literal["auto", "full", "delta"]
-"""What is sent: whole tensors (full), or the values that changed where these are smaller. With "auto" changes
-are only searched in tensors of fewer than four bytes per value."""
+"""How tensors are sent: whole (full), or as the values that changed where these are smaller (delta). "auto"
+searches for changes only in tensors of fewer than four bytes per value."""

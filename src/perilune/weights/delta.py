@@ -7,8 +7,8 @@ An update is a safetensors file. Per tensor it has
                                 entries before each: 8, 16 or 32 bits wide, compressed with zstd
 
 and nothing for a tensor without changes. Values overwrite, so applying an update twice is harmless. The
-metadata has the version, the digest of all tensors before the update except the whole ones (`base`), and the
-digest of all tensors after it (`result`). An update without a base is complete: the model as safetensors.
+metadata has the version, the digest of the earlier tensors that the update does not have whole (`base`), and
+the digest of all tensors after it (`result`). An update without a base is the complete model as safetensors.
 
 An update may come from another machine. Names, dtypes, shapes, sizes and positions are checked, nothing is
 unpickled, and `WeightReader.read` changes no tensor: the caller loads its result, or keeps the old weights.
@@ -35,7 +35,7 @@ from perilune.errors import RequestError
 from perilune.weights import Sent
 
 FORMAT = "perilune-weights-1"
-ANCHOR_EVERY = 20  # updates; then tensors are sent whole, as after deltas that together are as large
+ANCHOR_EVERY = 20  # updates, or fewer that together are as large as all tensors, before these are sent whole
 GAPS: dict[str, type[np.unsignedinteger[Any]]] = {"gaps8": np.uint8, "gaps16": np.uint16, "gaps32": np.uint32}
 VALUES = "values"
 
@@ -56,7 +56,7 @@ class Update:
         version: policy version after it.
         rewritten: names of the tensors that it has whole.
         named: names of all tensors that it changes.
-        base, result: digests of what must be there before, and of all tensors after it.
+        base, result: digests of the tensors that the receiver must have, and of all tensors after it.
         changed: share of the values that differ from the previous version; 1 where that is unknown.
         bytes, full_bytes: size of the file, and of all its tensors whole.
     """
@@ -80,8 +80,8 @@ class WeightWriter:
     """Writes the updates of one sequence of versions.
 
     Args:
-        sent: what is sent. With "auto", tensors of four bytes and more per value are sent whole: nearly all
-            of their values change in every step (docs/results/weight_sync.md).
+        sent: how tensors are sent. With "auto", tensors of four or more bytes per value are sent whole:
+            nearly all of their values change in every step (docs/results/weight_sync.md).
     """
 
     def __init__(self, sent: Sent = "auto") -> None:
@@ -191,7 +191,7 @@ class WeightReader:
         self._next: tuple[int, str, dict[str, str]] | None = None
 
     def adopt(self, held: Mapping[str, Tensor], version: int) -> None:
-        """Start from weights that came another way."""
+        """Take `held` as the weights of `version`, for example from a checkpoint."""
         dtypes = {name: self._dtypes.get(name, one.dtype) for name, one in held.items()}
         self._digests = {name: tensor_digest(one.to(dtypes[name])) for name, one in held.items()}
         self.version, self.result = version, digest_of(self._digests)
@@ -203,7 +203,7 @@ class WeightReader:
             held: all tensors of the receiver, with the values of the last commit.
 
         Raises:
-            RequestError: when the file is damaged or malformed, fits other tensors, or needs another base.
+            RequestError: when the file is damaged or malformed, or is for another model or another base.
         """
         try:
             with safe_open(path, framework="pt") as file:
@@ -226,7 +226,7 @@ class WeightReader:
         digests = self._digests | {name: tensor_digest(one) for name, one in new.items()}
         if (result := digest_of(digests)) != about["result"]:
             raise RequestError(
-                f"version {about['version']} should have digest {about['result']}, and has {result}",
+                f"version {about['version']} has digest {result} instead of {about['result']}",
                 where=str(path),
                 remedy="the file was damaged; send it again",
             )
@@ -297,7 +297,7 @@ def _decoded(
     for name in sorted({part.rpartition("/")[0] for part in parts}):
         known = held.get(name)
         if known is None or name in new:
-            raise refuse(f"tensor {name[:80]!r} {'is there twice' if name in new else 'is not in the model'}")
+            raise refuse(f"tensor {name[:80]!r} {'occurs twice' if name in new else 'is not in the model'}")
         dtype = dtypes.get(name, known.dtype)
         kinds = [kind for kind in GAPS if f"{name}/{kind}" in parts]
         values = parts.pop(f"{name}/{VALUES}", None)

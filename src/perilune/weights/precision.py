@@ -1,4 +1,4 @@
-"""The precision in which an engine keeps the weights of a decoder. More need not be sent."""
+"""The precision in which an engine keeps the weights of a decoder, and in which they are sent."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from perilune.models.decoder import Decoder
 def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
     """Dtypes by name of the tensors that an engine rounds when it copies the decoder's weights.
 
-    With bfloat16 products these are the matrices and the embeddings, in bfloat16. An adapter is added to its
-    base before the sum is rounded, so with an adapter nothing is rounded alone.
+    With bfloat16 products these are the matrices and the embeddings, in bfloat16. An engine rounds
+    the sum of a base and its adapter, so with an adapter neither is rounded before it is sent.
     """
     if decoder.precision != "bfloat16" or pairs_of(decoder):
         return {}

@@ -21,7 +21,7 @@ from perilune.models.checkpoints.loading import read_tensors, stored_tensors
 from perilune.weights.delta import KeptCopy, Update, WeightWriter
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_ATTEMPTS = 8  # connections in a row that carry no byte
+_ATTEMPTS = 8  # failed connections in a row, after which a push fails
 _LONGEST_WAIT = 10.0  # seconds between them
 _CONNECTING = 10.0  # seconds
 _ANSWER = 600.0  # seconds to load weights
@@ -51,16 +51,16 @@ class Target(Protocol):
         """Make the server use the checkpoint in `folder`.
 
         Args:
-            base: the checkpoint that the server has, so that changes suffice; if it has another, all is sent.
+            base: the checkpoint that the server has, so only changes are sent. Otherwise all values are sent.
             report: called with the bytes that have arrived, and all bytes.
         """
 
 
 def target(url: str, token: str | None) -> Target:
-    """The server at `url`, by what it says it is.
+    """The kind of server at `url`, from its list of models.
 
     Raises:
-        RequestError: when it is neither, or refuses the token.
+        RequestError: when it is neither Perilune nor vLLM, or refuses the token.
         WorkFailedError: when it does not answer.
     """
     http = _Http(url, token)
@@ -70,11 +70,11 @@ def target(url: str, token: str | None) -> Target:
         return VLLMServer(http)
     if owner == "perilune":
         return PeriluneServer(http)
-    raise RequestError(f"the server is {owner!r}", where=url, remedy="push to perilune serve, or to vLLM")
+    raise RequestError(f"unsupported server: {owner!r}", where=url, remedy="push to perilune serve, or vLLM")
 
 
 class PeriluneServer:
-    """A server of ours. It gets a file in its precision, and an interrupted transfer continues."""
+    """A Perilune server. It receives a file in its precision; an interrupted transfer resumes."""
 
     def __init__(self, http: _Http) -> None:
         self._http = http
@@ -121,9 +121,9 @@ class PeriluneServer:
 class VLLMServer:
     """A vLLM server with VLLM_SERVER_DEV_MODE=1 that can read the folder under the same path.
 
-    Requests in flight are frozen, not dropped. With keys and values of the old weights they continue on the
-    new ones, and later requests do not reuse them. An adapter replaces the one with the folder's name, and
-    needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
+    Requests in flight are paused, not dropped. They continue with the new weights on their old keys and
+    values, which later requests do not reuse. An adapter replaces the one with the folder's name without a
+    pause, and needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=True instead.
     """
 
     def __init__(self, http: _Http) -> None:
@@ -145,9 +145,9 @@ class VLLMServer:
             self._http.exchange("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         except (RequestError, WorkFailedError, httpx.TransportError) as error:
             raise WorkFailedError(
-                f"vLLM could not load the weights, and may hold a part of them; it stays paused ({error})",
+                f"vLLM could not load the weights and stays paused; it may have a part of them ({error})",
                 where=path,
-                remedy="see its log; push again, or restart it",
+                remedy="see the log of vLLM, then push again or restart vLLM",
             ) from None
         self._http.exchange("POST", "/reset_prefix_cache", {})
         self._http.exchange("POST", "/resume", {})
@@ -218,7 +218,7 @@ class _Http:
         response = self._client.request(method, path, headers=dict(headers), **content)
         if response.status_code == 200:
             return response.json() if response.content else {}
-        message = f"{method} {path} is answered with {response.status_code}: {response.text[:300]}"
+        message = f"{method} {path} returned {response.status_code}: {response.text[:300]}"
         if response.status_code >= 500:
             raise WorkFailedError(message, where=self._url, remedy="see the server's log")
         remedy = {

@@ -19,7 +19,7 @@ Base = Annotated[
     str,
     typer.Option(
         metavar="CHECKPOINT",
-        help="The checkpoint that the server has: only changes are sent. If it has another, all is sent.",
+        help="Send only the changes from this checkpoint. If the server has other weights, send all.",
     ),
 ]
 TokenEnv = Annotated[
@@ -37,12 +37,12 @@ def push(
 ) -> None:
     """Give a running server the weights of a checkpoint, without a restart.
 
-    The server is `perilune serve --weight-updates`, on any machine. It answers during the transfer, and an
-    interrupted transfer continues. The weights are replaced between two tokens, all at once. Requests in
+    The server is `perilune serve --weight-updates`, on any machine. It answers requests during the transfer,
+    and an interrupted transfer resumes. The weights are replaced between two tokens, all at once. Requests in
     flight continue with the new weights.
 
-    It may also be vLLM with VLLM_SERVER_DEV_MODE=1, which must see the checkpoint under the same path. A
-    folder with a PEFT adapter replaces the adapter of that name.
+    The server may also be vLLM with VLLM_SERVER_DEV_MODE=1. It must see the checkpoint under the same path.
+    A folder with a PEFT adapter replaces the adapter of that name.
 
     \b
     perilune push rl http://127.0.0.1:8000
