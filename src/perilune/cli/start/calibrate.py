@@ -1,4 +1,4 @@
-"""`perilune calibrate`: measure what `perilune simulate` predicts from, for the model of a recipe."""
+"""`perilune calibrate`: measure a recipe's model on this machine, for `perilune simulate`."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def calibrate(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Time for the engine.")] = SECONDS,
+    seconds: Annotated[float, typer.Option(min=1, help="Time to measure the engine.")] = SECONDS,
     as_json: Json = False,
 ) -> None:
     """Measure the engine and the learner with a recipe's model, for `perilune simulate`.
 
-    Takes about a minute for a small model. Run it on an idle machine. The coefficients are kept in the home,
-    for this machine, model and version of the engine.
+    A small model takes about a minute. Run this on an idle machine. The home keeps the coefficients, for this
+    machine, model and version of the engine.
 
     \b
     perilune calibrate quickstart
@@ -109,7 +109,7 @@ def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda 
 
 
 def place_of(device: str) -> str:
-    """This machine and a device of it, as `device_of` names it, in words."""
+    """This machine and one of its devices (as `device_of` names it), in words."""
     from perilune.cli.start.calibration import machine_name
 
     return f"{machine_name()}, {device if device == 'cuda' else f'threads {device}'}"
@@ -166,7 +166,7 @@ def describe(found: Calibrated) -> list[str]:
     constant, token, episode = times.update
     fixed, each, whole = times.recording
     return [
-        f"calibrated on {found.machine}; mean error of a step of the engine {found.error:.0%}",
+        f"calibrated on {found.machine}; mean error per engine step {found.error:.0%}",
         f"  an update     {constant:.4g} s, {1e6 * token:.3g} us a token, {1e6 * episode:.3g} us an episode",
         f"  scoring       {times.scoring[0]:.4g} s, {1e6 * times.scoring[1]:.3g} us an answer",
         f"  recording     {fixed:.4g} s, {1e6 * each:.3g} us a token, {1e6 * whole:.3g} us an episode",

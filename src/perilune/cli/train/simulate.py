@@ -31,13 +31,12 @@ def simulate(
         str,
         typer.Option(
             metavar="SPEC",
-            help="Machines that are not here: COUNTxCARD, then /CARDS OF A MODEL and @PRICE PER CARD AND "
-            "HOUR if needed, "
-            "such as 2xH100@2.50. Default: this machine, as calibrated.",
+            help="Other machines: COUNTxCARD, optionally /CARDS PER MODEL and @PRICE PER CARD AND HOUR, "
+            "such as 8xH100/2@2.50. Default: this machine, as calibrated.",
         ),
     ] = "",
     staleness: Annotated[
-        str, typer.Option(metavar="LIST", help="Compare settings: sync,0,1,2. Default: the recipe's.")
+        str, typer.Option(metavar="LIST", help="Values to compare: sync,0,1,2. Default: the recipe's.")
     ] = "",
     wait: Annotated[
         float, typer.Option(min=0, help="Mean seconds that an answer waits for a tool or a judge.")
@@ -46,17 +45,17 @@ def simulate(
         float, typer.Option(min=0, help="Sigma of the lognormal distribution of that wait.")
     ] = 1.0,
     wait_metric: Annotated[
-        str, typer.Option(metavar="NAME", help="Metric of recorded episodes that has the wait of each.")
+        str, typer.Option(metavar="NAME", help="Use waits from this metric of the recorded episodes.")
     ] = "",
     episodes: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Episodes of a finished run, whose lengths are used. Default: the last finished run of the "
-            "same stage in this home, else an assumption.",
+            help="Take lengths from these episodes of a run. Default: the last finished run of the same "
+            "stage in this home, else an assumption.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws lengths and waits.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of drawn lengths and waits.")] = 0,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write a Chrome trace (chrome://tracing, Perfetto)."),
@@ -65,8 +64,8 @@ def simulate(
 ) -> None:
     """Predict the RL stages of a recipe: time, idle shares, age of tokens, cache and cost.
 
-    The scheduler, the block pools and the admission rule are those that run. Only the times are predicted:
-    on this machine from `perilune calibrate`, elsewhere from published figures of the card.
+    The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted:
+    on this machine from `perilune calibrate`, on others from published figures of the card.
 
     \b
     perilune simulate quickstart
@@ -105,7 +104,7 @@ def _settings(text: str) -> tuple[int | None, ...]:
     for word in filter(None, text.split(",")):
         if word != "sync" and not word.isdigit():
             raise RequestError(
-                f"{word!r} is no staleness", where="--staleness", remedy="give a list such as sync,0,1,2"
+                f"{word!r} is not a staleness", where="--staleness", remedy="give a list such as sync,0,1,2"
             )
         found.append(None if word == "sync" else int(word))
     return tuple(found)

@@ -29,20 +29,18 @@ def simulate_serving(
         str,
         typer.Option(
             metavar="FILE",
-            help="JSON lines with timestamp (ms), input_length, output_length, and perhaps hash_ids, as "
-            "Mooncake's traces. Or poisson:RATE:SECONDS:INPUT:OUTPUT.",
+            help="JSON lines in the format of Mooncake's traces: timestamp (ms), input_length, "
+            "output_length, optionally hash_ids. Or poisson:RATE:SECONDS:INPUT:OUTPUT.",
         ),
     ],
     machines: Annotated[
         str,
         typer.Option(
             metavar="SPEC",
-            help="COUNTxCARD, then /CARDS OF A MODEL and @PRICE if needed, such as 8xH100/2@2.50.",
+            help="COUNTxCARD, optionally /CARDS PER MODEL and @PRICE, such as 8xH100/2@2.50.",
         ),
     ],
-    prefill: Annotated[
-        int, typer.Option(min=0, help="Replicas that only compute prompts. 0: each does both.")
-    ] = 0,
+    prefill: Annotated[int, typer.Option(min=0, help="Replicas for prefill only. 0: each also decodes.")] = 0,
     autoscale: Annotated[
         str,
         typer.Option(
@@ -51,17 +49,17 @@ def simulate_serving(
             "serves after STARTUP seconds. --machines is the most.",
         ),
     ] = "",
-    slots: Annotated[int, typer.Option(min=1, help="Most requests in flight in a replica.")] = 256,
-    ttft: Annotated[float, typer.Option(min=0, help="Goodput: most seconds to the first token.")] = 1.0,
-    tpot: Annotated[float, typer.Option(min=0, help="Goodput: most seconds of each further token.")] = 0.05,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the requests of poisson.")] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Maximum requests in flight per replica.")] = 256,
+    ttft: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds to first token.")] = 1.0,
+    tpot: Annotated[float, typer.Option(min=0, help="Goodput: limit of seconds per further token.")] = 0.05,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the poisson requests.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that simulate replicas.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Predict time to first token, time per token and goodput of a fleet that serves a trace.
 
-    The scheduler and the prefix cache are the engine's own. The times are computed from published figures of
-    the card. Requests go to the replicas in turn.
+    The simulation runs the real scheduler and prefix cache. Times are computed from published figures of the
+    card. Requests go to the replicas round robin.
 
     \b
     perilune simulate-serving my-model --requests trace.jsonl --machines 8xH100/2@2.50
@@ -110,7 +108,11 @@ def _arrivals(text: str, seed: int) -> list[Arrival]:
 
 def _show(found: Mapping[str, Any], *, replicas: int, slo: tuple[float, float]) -> None:
     apart = found["prefill_replicas"]
-    split = f"{apart} for prefill and {replicas - apart} for decoding" if apart else "each for both"
+    split = (
+        f"{apart} for prefill and {replicas - apart} for decoding"
+        if apart
+        else "each for prefill and decoding"
+    )
     number = f"{replicas} replicas, {split}"
     if "replicas_mean" in found:
         number = f"{found['replicas_mean']:.1f} replicas on average, {found['replicas_peak']} at most"

@@ -35,11 +35,11 @@ LIVE = 0.8  # share of groups with a gradient, where nothing is known
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asks for.
+    """The options of `perilune simulate`.
 
     Attributes:
         machines: None is this machine.
-        wait_metric: metric of recorded episodes that has the wait of each; "" draws waits.
+        wait_metric: metric of recorded episodes with their waits; "" draws waits.
         settings: staleness of each simulation, None for synchronous; empty for the recipe's own.
     """
 
@@ -164,7 +164,7 @@ class _Simulator:
         return times, replace(plan, ranks=learners)
 
     def _environment(self, job: Job) -> EnvironmentTimes:
-        """The environment, tried on this machine with the recipe's teacher if it has one."""
+        """The environment's times, measured on this machine with the recipe's teacher if it has one."""
         if (trial := self.trials.get(job.stage)) is None:
             return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
@@ -182,7 +182,7 @@ class _Simulator:
                 return found
             if self.options.episodes is not None:
                 raise RequestError(
-                    "has no episodes of steps", where=str(folder), remedy="name a run's artifacts/episodes"
+                    "has no step-*.parquet", where=str(folder), remedy="name a run's artifacts/episodes"
                 )
         return self._assumed(stage)
 
@@ -190,7 +190,7 @@ class _Simulator:
         expected = expected_lengths(self.control, self.recipe, self.trials, self.tokenizer)
         if stage.name not in expected:
             raise RequestError(
-                "nothing is known about the lengths of its answers",
+                "the lengths of its answers are unknown",
                 where=f"stages.{stage.name}",
                 remedy="name the episodes of a run with --episodes FOLDER",
             )
