@@ -61,7 +61,7 @@ class AsynchronousRun(Simulation):
         heapq.heappush(self._events, (when, self._order, act))
 
     def slowdown(self) -> float:
-        """Factor of the times of a process that computes now, if processors are shared."""
+        """Factor of all times now: above 1 when more processes compute than there are cores."""
         if self.plan.cores is None:
             return 1.0
         busy = self._learning + sum(worker.stepping for worker in self.workers)
@@ -154,7 +154,7 @@ class _Request:
 
 
 class _Worker:
-    """A rollout process: one engine, and environments that answer one after the other each.
+    """A rollout process: one engine, and environment processes that each handle one answer at a time.
 
     What arrives during a step of the engine is handled after it, as in `ContinuousRollouts.advance`.
     """
@@ -193,7 +193,7 @@ class _Worker:
             self._ask(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
 
         def open_sessions() -> None:
-            for _ in shape.episodes:  # each goes to the process with the fewest, behind what that still does
+            for _ in shape.episodes:  # each goes to the process with the fewest, after its earlier work
                 lane = min(range(len(self._sessions)), key=self._sessions.__getitem__)
                 self._sessions[lane] += 1
                 self._free[lane] = max(self._free[lane], run.now) + run.environment.task / len(shape.episodes)

@@ -22,14 +22,14 @@ from perilune.simulate.step_cost import StepCost, StepWork, fit, relative_fit
 
 Clock = Callable[[], float]
 
-ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)  # the most telling first
+ROWS = (64, 1, 256, 8, 16, 128, 2, 32, 4, 12, 96, 3, 24, 192, 48, 6)  # the most informative first
 PROMPTS = (6, 150, 40, 500)  # tokens
 ANSWER = 20  # tokens of an answer, about
 MOST = 64_000  # prompt tokens of a measurement
 GROUP = 8  # samples of a prompt
 REPEATS = 3  # of which the median counts
 TOGETHER = 8  # equal decoding steps whose mean is one measurement
-LEAST = 8  # shapes that are measured, however long they take
+LEAST = 8  # shapes that are always measured
 WARM = 2  # steps of training that are left out
 
 
@@ -40,7 +40,7 @@ def measure_steps(
 
     Args:
         seconds: after which no further shape is measured.
-        clock: seconds; of the processor when one thread computes, because other load changes it little.
+        clock: processor time for one thread, because other load changes it little; else wall-clock time.
     """
     until = time.perf_counter() + seconds
     measured: list[tuple[StepWork, float]] = []
@@ -100,7 +100,7 @@ def _is_plain(work: StepWork) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTimes:
-    """What the stages of a calibration recipe tell; fields as in `MeasuredTimes`."""
+    """Times fitted to the stages of a calibration recipe; fields as in `MeasuredTimes`."""
 
     update: tuple[float, float, float]
     recording: tuple[float, float, float]

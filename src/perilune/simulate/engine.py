@@ -1,7 +1,7 @@
-"""The engine on a virtual clock: its own scheduler, pools and outputs, with predicted step times.
+"""The engine on a virtual clock: the real scheduler, pools and outputs, with predicted step times.
 
-The runner computes nothing, and the sampler returns tokens that are known before: lengths are an input of a
-simulation. So the sequence of steps is the one that the real engine takes with the same requests.
+The runner computes nothing, and the sampler returns tokens that are given: lengths are an input of the
+simulation. So the simulated engine takes the same steps as the real engine with the same requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True)
 class Clock:
-    """Virtual seconds. Nothing but predictions advances it."""
+    """Virtual seconds. Only predictions advance the clock."""
 
     now: float = 0.0
 
@@ -256,6 +256,6 @@ class SimulatedEngine(Engine):
         return self.add(Request(list(prompt), params, (0, 0, 0), len(samples)), stream=False)
 
     def swap(self, version: int) -> None:
-        """Use new weights. Samples in flight are recomputed, as in `Engine.update_weights`."""
+        """Use new weights, and recompute samples in flight as `Engine.update_weights` does."""
         self.version = version
         self._scheduler.new_weights(version, recompute=True)

@@ -1,6 +1,6 @@
 """The episodes that a simulated run samples: lengths are an input, never a result.
 
-They come from the episodes of a finished run, step by step, or from a named assumption about their lengths.
+The episodes are those of a finished run, step by step, or follow an assumption about their lengths.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GroupShape:
     Attributes:
         episodes: the turns of each sample; at least one.
         live: whether rewards differ, so that the group is trained on.
-        waits: seconds that the last answer of each episode waited, as recorded; empty if that is not known.
+        waits: recorded seconds that the last answer of each episode waited; empty if they are unknown.
     """
 
     prompt: Tokens
@@ -64,7 +64,7 @@ class GroupShape:
         """The shape of a recorded group.
 
         Args:
-            wait: metric of an episode that has its wait.
+            wait: metric with the wait of an episode.
         """
         rewards = {one.reward for one in episodes if one.reward is not None}
         played = [(one, turns) for one in episodes if (turns := tuple(_turns(one)))]

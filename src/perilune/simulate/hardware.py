@@ -1,7 +1,7 @@
-"""Machines that are not here: times computed from a card's published bandwidth and FLOPs.
+"""Times on other machines, computed from a card's published bandwidth and FLOPs.
 
 A step takes the longer of two times: that of the bytes it reads (weights, keys and values) and that of its
-floating-point operations. Nothing of this is measured, so every output that uses it says so.
+floating-point operations. None of these times is measured, and every output that uses them says so.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, ACHIEVED_TRAINING = 0.7, 0.5, 0.4  # shares 
 TILE = 128  # queries of a prompt that read a key together
 HOST = 1e-3  # seconds of scheduler and sampler in each step of the engine
 REDUCE = 1e-5  # seconds until two cards have exchanged anything
-CACHE = 0.9  # share of the memory beside the weights that the cache takes
+CACHE = 0.9  # share of the memory that weights and cache take
 NETWORK = 50e9  # bytes per second between machines: 400 Gbit/s
 START, RECORD, ANSWER = 60.0, 0.1, 1e-4  # seconds of a stage, a training step and a scored answer
 ASSUMED = (
@@ -86,7 +86,7 @@ class Machines:
         return self.count // self.each
 
     def cost(self, seconds: float) -> float | None:
-        """The price of all cards for so long."""
+        """The price of all cards for `seconds`."""
         return None if self.price is None else self.price * self.count * seconds / 3600
 
 
@@ -115,7 +115,9 @@ def parse_machines(text: str) -> Machines:
     count, each = int(found["count"]), int(found["each"] or 1)
     if each < 1 or count < each or count % each:
         raise RequestError(
-            f"{count} cards cannot be divided by {each}", where="--machines", remedy="change one of them"
+            f"{count} cards cannot be divided by {each}",
+            where="--machines",
+            remedy="give a multiple of the cards per model",
         )
     return Machines(name, CARDS[name], count, each, float(found["price"]) if found["price"] else None)
 
@@ -157,7 +159,7 @@ class ComputedSteps:
 
 @dataclass(frozen=True)
 class ComputedTimes:
-    """The times of an RL run on machines that are not here.
+    """The times of an RL run on other machines.
 
     Attributes:
         length: mean tokens of an episode with its prompt.
@@ -202,7 +204,7 @@ class ComputedTimes:
 
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:
-    """Tokens of the cache beside the weights, for requests of the longest kind.
+    """Tokens that the cache holds beside the weights, for requests of the maximum length.
 
     Raises:
         RequestError: when the weights do not fit.
@@ -222,5 +224,5 @@ def cache_tokens(machines: Machines, model: ModelCard) -> int:
 
 
 def transfer_seconds(model: ModelCard, tokens: int) -> float:
-    """Seconds in which the keys and values of so many tokens go to another machine."""
+    """Seconds to send the keys and values of `tokens` to another machine."""
     return model.cache_bytes(tokens, ITEM) / NETWORK

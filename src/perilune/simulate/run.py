@@ -23,7 +23,7 @@ class RunPlan:
 
     Attributes:
         updates: optimizer steps in each training step.
-        epochs: times that each is computed on the same episodes.
+        epochs: passes over the episodes of a training step.
         evaluations: steps after which held-out tasks are played; 0 is before the first.
         evaluated: held-out tasks, and samples of each.
         ranks: processes that share a synchronous step.
@@ -48,8 +48,8 @@ class EnvironmentTimes:
 
     Attributes:
         task: to make a task.
-        episode: to play and score an episode, of the processor.
-        wait: mean seconds that each answer waits for something else, for example a tool.
+        episode: processor time to play and score an episode.
+        wait: mean seconds that each answer waits, for example for a tool.
         spread: sigma of the lognormal distribution of the wait.
     """
 
@@ -81,7 +81,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a process did, for a trace."""
+    """A span of work of one process, for a trace."""
 
     process: str
     name: str
@@ -133,7 +133,7 @@ class RunResult:
 
 
 class Simulation:
-    """The learner, and batches that are played to their end."""
+    """The work of the learner, and complete batches of episodes."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.plan, self.times, self.lengths = scenario.plan, scenario.times, scenario.lengths

@@ -1,8 +1,8 @@
 """Serving of a request trace by a fleet: time to the first token, time of each further one, and goodput.
 
-Requests go to the replicas in turn. So a replica depends on no other one, and a large fleet is simulated one
-replica after the other. With prefill and decode apart, prefill replicas compute prompts and first tokens.
-Then the keys and values travel to decode replicas.
+Requests go to the replicas round robin. So replicas are independent, and a large fleet is simulated one
+replica after another. With disaggregated prefill, prefill replicas compute prompts and first tokens, and send
+the keys and values to decode replicas.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_requests(path: Path) -> list[Arrival]:
                 number, row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
             )
             if min(arrival.prompt, arrival.output) < 1 or arrival.time < 0 or min(hashes, default=0) < 0:
-                raise ValueError("lengths are at least 1, and times and hashes at least 0")
+                raise ValueError("lengths must be at least 1, times and hashes at least 0")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"not a request: {error}",
@@ -88,7 +88,7 @@ def read_requests(path: Path) -> list[Arrival]:
             ) from None
         found.append(arrival)
     if not found:
-        raise RequestError("has no requests", where=str(path))
+        raise RequestError("the file has no requests", where=str(path))
     return sorted(found, key=lambda one: one.time)
 
 
@@ -195,9 +195,9 @@ def serve(
     """
     if not 0 <= prefill < machines.replicas:
         raise RequestError(
-            f"{prefill} of {machines.replicas} replicas cannot compute prompts alone",
+            f"{prefill} of {machines.replicas} replicas for prefill leave none to decode",
             where="--prefill",
-            remedy=f"leave one to decode: 0 to {machines.replicas - 1}",
+            remedy=f"give 0 to {machines.replicas - 1}",
         )
     if prefill and autoscaling is not None:
         raise RequestError(
@@ -278,7 +278,7 @@ def _replica(machines: Machines, model: ModelCard, slots: int, room: int, share:
 
 
 class _Receiving:
-    """Times of a replica that gets the keys and values of prompts from another one."""
+    """Times of a replica that receives the keys and values of prompts from another replica."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
@@ -293,7 +293,7 @@ class _Receiving:
 
 
 def _shares(items: Sequence[_Sent], count: int) -> list[Sequence[_Sent]]:
-    """The requests of each replica that gets any. They go to the replicas in turn."""
+    """The requests of each replica, round robin, without replicas that get none."""
     return [items[number::count] for number in range(min(count, len(items)))]
 
 
@@ -310,7 +310,7 @@ def _check(arrivals: Sequence[Arrival], model: ModelCard, room: int) -> None:
         raise RequestError(
             f"request {longest.number} has {tokens:,} tokens, and at most {limit:,} fit",
             where="--requests",
-            remedy="leave it out, or use more cards for each copy of the model",
+            remedy="remove the request, or use more cards for each copy of the model",
         )
 
 

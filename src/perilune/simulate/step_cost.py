@@ -8,7 +8,7 @@
   almost as long as one of 16;
 * keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer;
 * copied: blocks copied when samples of a group separate;
-* samples that begin and samples that end have a time each, in which the engine prepares and collects them.
+* begin, end: a time for each sample that the engine prepares or collects.
 """
 
 from __future__ import annotations

@@ -23,28 +23,28 @@ class RunTimes(Protocol):
 
     @property
     def step(self) -> StepTimes:
-        """Of a step of the engine."""
+        """Time of an engine step."""
 
     def learn(self, tokens: int, episodes: int) -> float:
-        """Of an update."""
+        """Time of an update."""
 
     def record(self, tokens: int, episodes: int) -> float:
-        """Of the rest of a training step: publishing the weights, metrics and files."""
+        """Time of the rest of a training step: publishing the weights, metrics and files."""
 
     def score(self, answers: int) -> float:
-        """Of the rollout worker and its scorer, beside what the environment itself takes."""
+        """Time of the rollout worker and its scorer, without that of the environment."""
 
     @property
     def answer(self) -> float:
-        """Of scoring one more answer."""
+        """Time to score one more answer."""
 
     @property
     def publish(self) -> float:
-        """Until a rollout process holds new weights."""
+        """Time until a rollout process has new weights."""
 
     @property
     def start(self) -> float:
-        """Of the stage before its first step and after its last one."""
+        """Time of the stage before its first step and after its last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def load(home: Path, machine: str, model: str) -> Calibrated:
         found = _read(_document(home)[machine][model])
     except (KeyError, TypeError):  # none, or damaged
         found = None
-    remedy = "perilune calibrate RECIPE, or name another machine with --machines"
+    remedy = "run perilune calibrate RECIPE, or name other machines with --machines"
     if found is None:
         raise RequestError(f"this model has not been calibrated on {machine}", remedy=remedy)
     if found.engine != engine_digest():
