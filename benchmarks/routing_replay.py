@@ -1,4 +1,4 @@
-"""Routing replay (R3): the gap between sampler and learner, a climb with and without it, and its transport.
+"""Routing replay (R3): sampler-learner gap, training with and without replay, and transfer of routes.
 
     python benchmarks/routing_replay.py [--seeds 0 1 2] [--steps 40]
 
@@ -113,7 +113,7 @@ class Sampler:
 
 def main() -> None:
     parser = options(__doc__, "routing_replay")
-    parser.add_argument("--steps", type=int, default=40, help="of a climb")
+    parser.add_argument("--steps", type=int, default=40, help="of training")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
@@ -126,7 +126,7 @@ def main() -> None:
         print(json.dumps({"seed": seed, "gaps": gaps[-4:], "climb": climbs[-1]}), file=sys.stderr)
     findings, comparisons = compare_climbs(climbs)
     result = {
-        "title": "Routing replay: the gap, a climb and the transport of routes",
+        "title": "Routing replay: sampler-learner gap, training, and transfer of routes",
         "about": described(ABOUT, [*describe_gaps(gaps), *findings, *describe_transport(transport)]),
     }
     tables = {
@@ -145,13 +145,13 @@ def main() -> None:
 ABOUT = (
     "A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), trained on worked "
     "additions. The engine keeps weights in float32, bfloat16 or int8, or the learner has made two updates "
-    "since. The gap is the difference in nats between the log-probs of sampler and learner on sampled "
-    "tokens; KL(sampler || learner) is the k3 estimate. In the climb, each step samples "
+    "since sampling. The gap is the difference in nats between the log-probs of sampler and learner on "
+    "sampled tokens; KL(sampler || learner) is the k3 estimate. In training (table Climb), each step samples "
     f"{PROMPTS} tasks with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions "
-    "old; pass@1 is measured on held-out tasks in float32. Both arms of a pair start from the same weights "
-    "and see the same tasks. The last table shows the CPU time in which the learner's process receives a "
-    f"group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, "
-    "8 of 128 experts)."
+    "old; pass@1 is measured on held-out tasks in float32. Runs with and without replay start from the same "
+    "weights and see the same tasks. The last table shows the CPU time that the learner's process needs to "
+    f"receive a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B "
+    "(48 layers, 8 of 128 experts)."
 )
 
 
@@ -214,10 +214,13 @@ def describe_gaps(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for engine, since in (("float32", 0), ("bfloat16", 0), ("int8", 0), ("float32", 2)):
         chosen = [row for row in rows if (row["engine"], row["updates since"]) == (engine, since)]
         flipped = statistics.fmean(row["tokens with a flipped expert"] for row in chosen)
-        begins = f"Engine in {engine}, {since} updates since: {flipped:.2%} of tokens have a flipped expert"
+        begins = (
+            f"Engine in {engine}, {since} updates since sampling:"
+            f" {flipped:.2%} of tokens have a flipped expert"
+        )
         if any(row["mean gap, without replay"] for row in chosen):
             gap_left, kl_left = left(chosen, "mean gap"), left(chosen, "KL")
-            yield f"{begins}; replay leaves {gap_left} of the mean gap and {kl_left} of the KL."
+            yield f"{begins}; replay reduces the mean gap to {gap_left} and the KL to {kl_left}."
         else:
             yield f"{begins}; the gap is exactly 0 with replay and without."
 
@@ -288,7 +291,7 @@ def compare_climbs(climbs: Sequence[dict[str, Any]]) -> tuple[list[str], list[di
         return [], []
     return describe_differences(
         {
-            f"with against without replay, {kind} engine": [
+            f"pass@1 with replay against without, {kind} engine": [
                 climb[kind]["with replay"]["pass@1"] - climb[kind]["without replay"]["pass@1"]
                 for climb in climbs
             ]

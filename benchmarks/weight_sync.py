@@ -42,17 +42,17 @@ SEQUENCES, TOKENS = 4, 24
 Kept = dict[str, dict[str, Tensor]]
 ABOUT = (
     "AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with "
-    f"random advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step. The table shows "
-    "the share of "
-    f"values that the last of {STEPS} steps changed, and the size of a delta over the size of all tensors, "
-    "for what an engine keeps in float32, bfloat16 or int8 (median over seeds). `published`: training "
-    "starts from weights that are exact in bfloat16, as most published checkpoints are, so each value "
-    "begins in the middle of its rounding interval. `trained`: each value starts anywhere in its "
-    "interval, as after long training. smollm2-135m is SmolLM2-135M-Instruct, widened from 4 bits: one "
-    "seed, half of the steps at 1e-6, then one step in the direction of the last update at each rate. "
-    "Seconds through shared memory are processor time, to find the changes, write the update and read it; "
-    "reversing the update (`keep_sent: false`) replaces the comparison. Seconds through HTTP are the clock's "
-    "on a machine that was busy, for a push to a server on the same machine, which loads the weights too."
+    f"random advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step. The first table shows "
+    f"the share of values that the last of {STEPS} steps changed, and the size of a delta divided by the "
+    "size of all tensors, for engines that keep weights in float32, bfloat16 or int8 (median over seeds). "
+    "`published`: training starts from weights that are exact in bfloat16, as most published checkpoints "
+    "are, so each value begins in the middle of its rounding interval. `trained`: each value starts "
+    "anywhere in its interval, as after long training. smollm2-135m is SmolLM2-135M-Instruct, dequantized "
+    "from 4 bits, with one seed: after half of the steps at 1e-6, each rate gets one step in the direction "
+    "of the last update. Seconds through shared memory are processor time to find the changes, write the "
+    "update and read it. With `keep_sent: false`, reversing the update replaces the comparison that finds "
+    "the changes. Seconds through HTTP are wall-clock time on a busy machine, for a push to a server on "
+    "the same machine, including the time to load the weights."
 )
 
 
@@ -297,12 +297,14 @@ def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str,
     )
     key = "bfloat16: delta / full"
     findings = [
-        f"In bfloat16 at learning rates of at most 1e-5 a delta has {spread(key, low)} of the bytes.",
-        f"At 1e-3 it has {spread(key, high)}.",
-        f"Through shared memory the last model takes {local['delta, s']:.2f} s as a delta and"
-        f" {local['full, s']:.2f} s whole: nothing is gained but memory. A push over HTTP takes"
-        f" {pushed['delta, s']:.1f} s and {pushed['full, s']:.1f} s on one machine.",
-        f"In float32 a delta has {spread('float32: delta / full', rows)} of them: `auto` sends it whole.",
+        f"In bfloat16, at learning rates of at most 1e-5, a delta has {spread(key, low)} of the bytes of all"
+        " tensors.",
+        f"In bfloat16, at 1e-3, a delta has {spread(key, high)} of the bytes.",
+        f"Through shared memory, an update of {local['model']} takes {local['delta, s']:.2f} s as a delta and"
+        f" {local['full, s']:.2f} s whole: a delta saves only memory. Over HTTP on one machine, a push takes"
+        f" {pushed['delta, s']:.1f} s as a delta and {pushed['full, s']:.1f} s whole.",
+        f"In float32 a delta has {spread('float32: delta / full', rows)} of the bytes, so `auto` sends whole"
+        " tensors.",
         f"In int8 {spread('int8: changed', low)} of the values change at learning rates of at most 1e-5.",
     ]
     return {
