@@ -223,6 +223,9 @@ class _Http:
             raise WorkFailedError(message, where=self._url, remedy="see the server's log")
         remedy = {
             401: "name the environment variable with the server's token: --token-env NAME",
-            404: "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve",
+            404: "run the same command again"
+            if "incomplete" in response.text
+            else "start it with: perilune serve --weight-updates, or VLLM_SERVER_DEV_MODE=1 vllm serve"
+            " (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 for adapters)",
         }
         raise RequestError(message, where=self._url, remedy=remedy.get(response.status_code, ""))

@@ -43,7 +43,7 @@ class AsynchronousSettings(Frozen):
     keep_sent: bool = Field(
         True,
         description="find changed values with a copy of the last version; false reverses the optimizer's"
-        " update instead, which needs no copy and takes ten times as long",
+        " update instead, which needs no copy and takes longer",
     )
 
     def keeps_sent(self, learner: LearnerSettings) -> bool:
