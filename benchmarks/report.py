@@ -27,6 +27,7 @@ from measured_views import generate_view, quickstart_view, trl_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
 from smollm2_view import view as smollm2_view
+from staleness_view import view as staleness_view
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,6 +42,7 @@ VIEWS = {
     "connect_four": connect_four_view,
     "selfplay": selfplay_view,
     "smollm2": smollm2_view,
+    "staleness": staleness_view,
 }
 ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
 MOST_ROWS = 40  # rows of a table that a page shows

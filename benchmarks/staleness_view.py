@@ -1,0 +1,123 @@
+"""The result page of the staleness benchmark: findings, a table and a chart from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from comparison.chart import Curve, panels
+from perilune.metrics.across_seeds import compare_over_seeds
+
+DEFAULT = "tis"  # what a recipe has that sets no `off_policy`
+CHART = "staleness.svg"
+CORRECTIONS = {
+    "clip": "no correction; PPO's ratio is to the policy that sampled",
+    "none": "PPO's ratio is to the learner before the step; older tokens count as its own",
+    "tis": "weight of each token, truncated at 2 (the default)",
+    "icepop": "weight of each token, which is left out below 0.5 or above 5",
+    "sequence": "weight of the whole answer, truncated at 2",
+    "vcpo": "as sequence, with a learning rate that falls with the effective sample size",
+}
+ABOUT = """\
+A schedule log fixes the staleness of a run: every token of a step was sampled by the weights of so many steps
+before. So the arms of a seed differ in nothing else. Each starts from the same SFT checkpoint (three-digit
+sums, the tiny model) and trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates a
+step. pass@1 is over 256 held-out tasks with eight answers each. Differences are tested with a paired t test
+over seeds, with Holm's correction over all comparisons of this page."""
+
+Record = Mapping[str, Any]
+Cells = dict[tuple[int, str], dict[int, float]]
+"""pass@1 by staleness and arm, then by seed."""
+
+
+def view(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with its records replaced by findings, a table and a chart."""
+    cells: Cells = {}
+    for record in document["records"]:
+        if "failed" not in record:
+            cells.setdefault((record["staleness"], record["arm"]), {})[record["seed"]] = record["pass@1"]
+    ages = sorted({age for age, _ in cells} - {0})
+    arms = [arm for arm in CORRECTIONS if any(arm == other for _, other in cells)]
+    about = [
+        "\n".join(f"* {one}" for one in [*findings(cells, ages, arms), *stopped(document["records"])]),
+        f"![pass@1 against staleness, one panel per correction]({CHART})",
+        ABOUT.format(**document["settings"]),
+    ]
+    table = {
+        f"`{arm}`": {
+            "correction": CORRECTIONS[arm],
+            **{f"staleness {age}": list(cells.get((age, arm), {}).values()) or None for age in ages},
+        }
+        for arm in arms
+    }
+    rest = {key: document[key] for key in document if key not in ("settings", "arms", "records")}
+    return {
+        "title": "The climb by staleness and off-policy correction",
+        "about": "\n\n".join(about),
+        "command": document["command"],
+        "pass@1 after training": table,
+        "charts": {CHART: panels(curves(cells, ages, arms), "staleness", "pass@1")},
+        **rest,
+    }
+
+
+def findings(cells: Cells, ages: list[int], arms: list[str]) -> list[str]:
+    """What synchronous training reached, and what staleness and the other corrections change."""
+    base = cells[0, DEFAULT]
+    questions = {
+        f"staleness {age} against 0, both `{DEFAULT}`": ((age, DEFAULT), (0, DEFAULT)) for age in ages
+    }
+    questions |= {
+        f"`{arm}` against `{DEFAULT}` at staleness {age}": ((age, arm), (age, DEFAULT))
+        for age in ages
+        for arm in arms
+        if arm != DEFAULT
+    }
+    differences = {
+        name: [
+            cells[one][seed] - cells[other][seed] for seed in sorted(cells[one].keys() & cells[other].keys())
+        ]
+        for name, (one, other) in questions.items()
+        if one in cells and other in cells
+    }
+    compared = compare_over_seeds({name: values for name, values in differences.items() if len(values) > 1})
+    shown = [
+        f"{name}: {one.describe()}."
+        for name, one in compared.items()
+        if one.conclusion in ("higher", "lower")
+    ]
+    reached = (
+        f"Without staleness pass@1 is {fmean(base.values()):.1%} after training, over {len(base)} seeds."
+    )
+    best = [
+        f"At staleness {age} the means by correction are "
+        + ", ".join(f"`{arm}` {fmean(cells[age, arm].values()):.1%}" for arm in arms if (age, arm) in cells)
+        + "."
+        for age in ages
+    ]
+    rest = f"No difference shown in {len(compared) - len(shown)} of {len(compared)} comparisons."
+    return [reached, *best, *shown, rest]
+
+
+def stopped(records: list[Record]) -> list[str]:
+    """The runs that a check ended."""
+    return [
+        f"`{one['arm']}` at staleness {one['staleness']} stopped with seed {one['seed']}: {one['failed']}."
+        for one in records
+        if "failed" in one
+    ]
+
+
+def curves(cells: Cells, ages: list[int], arms: list[str]) -> dict[str, Curve]:
+    """pass@1 of each arm by staleness; all begin at that without staleness."""
+    found = {}
+    for arm in [DEFAULT, *(one for one in arms if one != DEFAULT)]:
+        points = {0: [*cells[0, DEFAULT].values()]}
+        points |= {age: [*cells[age, arm].values()] for age in ages if (age, arm) in cells}
+        values = [(fmean(one), min(one), max(one)) for one in points.values()]
+        x, (mean, low, high) = np.array([*points], float), np.array(values).T
+        found[arm] = (x, mean, low, high)
+    return found
