@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -50,6 +51,25 @@ def first(bundle: Path) -> tuple[str, str]:
 def test_a_frozen_bundle_verifies(pristine: Path) -> None:
     assert verify(pristine) == []
     assert verify(pristine, recorded_digest(pristine)) == []
+
+
+def test_what_a_running_task_changes_is_not_looked_at(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker replaces its heartbeat while the frozen files are compared."""
+    with copied(pristine) as bundle:
+        (bundle / "runtime").mkdir(exist_ok=True)
+        (bundle / "runtime" / ".heartbeat.tmp").write_text("{}")
+        real = os.scandir
+
+        def looked_at(folder: Any = ".") -> Any:
+            assert not str(folder).endswith("/runtime")
+            return real(folder)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", looked_at)
+            assert verify(bundle) == []
+            assert bundle_digest(bundle) == recorded_digest(bundle)
 
 
 @MANY

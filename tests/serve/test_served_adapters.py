@@ -36,7 +36,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
     checkpoint, poet = folders
     settings = Settings(checkpoint, "base", slots=8, adapters=dict([_adapter(f"poet={poet}")]))
-    app = make_app(_service(settings, print), token=None, bodies=BodyLimits(1 << 20))
+    service, _ = _service(settings, print)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         yield client
 

@@ -55,7 +55,7 @@ def test_prefill_apart_waits_for_the_transfer_and_never_for_decoding() -> None:
     for one in apart.values():
         if one.arrival.output > 1:
             assert one.end > one.first + transfer_seconds(MODEL, one.arrival.prompt)
-    with pytest.raises(RequestError, match="leave one to decode"):
+    with pytest.raises(RequestError, match="leave none to decode"):
         serve(ONE, MODEL, arrivals, prefill=1)
 
 

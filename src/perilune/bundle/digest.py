@@ -32,16 +32,20 @@ class Entry:
         return {"path": self.path, "size": self.size, "sha256": self.sha256, "mode": self.mode}
 
 
-def walk(root: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the relative path and lstat of each file, link and empty directory below `root`.
 
     Never follows links. Entries of a directory are in order of their names.
+
+    Args:
+        prefix: of the paths.
+        skip: names in `root` that are left out.
 
     Raises:
         RequestError: when a name is not UTF-8.
     """
     with os.scandir(root) as entries:
-        children = sorted(entries, key=lambda entry: entry.name)
+        children = sorted((one for one in entries if one.name not in skip), key=lambda one: one.name)
     for child in children:
         try:
             child.name.encode()
@@ -74,7 +78,7 @@ def frozen_entries(bundle: Path) -> list[Entry]:
     if not (bundle / "job.json").is_file():
         raise RequestError("not a bundle: no job.json", where=str(bundle))
     entries = []
-    for relative, status in walk(bundle):
+    for relative, status in walk(bundle, skip=OBSERVED):
         if relative.split("/", 1)[0] not in FROZEN or stat.S_ISDIR(status.st_mode):
             continue
         if not stat.S_ISREG(status.st_mode):

@@ -121,11 +121,14 @@ def _recorded(data: bytes) -> dict[str, Entry] | None:
 
 
 def _present(bundle: Path) -> dict[str, Any]:
-    """lstat of the frozen files, and of anything that does not belong in a bundle."""
+    """lstat of the frozen files, and of anything that does not belong in a bundle.
+
+    A running task changes the other folders while they are looked at.
+    """
     return {
         path: status
-        for path, status in walk(bundle)
-        if path.split("/", 1)[0] not in OBSERVED and not (path in FROZEN and stat.S_ISDIR(status.st_mode))
+        for path, status in walk(bundle, skip=OBSERVED)
+        if not (path in FROZEN and stat.S_ISDIR(status.st_mode))
     }
 
 
