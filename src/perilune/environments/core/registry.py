@@ -44,6 +44,7 @@ _BUILT_IN = {
     "gymnasium": "perilune.environments.adapters.gymnasium_text:GymnasiumEnvironment",
     "instructions": "perilune.environments.builtin.instructions:InstructionsEnvironment",
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
+    "oolong": "perilune.environments.builtin.oolong:OolongEnvironment",
     "open_spiel": "perilune.games.open_spiel:OpenSpielEnvironment",
     MIXTURE: "perilune.environments.core.mixture:Mixture",
     "openenv": "perilune.environments.adapters.openenv:OpenEnvEnvironment",

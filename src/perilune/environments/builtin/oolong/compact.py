@@ -1,0 +1,90 @@
+"""Lines, questions and answers in a few characters, for character-level models.
+
+c3bo                    a line: month from a to l, user, and a word that decides the label
+
+#A                      how many lines have label A?
++  -                    which label has most, or fewest, lines?
+A?B                     has A more lines than B (>), fewer (<) or as many (=)?
+@A  %A                  which user, which month has most lines of A?
+&A2                     which pairs of users have 2 or more lines of A each?
+&A2B                    in which pairs has one user 2 or more lines of A, and the other of B?
+&A=2                    which pairs have the same number of lines of A, at least 2?
+&A+7                    which pairs, where both have lines of A, have 7 together?
+#&A2                    how many such pairs are there?
+#A@3 #A<e #A>e #A=e     of user 3; before month e; from month e on; in month e
+
+;2 ;A ;> ;e ;1-4,2-3    answers; any text without ";" may precede
+"""
+
+from __future__ import annotations
+
+from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question
+from perilune.environments.builtin.oolong.records import Record
+
+MARK = ";"
+PAIR_JOINT = ","
+LABELS = tuple("ABCDEF")
+SIGNS = {1: ">", -1: "<", 0: "="}
+WORDS = tuple(
+    tuple(words.split())
+    for words in (
+        "du fe go ke ko mi ni pe",
+        "he ki le ma mo pa po pu",
+        "bi bu fi fu gi gu ha ka",
+        "ba da do fo li lu me no",
+        "bo de di fa ho hu la na",
+        "be ga hi ku lo ne nu pi",
+    )
+)
+"""The words of each label. They are drawn at random, so no single letter tells a label."""
+
+
+def line(record: Record) -> str:
+    """A record as a line."""
+    words = WORDS[record.label]
+    return f"{month(record.date // 100)}{record.user}{words[record.wording % len(words)]}"
+
+
+def tokens(text: str) -> int:
+    """Tokens of a line: one a character."""
+    return len(text) + 1
+
+
+def month(number: int) -> str:
+    """The letter of a month."""
+    return chr(ord("a") + number - 1)
+
+
+def ask(asked: Question) -> str:
+    """The question."""
+    label, other = LABELS[asked.label], LABELS[asked.other]
+    if asked.find in ("pairs", "pairs_count"):
+        number = asked.number
+        condition = {
+            "both": f"{number}",
+            "each": f"{number}{other}",
+            "equal": f"={number}",
+            "sum": f"+{number}",
+        }
+        what = f"{'#' * (asked.find == 'pairs_count')}&{label}{condition[asked.relation]}"
+    else:
+        forms = {"count": f"#{label}", "most": "+", "least": "-", "user": f"@{label}", "month": f"%{label}"}
+        what = f"{label}?{other}" if asked.find == "compare" else forms[asked.find]
+    return what + (f"@{asked.user}" if asked.user else "") + _period(asked)
+
+
+def _period(asked: Question) -> str:
+    since, until = month(asked.since // 100), month(asked.until // 100)
+    if asked.since > BEFORE_ALL:
+        return f">{since}" if asked.until == AFTER_ALL else f"={since}"
+    return "" if asked.until == AFTER_ALL else f"<{until}"
+
+
+def read_field(text: str) -> str | None:
+    """The answer after the only mark; None if there is no single mark."""
+    return text.partition(MARK)[2] if text.count(MARK) == 1 else None
+
+
+def context_and_question(lines: str, question: str) -> str:
+    """The prompt of a single turn."""
+    return f"{lines}{question}\n"

@@ -1,0 +1,56 @@
+"""Aggregation over long contexts in a single turn: all lines and the question are in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from perilune.environments.builtin.oolong import second_opinion
+from perilune.environments.builtin.oolong.settings import OolongSpec
+from perilune.environments.builtin.oolong.tasks import (
+    context_lines,
+    direct_prompt,
+    draw_tasks,
+    gold,
+    marked,
+    question,
+    read_field,
+    score_answer,
+)
+from perilune.environments.core.protocol import Score, Split, Task, Transcript
+from perilune.environments.core.single_turn import SingleTurn
+
+
+class OolongEnvironment(SingleTurn):
+    """Reward 1 for the right answer. The term "official" is the score of the OOLONG benchmark."""
+
+    Spec = OolongSpec
+
+    def __init__(self, spec: OolongSpec) -> None:
+        self.spec = spec
+        self.id = "oolong"
+        self.own_format = "after ';'" if spec.style == "compact" else ""
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Yield distinct tasks without end."""
+        for task_id, data in draw_tasks(self.spec, split, seed):
+            prompt = ({"role": "user", "content": direct_prompt(data)},)
+            yield Task(task_id, prompt, data, difficulty=float(data["lines"]))
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        """Score an answer. One that the token limit cut off scores 0."""
+        field = read_field(task.data, transcript.text) if transcript.finished else None
+        official = 0.0 if field is None else score_answer(task.data, field)
+        find = task.data["question"]["find"]
+        return Score(float(official == 1.0), {"official": official}, {f"official/{find}": official})
+
+    def gold(self, task: Task) -> Transcript:
+        """The right answer."""
+        return Transcript(marked(task.data, gold(task.data)))
+
+    def is_right(self, task: Task, transcript: Transcript) -> bool:
+        """A second opinion for audits: reads lines and question as text, in separate code."""
+        field = read_field(task.data, transcript.text) if transcript.finished else None
+        data = task.data
+        return field is not None and second_opinion.is_right(
+            data["style"], context_lines(data), question(data), field
+        )

@@ -1,0 +1,58 @@
+"""The records of a context: who wrote a line, when, and on what. Drawn again whenever they are needed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+LABELS = 6
+MONTHS = 12
+DAYS = 28  # of each month, so that every date exists
+MOST_WEIGHT = 9  # of a label among a user's lines, or among those of a month; the least is 1
+WORDINGS = 1 << 16
+
+
+class Record(NamedTuple):
+    """One line.
+
+    Attributes:
+        date: 100 * month + day, such as 517 for the 17th of May.
+        user: from 1.
+        label: from 0 to 5.
+        wording: a number that selects one of the texts of the label.
+    """
+
+    date: int
+    user: int
+    label: int
+    wording: int
+
+
+def draw_records(context: Mapping[str, Any]) -> Iterator[Record]:
+    """Yield the records that a description determines.
+
+    Users are Zipf distributed. Half of the labels are drawn from the user's own distribution, and half from
+    that of the month, so that neither users nor months resemble the whole.
+
+    Args:
+        context: "seed", "lines", "users" and "zipf".
+    """
+    draw = random.Random(f"oolong/records/{context['seed']}")
+    users = draw.sample(range(1, context["users"] + 1), context["users"])
+    by_rank = list(itertools.accumulate(rank ** -context["zipf"] for rank in range(1, len(users) + 1)))
+    of_user = {user: _label_weights(draw) for user in users}
+    of_month = {month: _label_weights(draw) for month in range(1, MONTHS + 1)}
+    labels = range(LABELS)
+    for _ in range(context["lines"]):
+        (user,) = draw.choices(users, cum_weights=by_rank)
+        month, day = 1 + int(draw.random() * MONTHS), 1 + int(draw.random() * DAYS)
+        weights = of_user[user] if draw.random() < 0.5 else of_month[month]
+        (label,) = draw.choices(labels, cum_weights=weights)
+        yield Record(100 * month + day, user, label, int(draw.random() * WORDINGS))
+
+
+def _label_weights(draw: random.Random) -> list[int]:
+    """Cumulative weights."""
+    return list(itertools.accumulate(draw.randint(1, MOST_WEIGHT) for _ in range(LABELS)))

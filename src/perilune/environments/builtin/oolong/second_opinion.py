@@ -1,0 +1,181 @@
+"""A second opinion: answers a question from the text of lines and question alone, by brute force.
+
+It shares only the vocabulary with the rest: the words of compact lines and the names of labels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from perilune.environments.builtin.oolong import compact, natural
+
+_OPENINGS: Mapping[str, str] = {
+    "abbreviation": r"What does the short form|How is the word|Which initials|What is the acronym"
+    r"|What do the letters",
+    "description": r"Why|How does|What is the difference|What is the purpose|What is meant",
+    "entity": r"What kind|Which tool|What colour|Which material|What animal",
+    "human being": r"Who|Whose|Which inventor|Which engineer",
+    "location": r"Where|Which city|In which country|On which street",
+    "numeric value": r"How many|How much|In which year|How old|What percentage",
+}
+_NATURAL_LINE = re.compile(r"(2024-\d\d-\d\d) \| user (\d+) \| (.*)")
+_COMPACT_LINE = re.compile(r"([a-l])(\d+)([a-z]{2})")
+_COMPACT_QUESTION = re.compile(
+    r"(?P<find>#?&|[#@%+-])?(?P<label>[A-F])?(?:\?(?P<than>[A-F]))?(?P<how>[=+])?(?P<number>\d+)?(?P<other>[A-F])?"
+    r"(?:@(?P<user>\d+))?(?:(?P<sign>[<>=])(?P<date>[a-l]))?"
+)
+_COMPACT_FINDS = {"#": "count", "+": "most", "-": "least", "@": "user", "%": "month", "&": "pairs"}
+_NATURAL_FINDS = {
+    "How many pairs": "number of pairs",
+    "How many": "count",
+    "Which category has the most": "most",
+    "Which category has the fewest": "least",
+    "Are there more": "compare",
+    "Which user": "user",
+    "Which month": "month",
+    "Which pairs": "pairs",
+}
+_NATURAL_RELATIONS = {"same number": "equal", "together": "sum", "one user has": "each", "both users": "both"}
+
+
+@dataclass(frozen=True)
+class _Line:
+    date: str
+    user: str
+    label: str
+
+
+@dataclass(frozen=True)
+class _Asked:
+    find: str
+    labels: list[str]
+    user: str | None
+    period: tuple[str, str] | None  # the sign <, > or =, and a date
+    relation: str
+    number: int
+    all_labels: Sequence[str]
+    signs: tuple[str, str, str]  # more, fewer, the same
+
+
+def is_right(style: str, lines: Iterable[str], question: str, answer: str) -> bool:
+    """Whether an answer without its mark is right."""
+    right = answer_by_reading(style, lines, question)
+    if isinstance(right, str):
+        return answer.strip(" \n") == right
+    parts = re.split(r"[ \n]*,[ \n]*|[ \n]+", answer.strip(" \n"))
+    if not all(re.fullmatch(r"[1-9][0-9]{0,3}-[1-9][0-9]{0,3}", part) for part in parts):
+        return False
+    return len(parts) == len(right) and {frozenset(part.split("-")) for part in parts} == right
+
+
+def answer_by_reading(style: str, lines: Iterable[str], question: str) -> str | set[frozenset[str]]:
+    """The answer as text, or as a set of pairs of users; "several" if several labels, users or months tie."""
+    read, parse = (_read_compact, _parse_compact) if style == "compact" else (_read_natural, _parse_natural)
+    return _answer([read(line) for line in lines], parse(question.strip()))
+
+
+def _read_natural(line: str) -> _Line:
+    found = _NATURAL_LINE.fullmatch(line.rstrip("\n"))
+    assert found, line
+    (label,) = [name for name, opening in _OPENINGS.items() if re.match(rf"(?:{opening})\b", found[3])]
+    return _Line(found[1], found[2], label)
+
+
+def _read_compact(line: str) -> _Line:
+    found = _COMPACT_LINE.fullmatch(line.rstrip("\n"))
+    assert found, line
+    (label,) = ["ABCDEF"[place] for place, words in enumerate(compact.WORDS) if found[3] in words]
+    return _Line(found[1], found[2], label)
+
+
+def _parse_natural(question: str) -> _Asked:
+    asked = question.splitlines()[-1].partition("?")[0]
+    find = next(find for opening, find in _NATURAL_FINDS.items() if asked.startswith(opening))
+    period = re.search(r" (in|dated before|dated) (2024[-\d]+)", asked)
+    user = re.search(r" of user (\d+)", asked)
+    number = re.search(r"at least (\d+)|(\d+) together", asked)
+    return _Asked(
+        find,
+        re.findall(r"'([^']+)'", asked),
+        user[1] if user else None,
+        ({"in": "=", "dated before": "<", "dated": ">"}[period[1]], period[2]) if period else None,
+        next((relation for words, relation in _NATURAL_RELATIONS.items() if words in asked), ""),
+        int(number[1] or number[2]) if number else 0,
+        natural.LABELS,
+        ("more", "fewer", "same"),
+    )
+
+
+def _parse_compact(question: str) -> _Asked:
+    found = _COMPACT_QUESTION.fullmatch(question)
+    assert found, question
+    find = "number of pairs" if found["find"] == "#&" else _COMPACT_FINDS.get(found["find"], "compare")
+    return _Asked(
+        find,
+        [label for label in (found["label"], found["than"] or found["other"]) if label],
+        found["user"],
+        (found["sign"], found["date"]) if found["sign"] else None,
+        "each" if found["other"] else {None: "both", "=": "equal", "+": "sum"}[found["how"]],
+        int(found["number"] or 0),
+        "ABCDEF",
+        (">", "<", "="),
+    )
+
+
+def _answer(lines: Sequence[_Line], asked: _Asked) -> str | set[frozenset[str]]:
+    kept = [one for one in lines if asked.user in (None, one.user) and _is_within(one.date, asked.period)]
+
+    def count(label: str, user: str | None = None, month: str = "") -> int:
+        return sum(
+            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in kept
+        )
+
+    match asked.find:
+        case "count":
+            return str(count(asked.labels[0]))
+        case "most" | "least":
+            sign = 1 if asked.find == "most" else -1
+            return _only_best({label: sign * count(label) for label in asked.all_labels})
+        case "compare":
+            more, fewer = map(count, asked.labels)
+            return asked.signs[0 if more > fewer else 1 if more < fewer else 2]
+        case "user":
+            return _only_best({one.user: count(asked.labels[0], user=one.user) for one in kept})
+        case "month":
+            months = {one.date[:7] for one in kept}
+            return _only_best({month: count(asked.labels[0], month=month) for month in months})
+    counts = {
+        user: [count(label, user=user) for label in asked.labels] for user in {one.user for one in lines}
+    }
+    pairs = {
+        frozenset((one, two))
+        for one, two in combinations(counts, 2)
+        if _holds(asked, counts[one], counts[two]) or _holds(asked, counts[two], counts[one])
+    }
+    return pairs if asked.find == "pairs" else str(len(pairs))
+
+
+def _holds(asked: _Asked, one: Sequence[int], two: Sequence[int]) -> bool:
+    match asked.relation:
+        case "both":
+            return one[0] >= asked.number and two[0] >= asked.number
+        case "each":
+            return one[0] >= asked.number and two[1] >= asked.number
+        case "equal":
+            return one[0] == two[0] and one[0] >= asked.number
+    return one[0] > 0 and two[0] > 0 and one[0] + two[0] == asked.number
+
+
+def _is_within(date: str, period: tuple[str, str] | None) -> bool:
+    if period is None:
+        return True
+    sign, limit = period
+    return date.startswith(limit) if sign == "=" else date < limit if sign == "<" else date >= limit
+
+
+def _only_best(counts: Mapping[str, int]) -> str:
+    best = [name for name, count in counts.items() if count == max(counts.values())]
+    return best[0] if len(best) == 1 else "several"

@@ -1,0 +1,47 @@
+"""Settings of generated aggregation tasks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Group = Literal["counting", "user", "temporal", "pairs"]
+Style = Literal["natural", "compact"]
+
+FEWEST_LINES = 8  # fewer could repeat a context by chance
+Length = Annotated[int, Field(ge=FEWEST_LINES, le=4_000_000)]
+
+
+class OolongSettings(BaseModel):
+    """The settings that determine context and questions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lengths: tuple[Length, ...] = Field(
+        (32,), min_length=1, description="lengths of contexts; each task draws one of them"
+    )
+    unit: Literal["lines", "tokens"] = Field(
+        "lines",
+        description="unit of lengths; tokens are estimated: one a word, digit or punctuation mark in"
+        " natural contexts, one a character in compact ones",
+    )
+    users: int = Field(8, ge=2, le=1000, description="users who may have lines")
+    zipf: float = Field(
+        1.0, ge=0, le=3, description="the n-th busiest user writes lines in proportion to n ** -zipf"
+    )
+    kinds: tuple[Group, ...] = Field(
+        ("counting", "user", "temporal", "pairs"), min_length=1, description="kinds of questions to draw from"
+    )
+    most_pairs: int = Field(28, ge=1, le=1000, description="most pairs of users in an answer")
+    style: Style = Field(
+        "natural",
+        description="natural: lines and questions in English; compact: a few characters a line, answer after"
+        " ';'",
+    )
+
+
+class OolongSpec(OolongSettings):
+    """The environment section of a recipe, for `id: oolong`."""
+
+    id: Literal["oolong"] = Field("oolong", description="id of the environment")

@@ -1,0 +1,242 @@
+"""OOLONG made offline: gold answers agree with brute force over the text, scores are the official ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from perilune.environments import Transcript, make_environment
+from perilune.environments.builtin.oolong import (
+    OolongSettings,
+    context_lines,
+    draw_task,
+    draw_tasks,
+    gold,
+    question,
+    score_answer,
+)
+from perilune.environments.builtin.oolong.questions import Question, evaluate
+from perilune.environments.builtin.oolong.records import Record
+from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
+from perilune.environments.builtin.oolong.tasks import direct_prompt
+from perilune.errors import RequestError
+from perilune.verifiers.conformance import check_environment
+
+STYLES = ("natural", "compact")
+
+
+def drawn(count, split="train", seed=0, **settings):
+    return list(islice(draw_tasks(OolongSettings(**settings), split, seed), count))
+
+
+def of_kind(find, style="natural", **settings):
+    """The data of the first task that asks so."""
+    tasks = draw_tasks(OolongSettings(style=style, **settings), "train", 0)
+    return next(data for _, data in tasks if data["question"]["find"] == find)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ten_thousand_gold_answers_agree_with_brute_force_over_the_text(style):
+    finds = set()
+    for lengths, users, count in (((8, 12, 16), 4, 2500), ((24, 32, 40), 8, 2500)):
+        for _, data in drawn(count, style=style, lengths=lengths, users=users):
+            read = answer_by_reading(style, context_lines(data), question(data))
+            stated = gold(data)
+            if not isinstance(read, str):
+                stated = {frozenset(pair.split("-")) for pair in stated.replace(",", " ").split()}
+            assert read == stated, (direct_prompt(data), gold(data))
+            finds.add((data["question"]["find"], data["question"]["relation"]))
+    relations = {relation for find, relation in finds if find.startswith("pairs")}
+    assert relations == {"both", "each", "equal", "sum"}
+    assert {find for find, _ in finds} == {
+        "count", "most", "least", "compare", "user", "month", "pairs", "pairs_count",
+    }  # fmt: skip
+
+
+LINES = [
+    Record(101, 1, 0, 0), Record(215, 1, 0, 0), Record(301, 2, 0, 0), Record(320, 2, 1, 0),
+    Record(401, 3, 1, 0), Record(402, 3, 1, 0), Record(403, 3, 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (Question("count", 0), 4),
+        (Question("count", 0, user=1), 2),
+        (Question("count", 0, since=215), 3),
+        (Question("count", 0, until=215), 1),
+        (Question("most"), 0),
+        (Question("most", user=3), 1),
+        (Question("most", since=300, until=400), None),
+        (Question("least"), None),
+        (Question("compare", 0, 1), 1),
+        (Question("compare", 1, 0), -1),
+        (Question("compare", 4, 5), 0),
+        (Question("user", 0), 1),
+        (Question("user", 5), None),
+        (Question("month", 1), 4),
+        (Question("month", 0), None),
+        (Question("pairs", 0, relation="both", number=1), ((1, 2), (1, 3), (2, 3))),
+        (Question("pairs", 0, relation="both", number=2), ()),
+        (Question("pairs", 0, 1, relation="each", number=1), ((1, 2), (1, 3), (2, 3))),
+        (Question("pairs", 0, 1, relation="each", number=2), ((1, 3),)),
+        (Question("pairs", 0, relation="equal", number=1), ((2, 3),)),
+        (Question("pairs", 0, relation="equal", number=2), ()),
+        (Question("pairs_count", 0, relation="sum", number=3), 2),
+        (Question("pairs", 1, relation="sum", number=3, since=400), ()),
+    ],
+)
+def test_the_evaluator_on_seven_lines(asked, answer):
+    assert evaluate(asked, LINES) == answer
+
+
+def test_a_context_is_drawn_again_from_its_description_and_never_stored():
+    (_, data), *_ = drawn(1, lengths=(5000,))
+    again = json.loads(json.dumps(data))
+    assert list(context_lines(again)) == list(context_lines(data)) and len(list(context_lines(data))) == 5000
+    assert (question(again), gold(again)) == (question(data), gold(data))
+    assert len(json.dumps(data)) < 1000
+    assert draw_task(OolongSettings(lengths=(5000,)), data) == data
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("users", [8, 1000])
+def test_lengths_in_tokens_are_kept(style, users):
+    data = drawn(1, style=style, users=users, lengths=(20_000,), unit="tokens")[0][1]
+    text = "".join(context_lines(data))
+    tokens = len(text) if style == "compact" else sum(map(is_token, pieces(text)))
+    assert tokens == pytest.approx(20_000, rel=0.06)
+
+
+def pieces(text):
+    """Words, and every other character."""
+    word = ""
+    for character in text:
+        if character.isalpha():
+            word += character
+            continue
+        yield word
+        yield character
+        word = ""
+
+
+def is_token(piece):
+    return piece not in ("", " ")
+
+
+def test_mixed_lengths_and_kinds_are_drawn():
+    tasks = [data for _, data in drawn(60, lengths=(16, 64), kinds=("counting",))]
+    assert {data["lines"] for data in tasks} == {16, 64}
+    assert {data["question"]["find"] for data in tasks} == {"count", "most", "least", "compare"}
+    assert all(data["question"]["user"] == 0 and data["question"]["since"] == 0 for data in tasks)
+
+
+def test_tasks_are_distinct_and_no_context_is_in_both_splits():
+    ids, texts = {}, {}
+    for split in ("train", "heldout"):
+        tasks = drawn(40, split) + drawn(40, split, seed=1)
+        ids[split] = {task_id for task_id, _ in tasks}
+        texts[split] = {"".join(context_lines(data)) for _, data in tasks}
+        assert len(ids[split]) == len(texts[split]) == 80
+    assert not ids["train"] & ids["heldout"] and not texts["train"] & texts["heldout"]
+    assert drawn(5) == drawn(5) and drawn(5) != drawn(5, seed=1)
+
+
+def test_users_are_zipf_distributed_and_labels_differ_by_user_and_month():
+    counts = {}
+    data = {**drawn(1)[0][1], "lines": 20_000, "users": 50, "style": "compact"}
+    for line in context_lines(data):
+        user = line[1:-3]
+        counts[user] = counts.get(user, 0) + 1
+    ranked = sorted(counts.values(), reverse=True)
+    assert ranked[0] / ranked[1] == pytest.approx(2, rel=0.15)
+    assert ranked[0] / ranked[9] == pytest.approx(10, rel=0.25)
+    long = [drawn_data for _, drawn_data in drawn(40, lengths=(2000,), kinds=("user", "temporal"))]
+    most = {data["answer"] for data in long if data["question"]["find"] == "most"}
+    assert len(most) >= 4
+
+
+def test_counts_score_as_in_oolong_and_everything_else_by_equality():
+    count = {**of_kind("count"), "answer": "12"}
+    for answer, score in (("12", 1), (" 12\n", 1), ("13", 0.75), ("10", 0.75**2), ("0", 0.75**12)):
+        assert score_answer(count, answer) == pytest.approx(score)
+    label = {**of_kind("most"), "answer": "human being"}
+    for answer in ("Human being", "human", "human beings", "human being, location", "human being location"):
+        assert score_answer(label, answer) == 0
+    assert score_answer(label, " human being\n") == 1
+    month = {**of_kind("month"), "answer": "2024-03"}
+    assert score_answer(month, "2024-03") == 1 and score_answer(month, "2024-3") == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("1-4, 2-3", 1), ("2-3 4-1", 1), ("3-2,\n1-4", 1), ("1-4", 2 / 3), ("1-4, 2-3, 5-6", 0.8),
+        ("1-4, 1-4", 0.5), ("1-4, 4-1, 2-3", 0.8), ("5-6", 0), ("1-4, 2-3.", 0), ("1-4; 2-3", 0),
+        ("(1, 4), (2, 3)", 0), ("", 0), ("1-4,, 2-3", 0), ("01-4, 2-3", 0),
+    ],
+)  # fmt: skip
+def test_pairs_score_by_f1_where_a_repetition_is_wrong(answer, score):
+    assert score_answer({**of_kind("pairs"), "answer": "1-4, 2-3"}, answer) == pytest.approx(score)
+
+
+HOSTILE = [
+    "", " ", "\n", "١٢", "１２", "²",
+    "nan", "inf", "-12", "+12", "12.0", "1e1", "012", "1,2", "12 12", "0x0c",
+    "1" * 15, "12\u200b", "\u202e12", "1-2\x00", "①", "True", "None",
+    "9" * 10**7, " " * 10**7, "1-2," * 10**6,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("find", ["count", "most", "compare", "user", "month", "pairs", "pairs_count"])
+def test_hostile_answers_score_nothing_quickly(find):
+    data = of_kind(find)
+    if find in ("count", "pairs_count", "user"):
+        data = {**data, "answer": "12"}
+    begin = time.process_time()
+    assert not any(score_answer(data, answer) > 1e-9 for answer in HOSTILE)
+    assert time.process_time() - begin < 0.5
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_single_turn_environment_pays_the_right_answer_alone(style):
+    environment = make_environment({"id": "oolong", "style": style, "rewards": {"official": 1.0}})
+    plain = make_environment({"id": "oolong", "style": style})
+    for task in islice(plain.tasks("heldout", 0), 30):
+        right = plain.gold(task)
+        assert plain.score(task, right).reward == 1.0 == environment.score(task, right).reward
+        assert plain.is_right(task, right)
+        assert plain.score(task, replace(right, finished=False)).reward == 0.0
+        wrong = Transcript(f"{right.text}1")
+        assert plain.score(task, wrong).reward == 0.0 and not plain.is_right(task, wrong)
+    nearly = next(task for task in plain.tasks("train", 0) if task.data["question"]["find"] == "count")
+    one_more = Transcript(f"{plain.gold(nearly).text[:-1]}{int(plain.gold(nearly).text[-1]) + 1}")
+    assert plain.score(nearly, one_more).reward == 0.0
+    assert environment.score(nearly, one_more).reward == 0.75
+
+
+def test_a_compact_task_fits_a_small_window_and_takes_working_before_the_mark():
+    environment = make_environment({"id": "oolong", "style": "compact", "lengths": [32]})
+    for task in islice(environment.tasks("train", 0), 200):
+        assert len(task.prompt[0]["content"]) + len(environment.gold(task).text) <= 256
+    right = environment.gold(task).text
+    assert environment.score(task, Transcript(f"AABC{right}")).reward == 1.0
+    assert environment.score(task, Transcript(f"{right}{right}")).reward == 0.0
+    assert environment.score(task, Transcript(right[1:])).reward == 0.0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_it_conforms(style):
+    found = check_environment({"id": "oolong", "style": style}, tasks=2)
+    assert not found.findings, found.findings
+
+
+@pytest.mark.parametrize("wrong", [{"lengths": [4]}, {"lengths": []}, {"kinds": ["speaker"]}, {"users": 1}])
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        make_environment({"id": "oolong", **wrong})
