@@ -169,6 +169,11 @@ def _environment(
                     name: _part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
                     for name, part in checked["parts"].items()
                 }
+            if value["id"] == registry.PROGRAM:
+                inner = (*where, registry.TASKS)
+                checked[registry.TASKS] = _part(
+                    checked[registry.TASKS], base, inner, ".".join(map(str, inner))
+                )
             checked = registry.with_absolute_paths(checked, lambda key: base((*where, *key.split("."))))
         registry.make_environment(checked)
     except RequestError as error:

@@ -20,6 +20,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NoReturn
 
 from perilune.environments.core.protocol import (
@@ -103,12 +104,19 @@ def _work(environment: Environment, confinement: Confinement | None, answers: in
         stream = os.fdopen(answers, "wb")
         _answer(stream, {"ready": True})
         host = SessionHost(environment)
+
+        def answer(item: Mapping[str, Any]) -> dict[str, Any]:
+            if confinement is not None:
+                confinement.allow_item()
+            return host.answer(item) if "session" in item else _score(environment, item)
+
+        # The sessions of some environments wait for other processes, which then run at the same time.
+        threads = getattr(environment, "concurrent", 1)
+        together = ThreadPoolExecutor(threads).map if threads > 1 else map
         for line in os.fdopen(os.dup(answers), "rb"):
-            for index, item in enumerate(json.loads(line)["items"]):
-                if confinement is not None:
-                    confinement.allow_item()
-                answer = host.answer(item) if "session" in item else _score(environment, item)
-                _answer(stream, {"item": index, TEXT_CHECKSUM: _checksum(item)} | answer)
+            items = json.loads(line)["items"]
+            for index, (item, found) in enumerate(zip(items, together(answer, items), strict=True)):
+                _answer(stream, {"item": index, TEXT_CHECKSUM: _checksum(item)} | found)
     finally:
         os._exit(0)
 

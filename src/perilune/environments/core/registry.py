@@ -35,6 +35,7 @@ from perilune.files import field_of, with_field
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
+PROGRAM, TASKS = "program", "tasks"  # id of the environment whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
@@ -49,6 +50,7 @@ _BUILT_IN = {
     MIXTURE: "perilune.environments.core.mixture:Mixture",
     "openenv": "perilune.environments.adapters.openenv:OpenEnvEnvironment",
     "planning": "perilune.environments.builtin.planning:PlanningEnvironment",
+    PROGRAM: "perilune.environments.program.environment:ProgramEnvironment",
     "planning_repair": "perilune.environments.builtin.planning:PlanningRepairEnvironment",
     "reasoning_gym": "perilune.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "textarena": "perilune.environments.adapters.textarena:TextArenaEnvironment",
@@ -129,8 +131,11 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
         value = field_of(section, key)
         if isinstance(value, str):
             paths[key] = value
-    for name, part in part_sections(section).items():
-        paths |= {f"parts.{name}.{key}": path for key, path in file_fields(part).items()}
+    inner = {f"parts.{name}": part for name, part in part_sections(section).items()}
+    if section.get("id") == PROGRAM and isinstance(section.get(TASKS), Mapping):
+        inner[TASKS] = section[TASKS]
+    for name, part in inner.items():
+        paths |= {f"{name}.{key}": path for key, path in file_fields(part).items()}
     return paths
 
 

@@ -1,0 +1,239 @@
+"""OpenAI's chat completions, as far as agent programs need them: requests to messages, turns to responses.
+
+Sampling settings of a request are ignored, because a policy is trained with those of its recipe. What would
+change the text of an answer in another way is refused. Tools are described in the system message, and calls
+of tools are read from the text, in the format of Hermes and Qwen:
+<tool_call>{"name": "f", "arguments": {}}</tool_call>.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+MOST_BODY = 4 << 20  # bytes of a request
+_IGNORED = """
+frequency_penalty logit_bias max_completion_tokens max_tokens metadata min_p model parallel_tool_calls
+presence_penalty prompt_cache_key reasoning_effort repetition_penalty safety_identifier seed service_tier
+store temperature top_k top_p user verbosity
+"""
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+_ACCEPTED = frozenset(_IGNORED.split()) | {"messages", "stop", "stream", "stream_options", "tools"}
+_ROLES = {"developer": "system", "function": "tool"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
+}
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TOOLS = """\
+You may call these tools:
+{tools}
+To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>."""
+
+
+class RefusedCallError(Exception):
+    """A request that the gateway refuses with status 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message. White space around the content makes no difference between two messages.
+
+    Attributes:
+        stripped: the content without it.
+        tool_calls: for each, the name and the arguments as canonical JSON.
+    """
+
+    role: str
+    content: str = field(compare=False)
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    stripped: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stripped", self.content.strip())
+
+    def message(self) -> dict[str, str]:
+        """The message as text."""
+        calls = [
+            f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+            for name, arguments in self.tool_calls
+        ]
+        return {"role": self.role, "content": "\n".join(filter(None, [self.content, *calls]))}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request to complete a conversation.
+
+    Attributes:
+        said: the conversation.
+        tools: whether the answer may call tools.
+        stop: texts at which the answer shall end.
+    """
+
+    said: tuple[Said, ...]
+    tools: bool
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Parse a request.
+
+    Raises:
+        RefusedCallError: when it is malformed, or asks for what the gateway does not have.
+    """
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RefusedCallError("the body is not JSON") from None
+    if not isinstance(document, dict):
+        raise RefusedCallError("the body is not an object")
+    for name, value in document.items():
+        if value is None or name in _ACCEPTED:
+            continue
+        if name not in _WITHOUT_EFFECT or not any(value == one for one in _WITHOUT_EFFECT[name]):
+            raise RefusedCallError(f"{name}: {str(value)[:100]} is not supported while a model is trained")
+    try:
+        said = [_said(message) for message in document["messages"]]
+        tools = [tool["function"] for tool in document.get("tools") or ()]
+        stop = document.get("stop") or ()
+        options = document.get("stream_options") or {}
+        if not said or said[-1].role == "assistant":
+            raise RefusedCallError("messages must end with a message to answer")
+        return ChatRequest(
+            tuple(_with_tools(said, tools)),
+            bool(tools),
+            (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            bool(document.get("stream")),
+            bool(options.get("include_usage")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RefusedCallError(f"messages, tools or stop are malformed: {error!r}") from None
+
+
+def _said(message: Mapping[str, Any]) -> Said:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    calls = [
+        (str(call["function"]["name"]), _canonical(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or ()
+    ]
+    return Said(_ROLES[message["role"]], content, tuple(calls))
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
+    except ValueError:
+        return json.dumps(arguments)
+
+
+def _with_tools(said: Sequence[Said], tools: Sequence[Mapping[str, Any]]) -> Iterator[Said]:
+    """The conversation, with the tools described at the end of its system message."""
+    first, rest = (said[0].content, said[1:]) if said[0].role == "system" else ("", said)
+    about = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    system = "\n\n".join(filter(None, [first, about if tools else ""]))
+    if system:
+        yield Said("system", system)
+    yield from rest
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """A turn of the policy as an answer to a request.
+
+    Attributes:
+        number: of the answer in its session. Identifiers follow from it, so that they are always the same.
+        text: without the stop text that ended it.
+    """
+
+    request: ChatRequest
+    number: int
+    text: str
+
+    @cached_property
+    def _parts(self) -> tuple[str, tuple[tuple[str, str], ...]]:
+        """The text outside of tool calls, and the calls. A malformed call stays text."""
+        calls = []
+        for found in _TOOL_CALL.findall(self.text) if self.request.tools else ():
+            try:
+                call = json.loads(found)
+                name, arguments = call["name"], call.get("arguments") or {}
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                return self.text, ()
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                return self.text, ()
+            calls.append((name, json.dumps(arguments, sort_keys=True, ensure_ascii=False)))
+        return (_TOOL_CALL.sub("", self.text) if calls else self.text), tuple(calls)
+
+    @property
+    def said(self) -> Said:
+        """The answer as the program will repeat it."""
+        content, calls = self._parts
+        return Said("assistant", content, calls)
+
+    def document(self) -> bytes:
+        """The whole response."""
+        message = {"role": "assistant", **self._message(), "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason}
+        return _encoded({**self._head("chat.completion"), "choices": [choice], "usage": _USAGE})
+
+    def events(self) -> bytes:
+        """The response as a stream of events."""
+        pieces = [({"role": "assistant", **self._message(streamed=True)}, None), ({}, self._reason)]
+        head = self._head("chat.completion.chunk")
+        documents: list[dict[str, Any]] = [
+            {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+            for delta, reason in pieces
+        ]
+        if self.request.usage:
+            documents.append({**head, "choices": [], "usage": _USAGE})
+        return b"".join(b"data: " + one + b"\n\n" for one in [*map(_encoded, documents), b"[DONE]"])
+
+    @property
+    def _reason(self) -> str:
+        return "tool_calls" if self._parts[1] else "stop"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"chatcmpl-{self.number}", "object": kind, "created": 0, "model": "policy"}
+
+    def _message(self, *, streamed: bool = False) -> dict[str, Any]:
+        content, calls = self._parts
+        if not calls:
+            return {"content": content}
+        listed = [
+            {
+                **({"index": place} if streamed else {}),
+                "id": f"call_{self.number}_{place}",
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for place, (name, arguments) in enumerate(calls)
+        ]
+        return {"content": content or None, "tool_calls": listed}
+
+
+_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # the gateway does not count tokens
+
+
+def _encoded(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+def error_document(message: str) -> bytes:
+    """The body of a refusal."""
+    return _encoded({"error": {"message": message, "type": "invalid_request_error", "code": None}})

@@ -1,0 +1,152 @@
+"""The process that starts programs: it imports the modules they share once, and forks a keeper for each.
+
+Standard input is a socket. Each line is a request to start a program (`perilune.sandbox.programs`), with
+descriptors for its input, output, errors and the keeper's report, and is answered by {"keeper": process}
+before the next one is sent. A keeper runs the program as its child, ends all processes that the
+program leaves behind, and reports how it ended. Signal TERM to a keeper ends its program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from perilune.sandbox import kernel
+from perilune.sandbox.landlock import give_up_files
+from perilune.sandbox.limits import lower
+from perilune.sandbox.watch import descendants
+
+DESCRIPTORS = 4  # input, output, errors, report
+_OPEN_FILES = 256
+_READ = 65536
+
+
+def main(preload: Sequence[str]) -> None:
+    """Import the modules of `preload`, and serve requests until the socket closes."""
+    kernel.die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers leave no zombies
+    control = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    for name in preload:
+        importlib.import_module(name)
+    for request, descriptors in _requests(control):
+        keeper = os.fork()
+        if keeper == 0:
+            control.close()
+            _keep(request, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.sendall(json.dumps({"keeper": keeper}).encode() + b"\n")
+
+
+def _requests(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    buffer, descriptors = b"", list[int]()
+    while True:
+        data, received, _, _ = socket.recv_fds(control, _READ, DESCRIPTORS)
+        if not data:
+            return
+        buffer, descriptors = buffer + data, descriptors + received
+        if buffer.endswith(b"\n"):
+            yield json.loads(buffer), descriptors
+            buffer, descriptors = b"", []
+
+
+def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, report: int) -> NoReturn:
+    """Run the program to its end, and report it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    kernel.die_with_parent()
+    kernel.adopt_orphans()
+    program = os.fork()
+    if program == 0:
+        os.close(report)
+        _become(request, given, output, errors)
+    signal.signal(signal.SIGTERM, lambda *_: _end(program))
+    for descriptor in (given, output, errors):
+        os.close(descriptor)
+    _, status = os.waitpid(program, 0)
+    while left := list(descendants(os.getpid())):
+        for process in left:
+            _end(process)
+        with contextlib.suppress(ChildProcessError):
+            while os.wait():
+                pass
+    os.write(report, json.dumps({"status": status}).encode())
+    os._exit(0)
+
+
+def _end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _become(request: Mapping[str, Any], given: int, output: int, errors: int) -> NoReturn:
+    """Give up everything that the program must not have, and become it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        os.setsid()
+        for number, descriptor in enumerate((given, output, errors)):
+            os.dup2(descriptor, number)
+        os.closerange(3, _OPEN_FILES)
+        os.chdir(request["folder"])
+        _limit(request)
+        os.environ.clear()
+        os.environ.update(request["variables"])
+        command = request["command"]
+        if request["is_preloaded"]:
+            _run_python(command[1:])
+        os.execve(command[0], command, dict(os.environ))  # noqa: S606  # there is no shell
+    except Exception as error:
+        os.write(2, f"the program cannot start: {type(error).__name__}: {error}\n".encode())
+    os._exit(127)
+
+
+def _limit(request: Mapping[str, Any]) -> None:
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_FSIZE, request["file_bytes"]),
+        (resource.RLIMIT_CPU, request["cpu_seconds"]),
+        (resource.RLIMIT_AS, request["memory_bytes"]),
+    ):
+        lower(kind, value)
+    kernel.give_up_privileges()
+    kernel.die_with_parent()
+    if request["readable"] is not None:
+        writable = [request["folder"], os.devnull]
+        give_up_files(request["readable"], writable, programs=True, port=request["port"])
+
+
+def _run_python(arguments: Sequence[str]) -> NoReturn:
+    """Run a script or `-m module` as `python` would, with the modules that are imported already."""
+    is_module = arguments[0] == "-m"
+    name, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
+    sys.argv = [name, *rest]
+    sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(name).parent))
+    code = 0
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,220 @@
+"""Runs programs of others, each in an own folder, with one TCP port that it may connect to.
+
+Such a program is not as confined as code in the sandbox, because it needs its packages, other programs and a
+server of this machine. The kernel denies it other files and TCP ports (Landlock) and every privilege, and
+limits its memory, CPU time and files. It inherits no variable, so it has no secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perilune.errors import RequestError
+from perilune.sandbox.landlock import can_limit_ports
+
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from perilune.sandbox.program_server import main
+main(sys.argv[2:])
+"""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/proc", "/dev/null", "/dev/urandom")
+_SHOWN = 2000  # bytes of standard error that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLimits:
+    """Limits of one program.
+
+    Attributes:
+        cpu_seconds: CPU time of each of its processes.
+        memory_bytes: address space of each of its processes.
+        file_bytes: size of each file, and of its output.
+        confined: deny it all files but Python's, the system's and its own folder, and TCP but to one port.
+    """
+
+    cpu_seconds: int = 60
+    memory_bytes: int = 4 << 30
+    file_bytes: int = 16 << 20
+    confined: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a program ended.
+
+    Attributes:
+        code: exit code; negative for a signal.
+        output: what it wrote to standard output.
+        errors: the end of what it wrote to standard error.
+    """
+
+    code: int
+    output: str
+    errors: str
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """A running program.
+
+    Attributes:
+        folder: its working directory, removed at its end.
+    """
+
+    folder: tempfile.TemporaryDirectory[str]
+    keeper: int
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def end(self) -> None:
+        """Kill it if it still runs, and wait until it and its children are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            if not self._ended.is_set():
+                os.kill(self.keeper, signal.SIGTERM)
+        self._ended.wait()
+
+
+class Programs:
+    """Starts programs.
+
+    Args:
+        preload: modules that Python programs share; they are imported once and forked with each program.
+
+    Raises:
+        RequestError: when the programs shall be confined and the kernel cannot.
+    """
+
+    def __init__(self, limits: ProgramLimits, preload: Sequence[str] = ()) -> None:
+        if limits.confined and not can_limit_ports():
+            raise RequestError(
+                "this machine's kernel cannot limit the ports of a program (Landlock, Linux 6.7)",
+                where="environment.confined",
+                remedy="set confined: false if you trust the program with this machine's files and network",
+            )
+        self._limits, self._preload = limits, tuple(preload)
+        self._control, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-c", _START, json.dumps(sys.path), *preload],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+        )
+        theirs.close()
+        self._answers = self._control.makefile("rb")
+
+    def start(  # noqa: PLR0917
+        self,
+        command: Sequence[str],
+        given: str,
+        variables: Mapping[str, str],
+        port: int,
+        readable: Sequence[str],
+        on_end: Callable[[Ending], None],
+    ) -> Program:
+        """Start a program with `given` as its standard input.
+
+        Args:
+            command: "python" is this interpreter; other names are looked up in PATH.
+            variables: its environment variables, besides the usual ones.
+            readable: further files and folders that it may read.
+            on_end: called in another thread when it and all its children have ended.
+
+        Raises:
+            RequestError: when the command does not exist.
+        """
+        folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
+        executable = _find(command[0])
+        request = {
+            "command": [executable, *command[1:]],
+            "is_preloaded": bool(self._preload) and executable == sys.executable,
+            "variables": {**_variables(folder.name), **variables},
+            "folder": folder.name,
+            "readable": [*_readable(executable), *readable] if self._limits.confined else None,
+            "port": port,
+            "cpu_seconds": self._limits.cpu_seconds,
+            "memory_bytes": self._limits.memory_bytes,
+            "file_bytes": self._limits.file_bytes,
+        }
+        source, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115  # `watch` closes them
+        source.write(given.encode())
+        source.seek(0)
+        report, their_report = os.pipe()
+        descriptors = [source.fileno(), output.fileno(), errors.fileno(), their_report]
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
+            answer = self._answers.readline()
+        os.close(their_report)
+        source.close()
+        if not answer:
+            os.close(report)
+            raise RequestError(
+                f"the modules to preload cannot be imported: {', '.join(self._preload)}",
+                where="environment.preload",
+                remedy="install them beside Perilune, or remove them",
+            )
+        program = Program(folder, json.loads(answer)["keeper"])
+
+        def watch() -> None:
+            with output, errors, os.fdopen(report, "rb") as reports:
+                document = reports.read()
+                status = json.loads(document)["status"] if document else signal.SIGKILL
+                code = os.waitstatus_to_exitcode(status)
+                output.seek(0)
+                errors.seek(max(errors.seek(0, os.SEEK_END) - _SHOWN, 0))
+                texts = [one.read().decode(errors="replace") for one in (output, errors)]
+            folder.cleanup()
+            program._ended.set()
+            on_end(Ending(code, *texts))
+
+        threading.Thread(target=watch, name="program", daemon=True).start()
+        return program
+
+    def close(self) -> None:
+        """End all programs. May be called repeatedly."""
+        self._server.kill()
+        self._server.wait()
+        self._answers.close()
+        self._control.close()
+
+
+def _find(name: str) -> str:
+    found = sys.executable if name in ("python", "python3") else shutil.which(name)
+    if found is None:
+        raise RequestError(
+            f"there is no program {name!r}",
+            where="environment.command",
+            remedy="give its absolute path, or install it",
+        )
+    return found
+
+
+def _variables(folder: str) -> dict[str, str]:
+    return {
+        "HOME": folder,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "TMPDIR": folder,
+    }
+
+
+def _readable(executable: str) -> list[str]:
+    """The system's files, and those of the interpreter and its packages."""
+    own = {sys.prefix, sys.base_prefix, *(place for place in sys.path if place)}
+    own |= {str(Path(executable).parent.parent), str(Path(executable).resolve().parent.parent)}
+    return [*_SYSTEM, *sorted(own - {"/"})]

@@ -1,0 +1,221 @@
+"""Programs of others as environments: their calls are turns, and what they do stays in their episode."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.environments import make_environment
+from perilune.environments.core.protocol import Failure, Observation, Score, Transcript
+from perilune.environments.core.registry import file_fields
+from perilune.environments.program.chat import ChatAnswer, RefusedCallError, read_request
+from perilune.environments.program.gateway import Call, Gateway
+from perilune.errors import RequestError
+from perilune.sandbox.landlock import can_limit_ports
+from perilune.verifiers import Scorer
+from perilune.verifiers.sessions import RemoteSession, Sessions
+
+AGENT = Path(__file__).parent / "agents" / "asks_twice.py"
+pytestmark = pytest.mark.skipif(not can_limit_ports(), reason="needs Landlock of Linux 6.7")
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"say {n} ", "answer": str(n)} for n in range(10, 40)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "tasks.jsonl"
+
+
+def section(tasks: Path, mode: str = "", **more: Any) -> dict[str, Any]:
+    variables = {"MODE": mode, **more.pop("variables", {})}
+    own = {"id": "jsonl", "path": str(tasks)}
+    return {"id": "program", "file": str(AGENT), "tasks": own, "variables": variables, **more}
+
+
+def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSession]:
+    environment = make_environment(spec)
+    chosen = list(islice(environment.tasks("train", 0), count))
+    with Scorer(spec) as scorer:
+        sessions = Sessions(scorer.processes, environment)
+        opened = sessions.open([(task, 5) for task in chosen])
+        for reply in replies:
+            going = [one for one in opened if isinstance(one.result, Observation) and not one.result.done]
+            sessions.step([(one, reply, True) for one in going])
+        sessions.close(opened)
+    return opened
+
+
+def test_calls_are_turns_and_the_output_is_scored(tasks: Path) -> None:
+    spec = section(tasks)
+    environment = make_environment(spec)
+    task = next(environment.tasks("train", 0))
+    question = task.data["prompt"][0]["content"]
+    assert task.prompt == () and file_fields(spec) == {"file": str(AGENT), "tasks.path": str(tasks)}
+    session = environment.reset(task, 0)
+    assert session.observation.messages == ({"role": "user", "content": question},)
+    assert session.step(" first").messages == ({"role": "user", "content": " again "},)
+    end = session.step(question.split()[1])
+    assert end.done and end.rewards == (1.0,)
+    scored = environment.score(task, Transcript("wrong", earlier=("first",)))
+    assert isinstance(scored, Score) and scored.reward == 0.0
+    environment.close()
+
+
+@pytest.mark.parametrize(("mode", "cause"), [("crash", "crash"), ("hang", "timeout"), ("flood", "crash")])
+def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mode: str, cause: str) -> None:
+    spec = section(tasks, seconds=1.0)
+    first = next(make_environment(spec).tasks("train", 0)).data["prompt"][0]["content"].strip()
+    spec["variables"]["MODE"] = f"{mode}:{first}"
+    broken, *others = play(spec, "a", "b", count=3)
+    assert isinstance(broken.result, Observation)
+    assert broken.result.rewards == (0.0,) and broken.result.metrics == {f"contained/{cause}": 1.0}
+    for one in others:
+        assert isinstance(one.result, Observation) and one.result.done and not one.result.metrics
+    assert (
+        "sleep 61.25" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+    )
+    (failed,) = play(spec | {"on_crash": "fail"}, "a", "b")
+    assert isinstance(failed.result, Failure) and failed.result.boundary == "environment"
+
+
+def test_a_program_that_never_calls_is_a_failure(tasks: Path) -> None:
+    (silent,) = play(section(tasks, "silent"))
+    assert silent.result == Failure("environment", "the program ended without a call of the model")
+    (broken,) = play(section(tasks) | {"command": ["python", "-c", "import nowhere"], "file": None})
+    assert isinstance(broken.result, Failure) and "No module named 'nowhere'" in broken.result.reason
+
+
+def test_stop_texts_must_be_in_the_recipe(tasks: Path) -> None:
+    (one,) = play(section(tasks, "stop"))
+    assert isinstance(one.result, Failure) and "add it to environment.stop" in one.result.reason
+    spec = section(tasks, "stop", stop=("##",), answer="reply")
+    environment = make_environment(spec)
+    task = next(environment.tasks("train", 0))
+    right = task.data["data"]["answer"]
+    assert environment.score(task, Transcript(f"{right}##", earlier=("x##",))).reward == 1.0  # type: ignore[union-attr]
+    environment.close()
+
+
+def test_a_program_reaches_the_gateway_and_nothing_else(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "x")
+    outside = tasks.parent / "outside"
+    outside.write_text("answers")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = {"OUTSIDE": str(outside), "PORT": str(server.getsockname()[1])}
+        spec = section(tasks, "reach", variables=variables)
+        spec["tasks"]["match"] = "contains"
+        tasks.write_text(
+            json.dumps({"prompt": "p", "answer": "PermissionError PermissionError PermissionError HTTPError"})
+            + "\n"
+            + json.dumps({"prompt": "q", "answer": "x", "split": "heldout"})
+            + "\n"
+        )
+        environment = make_environment(spec, checked=False)
+        every = [*environment.tasks("train", 0), *environment.tasks("heldout", 0)]
+        task = next(one for one in every if one.data["prompt"][0]["content"] == "p")
+        session = environment.reset(task, 0)
+        session.step("a")
+        assert session.step("b").rewards == (1.0,)
+        environment.close()
+    assert outside.read_text() == "answers"
+
+
+def test_a_section_that_cannot_work_is_refused(tasks: Path) -> None:
+    with pytest.raises(RequestError, match="set file"):
+        make_environment(section(tasks) | {"file": None})
+    with pytest.raises(RequestError, match="one answer"):
+        make_environment(section(tasks) | {"tasks": {"id": "calculator"}})
+
+
+def request(**more: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}).encode()
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_requests_that_would_change_the_answer_are_refused() -> None:
+    assert read_request(request(temperature=0, max_tokens=3, n=1, stop="x")).stop == ("x",)
+    for bad in (b"{", b"[]", request(n=2), request(logprobs=True), request(messages=[]), request(tools=[1])):
+        with pytest.raises(RefusedCallError):
+            read_request(bad)
+    with pytest.raises(RefusedCallError, match="end with"):
+        read_request(request(messages=[{"role": "assistant", "content": "x"}]))
+
+
+def test_openai_s_client_calls_tools_and_repeats_them() -> None:
+    openai = pytest.importorskip("openai")
+    gateway = Gateway()
+    calls: list[Call] = []
+    replies = iter(['so <tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>', "3", "three"])
+
+    def answer(call: Call) -> None:
+        calls.append(call)
+        call.reply.put(ChatAnswer(call.request, len(calls), next(replies)))
+
+    key = gateway.open(answer)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/{key}/v1", api_key="none")
+    messages: list[Any] = [{"role": "developer", "content": "You add."}, {"role": "user", "content": "1+2"}]
+    chosen = client.chat.completions.create(model="m", messages=messages, tools=[TOOL]).choices[0]
+    assert chosen.finish_reason == "tool_calls" and chosen.message.content == "so "
+    call = chosen.message.tool_calls[0]
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+    messages += [
+        chosen.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "3"},
+    ]
+    client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+    seen = calls[1].request.said
+    assert [one.role for one in seen] == ["system", "user", "assistant", "tool"]
+    assert (
+        seen[2]
+        == ChatAnswer(
+            calls[0].request, 1, 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+        ).said
+    )
+    assert '"name": "add"' in seen[0].content and seen[0].content.startswith("You add.")
+    options = {"include_usage": True}
+    pieces = list(
+        client.chat.completions.create(model="m", messages=messages, stream=True, stream_options=options)
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices) == "three"
+    assert pieces[-1].usage.total_tokens == 0
+    assert [one.id for one in client.models.list()] == ["policy"]
+    gateway.close_session(key)
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="m", messages=messages)
+    gateway.close()
+
+
+def test_a_call_that_waits_is_refused_at_the_end_of_its_session() -> None:
+    openai = pytest.importorskip("openai")
+    gateway = Gateway()
+    waiting = threading.Event()
+    key = gateway.open(lambda call: waiting.set())
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{gateway.port}/{key}/v1", api_key="none", max_retries=0
+    )
+    raised: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        except openai.BadRequestError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    waiting.wait(10)
+    time.sleep(0.05)
+    gateway.close_session(key)
+    thread.join(10)
+    assert len(raised) == 1
+    gateway.close()
