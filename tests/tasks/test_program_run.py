@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not can_limit_ports(), reason="needs Landlock of
 
 
 def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n} ", "answer": "e"} for n in range(40)]
+    rows = [{"prompt": f"{n} ", "answer": "x"} for n in range(40)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     environment = {
         "id": "program",
@@ -29,7 +29,7 @@ def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> Non
     options = {"environment": environment, "steps": 2, "prompts": 4, "samples": 3, "max_tokens": 80}
     bundle, again = (run_task(tmp_path / name, "rl", **options) for name in ("one", "two"))
     assert not compare_artifacts(bundle, again)
-    assert max(row["logprob_gap_max"] for row in metrics(bundle)) < 1e-5
+    assert max(row["logprob_gap_max"] for row in metrics(bundle) if row["dead_groups"] < 1) < 1e-5
     played = episodes(bundle)
     figures = [dict(one) for one in played.metrics]
     assert not played.failure.any()
