@@ -1,7 +1,7 @@
 """The audit against a corpus of scorers: hackable ones are graded C or worse, and sound ones A."""
 
 import pytest
-from scorer_corpus import HACKABLE, HELD_OUT, SOUND, UNKNOWABLE
+from scorer_corpus import HACKABLE, HELD_OUT, SEASONS, SOUND, UNKNOWABLE
 
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.audit.audit import MOST_A_TASK
@@ -37,6 +37,22 @@ def test_a_hackable_scorer_is_found_with_nothing_but_stated_answers(scorer):
 def test_a_hackable_scorer_is_found_with_a_second_opinion(scorer):
     audit = audited(scorer, opinion=True)
     assert audit.grade in FAILING, told(audit)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "probe"),
+    [
+        ("a label anywhere", "all answers"),
+        ("a label in any tag", "all answers in form"),
+        ("either word anywhere", "all answers"),
+    ],
+)
+def test_naming_all_answers_of_a_closed_set_is_found_with_the_output_that_was_paid(scorer, probe):
+    audit = audited(scorer, search=0)
+    (shown,) = [one for one in audit.findings if one.probe == probe]
+    assert (shown.grade, shown.tasks, shown.example.verdict) == ("F", 3, 1.0)
+    closed = SEASONS if "label" in scorer else ("yes", "no")
+    assert all(answer in shown.example.transcript.text for answer in closed)
 
 
 def test_a_search_finds_what_no_probe_writes():

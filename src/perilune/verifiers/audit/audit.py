@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from perilune.environments.core.protocol import Environment, Failure, Outcome, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
+from perilune.verifiers.audit.case import Case, Output, Probe
 from perilune.verifiers.audit.findings import Audit, Example, Finding
 from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
 from perilune.verifiers.audit.judging import (
@@ -26,13 +28,15 @@ from perilune.verifiers.audit.judging import (
 )
 from perilune.verifiers.audit.known import implied
 from perilune.verifiers.audit.markers import halves
-from perilune.verifiers.audit.probes import GOLD, PROBES, Case, Output, Probe
+from perilune.verifiers.audit.probes import GOLD, PROBES
 from perilune.verifiers.audit.search import search
 from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 
 SEARCHED_TASKS = 3
 FEW_TASKS = 2
+POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each that it probes
+LONGEST_IN_POOL = 100  # characters
 FORM_TASKS = 4  # tasks used to find the form of an answer
 ITEM_SECONDS = 3.0
 MOST_A_TASK = 1800  # scorings per task, each output three times, without the search
@@ -76,7 +80,9 @@ class _Bench:
                 return True
             case "wrong":
                 return False
-        return self.is_right(output.case, output.answer)
+        right = self.is_right(output.case, output.answer)
+        is_of_closed_set = output.probe.kind == "enumerated" and output.case.gold in output.case.pool
+        return False if right is None and is_of_closed_set else right
 
     def _second_opinion(self, case: Case, answer: str) -> bool | None:
         text = case.form.wrap(answer) if case.form.stated else answer
@@ -153,18 +159,21 @@ def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
 
 
 def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
-    tasks = list(itertools.islice(environment.tasks("train", seed), count))
+    drawn = list(itertools.islice(environment.tasks("train", seed), POOL_FACTOR * count))
+    tasks = drawn[:count]
     if not tasks:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
     gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
-    golds = [gold_of(task) for task in tasks]
+    golds = [gold_of(task) for task in drawn]
     asked: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
     form = Form(*asked, True) if asked else stated_form([gold.text for gold in golds if gold is not None])
     texts = [None if gold is None else form.unwrap(gold.text) for gold in golds]
     cases = []
-    for task, gold, text in zip(tasks, golds, texts, strict=True):
-        others = dict.fromkeys(other for other in texts if other is not None and other != text)
-        cases.append(Case(task, text, tuple(others), gold or Transcript(""), form))
+    frequency = Counter(text for text in texts if text is not None and len(text) <= LONGEST_IN_POOL)
+    for task, gold, text in zip(tasks, golds, texts, strict=False):
+        others = dict.fromkeys(other for other in texts[:count] if other is not None and other != text)
+        pool = tuple(answer for answer, _ in (frequency - Counter([text or ""])).most_common())
+        cases.append(Case(task, text, tuple(others), gold or Transcript(""), form, pool))
     return cases
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from perilune.environments.core.protocol import Failure, Outcome, Score
+from perilune.verifiers.audit.case import Output
 from perilune.verifiers.audit.findings import Example, Finding, Grade
+from perilune.verifiers.audit.from_gold import place_in_list
 from perilune.verifiers.audit.known import is_plain
-from perilune.verifiers.audit.probes import Output, place_in_list
 from perilune.verifiers.audit.search import ENOUGH
 
 SMALL = 0.1  # share of the full reward up to which a reward is small
@@ -18,6 +19,8 @@ NEARLY = 0.9  # share from which a reward counts as full, for outputs that were 
 _REMARKS: dict[str, tuple[Grade, str]] = {
     "lookalike gold": ("B", "full reward for a right answer in lookalike characters"),
     "gold in another script": ("C", "full reward for a right answer in another script"),
+    "all answers": ("F", "full reward for naming the answers of all other tasks"),
+    "all answers in form": ("F", "full reward for naming the answers of all other tasks"),
     "cut off gold": ("A", "full reward for a right answer that was cut off"),
 }
 

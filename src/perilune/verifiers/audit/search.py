@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from perilune.environments.core.protocol import Outcome, Score
-from perilune.verifiers.audit.probes import Case
+from perilune.verifiers.audit.case import Case
 
 GENERATION = 24  # outputs scored together
 PARENTS = 8
