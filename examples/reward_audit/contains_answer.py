@@ -1,31 +1,18 @@
-"""A reward that pays an answer in which the right label occurs anywhere, so naming all labels earns full marks.
+"""A reward that pays any text with the right label in it, as a public training scorer for OOLONG does.
 
-A public training scorer for OOLONG did so. The audit finds it without reading it:
-
-    perilune environments audit oolong --set 'kinds=[counting]' \
-        --set "rewards={paid: {function: 'examples/reward_audit/contains_answer.py:contains_answer', format: text}}"
+An answer that names all labels therefore earns full marks. The page on oolong audits it.
 """
 
-from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-
-def contains_answer(
-    completions: Sequence[str], answer: Sequence[str], question: Sequence[Mapping[str, Any]], **_: Any
-) -> list[float]:
-    """Pay 0.75 ** |error| for counts, and 1 for any other text with the right answer in it."""
-    return [
-        _score(text, gold, asked["find"])
-        for text, gold, asked in zip(completions, answer, question, strict=True)
-    ]
-
-
-def _score(text: str, gold: str, find: str) -> float:
-    field = text.rpartition(":")[2].strip()
-    if field.casefold() == gold.casefold():
-        return 1.0
-    if find in ("count", "pairs_count"):
-        return 0.75 ** abs(int(gold) - int(field)) if field.isdecimal() and len(field) < 10 else 0.0
-    return float(gold.casefold() in text.casefold())
+def contains_answer(completions, answer, **_):
+    """Pay 0.75 ** |error| for a count, and 1 for a text in which the right answer occurs."""
+    rewards = []
+    for text, gold in zip(completions, answer, strict=True):
+        number = text.rpartition(":")[2].strip()
+        if not gold.isdigit():
+            rewards.append(float(gold.lower() in text.lower()))
+        elif number.isascii() and number.isdigit() and len(number) < 10:
+            rewards.append(0.75 ** abs(int(number) - int(gold)))
+        else:
+            rewards.append(0.0)
+    return rewards

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -19,13 +20,17 @@ from perilune.environments.builtin.oolong import (
     question,
     score_answer,
 )
+from perilune.environments.builtin.oolong.natural import LABELS
 from perilune.environments.builtin.oolong.questions import Question, evaluate
 from perilune.environments.builtin.oolong.records import Record
 from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
 from perilune.environments.builtin.oolong.tasks import direct_prompt
 from perilune.errors import RequestError
+from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
 
+ROOT = Path(__file__).parents[2]
+LOOSE = ROOT / "examples" / "reward_audit" / "contains_answer.py"
 STYLES = ("natural", "compact")
 
 
@@ -234,6 +239,26 @@ def test_a_compact_task_fits_a_small_window_and_takes_working_before_the_mark():
 def test_it_conforms(style):
     found = check_environment({"id": "oolong", "style": style}, tasks=2)
     assert not found.findings, found.findings
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_audit_trusts_its_reward(style):
+    audit = audit_reward({"id": "oolong", "style": style, "lengths": [16]}, tasks=4, search_budget=48)
+    assert audit.grade == "A", audit.findings
+    assert audit.searched and not audit.unjudged
+
+
+def test_the_audit_finds_that_naming_all_labels_is_paid_by_a_loose_scorer():
+    loose = {"function": "contains_answer.py:contains_answer", "source": LOOSE.read_text(), "format": "text"}
+    section = {"id": "oolong", "lengths": [16], "kinds": ["counting"], "rewards": {"paid": loose}}
+    audit = audit_reward(section, tasks=6, search_budget=0)
+    (shown,) = [one for one in audit.findings if one.probe == "all answers"]
+    assert (shown.grade, shown.example.verdict) == ("F", 1.0)
+    named = shown.example.transcript.text
+    assert sum(label in named for label in LABELS) >= 4 and shown.example.task.data["answer"] in named
+    assert score_answer(shown.example.task.data, named) == 0.0
+    page = (ROOT / "docs" / "how-to" / "oolong.md").read_text()
+    assert LOOSE.read_text().partition("\n\n\n")[2] in page
 
 
 @pytest.mark.parametrize("wrong", [{"lengths": [4]}, {"lengths": []}, {"kinds": ["speaker"]}, {"users": 1}])

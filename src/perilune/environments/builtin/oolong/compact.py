@@ -36,7 +36,7 @@ WORDS = tuple(
         "be ga hi ku lo ne nu pi",
     )
 )
-"""The words of each label. They are drawn at random, so no single letter tells a label."""
+"""The words of each label, drawn at random. No letter occurs in the words of one label alone."""
 
 
 def line(record: Record) -> str:
