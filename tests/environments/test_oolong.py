@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,10 +13,14 @@ import pytest
 from perilune.environments import Transcript, make_environment
 from perilune.environments.builtin.oolong import (
     OolongSettings,
+    compact,
     context_lines,
     draw_task,
     draw_tasks,
     gold,
+    gold_of_part,
+    line_labels,
+    natural,
     question,
     score_answer,
 )
@@ -25,6 +29,7 @@ from perilune.environments.builtin.oolong.questions import Question, evaluate
 from perilune.environments.builtin.oolong.records import Record
 from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
 from perilune.environments.builtin.oolong.tasks import direct_prompt
+from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
@@ -150,6 +155,30 @@ def test_tasks_are_distinct_and_no_context_is_in_both_splits():
         assert len(ids[split]) == len(texts[split]) == 80
     assert not ids["train"] & ids["heldout"] and not texts["train"] & texts["heldout"]
     assert drawn(5) == drawn(5) and drawn(5) != drawn(5, seed=1)
+
+
+def test_questions_about_a_context_follow_each_other_and_are_distinct():
+    tasks = drawn(50, questions=5)
+    assert len({task_id for task_id, _ in tasks}) == 50
+    seeds = [data["seed"] for _, data in tasks]
+    assert seeds == sorted(seeds, key=seeds.index) and 10 <= len(set(seeds)) <= 12
+    assert len({question(data) for _, data in tasks[:4]}) == 4
+    assert all(split_of(task_id) == "heldout" for task_id, _ in drawn(20, "heldout", questions=5))
+    same, others = dict(drawn(40)), dict(drawn(40, kinds=("temporal",)))
+    assert same.keys() & others.keys() != same.keys()  # the same contexts, and some of the same questions
+    assert all(same[task_id] == others[task_id] for task_id in same.keys() & others.keys())
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parts_of_a_context_have_labels_and_answers_of_their_own(style):
+    for find in ("count", "compare"):
+        data = of_kind(find, style)
+        lines = list(context_lines(data))
+        assert gold_of_part(data, 0, len(lines)) == gold(data)
+        assert gold_of_part(data, 8, 20) == answer_by_reading(style, lines[8:20], question(data))
+    everything = {**of_kind("count", style), "question": asdict(Question("count", 2))}
+    label = (compact if style == "compact" else natural).LABELS[2]
+    assert str(list(line_labels(everything)).count(label)) == gold_of_part(everything, 0, 10**9)
 
 
 def test_users_are_zipf_distributed_and_labels_differ_by_user_and_month():

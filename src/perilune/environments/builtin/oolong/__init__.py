@@ -7,6 +7,8 @@ from perilune.environments.builtin.oolong.tasks import (
     draw_task,
     draw_tasks,
     gold,
+    gold_of_part,
+    line_labels,
     question,
     score_answer,
 )
@@ -18,6 +20,8 @@ __all__ = [
     "draw_task",
     "draw_tasks",
     "gold",
+    "gold_of_part",
+    "line_labels",
     "question",
     "score_answer",
 ]

@@ -33,6 +33,12 @@ class OolongSettings(BaseModel):
     kinds: tuple[Group, ...] = Field(
         ("counting", "user", "temporal", "pairs"), min_length=1, description="kinds of questions to draw from"
     )
+    questions: int = Field(
+        1,
+        ge=1,
+        le=25,
+        description="questions about each context; a question that is drawn twice is asked once",
+    )
     most_pairs: int = Field(28, ge=1, le=1000, description="most pairs of users in an answer")
     style: Style = Field(
         "natural",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from types import ModuleType
@@ -22,8 +22,8 @@ from typing import Any
 from perilune.environments.builtin.oolong import compact, natural
 from perilune.environments.builtin.oolong.answers import score_field, write_answer
 from perilune.environments.builtin.oolong.drawing import draw_question
-from perilune.environments.builtin.oolong.questions import Question
-from perilune.environments.builtin.oolong.records import draw_records
+from perilune.environments.builtin.oolong.questions import Question, evaluate
+from perilune.environments.builtin.oolong.records import Record, draw_records
 from perilune.environments.builtin.oolong.settings import FEWEST_LINES, OolongSettings
 from perilune.environments.core.protocol import Split
 from perilune.environments.core.splits import new_draws
@@ -35,21 +35,33 @@ _STYLES: Mapping[str, ModuleType] = {"compact": compact, "natural": natural}
 
 
 def draw_tasks(settings: OolongSettings, split: Split, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ids and data of distinct tasks. A context belongs to one split, whatever is asked about it."""
+    """Yield ids and data of distinct tasks. All tasks about a context are of one split, one after another."""
     described = (_describe(settings, random.Random(f"oolong/{seed}/{index}")) for index in itertools.count())
     by_digest = ((sha256_bytes(canonical_json(context)), context) for context in described)
     for digest, context in new_draws(split, by_digest):
-        yield digest[:32], draw_task(settings, context)
+        records = list(draw_records(context))
+        asked: set[str] = set()
+        for number in range(settings.questions):
+            task = _draw(settings, context, records, number)
+            task_id = digest[:24] + sha256_bytes(canonical_json(task["question"]))[:8]
+            if task_id not in asked:
+                asked.add(task_id)
+                yield task_id, task
 
 
-def draw_task(settings: OolongSettings, context: Data) -> dict[str, Any]:
+def draw_task(settings: OolongSettings, context: Data, number: int = 0) -> dict[str, Any]:
     """The data of a task: the description of its context, a question, and the right answer as text.
 
     Args:
         context: "seed", "lines", "users", "zipf" and "style".
+        number: which question about the context, from 0.
     """
-    draw = random.Random(f"oolong/question/{context['seed']}")
-    asked, answer = draw_question(settings, list(draw_records(context)), draw)
+    return _draw(settings, context, list(draw_records(context)), number)
+
+
+def _draw(settings: OolongSettings, context: Data, records: Sequence[Record], number: int) -> dict[str, Any]:
+    draw = random.Random(f"oolong/question/{context['seed']}/{number}")
+    asked, answer = draw_question(settings, records, draw)
     written = write_answer(asked, answer, _STYLES[context["style"]])
     return {**context, "question": asdict(asked), "answer": written}
 
@@ -70,6 +82,20 @@ def question(data: Data) -> str:
 def gold(data: Data) -> str:
     """The right answer."""
     return str(data["answer"])
+
+
+def line_labels(data: Data) -> Iterator[str]:
+    """Yield the label of each line of the context, as answers write it."""
+    labels = _STYLES[data["style"]].LABELS
+    for record in draw_records(data):
+        yield labels[record.label]
+
+
+def gold_of_part(data: Data, start: int, stop: int) -> str | None:
+    """The right answer to the question about the lines from `start` to before `stop`; None if several tie."""
+    asked = Question(**data["question"])
+    answer = evaluate(asked, list(itertools.islice(draw_records(data), start, stop)))
+    return None if answer is None else write_answer(asked, answer, _STYLES[data["style"]])
 
 
 def score_answer(data: Data, answer: str) -> float:
