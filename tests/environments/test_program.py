@@ -69,6 +69,15 @@ def test_calls_are_turns_and_the_output_is_scored(tasks: Path) -> None:
     environment.close()
 
 
+def test_rewards_of_the_recipe_weigh_the_tasks_own(tasks: Path) -> None:
+    spec = section(tasks, answer="reply", rewards={"verifier": 0.5, "match": 2.0})
+    environment = make_environment(spec)
+    task = next(environment.tasks("train", 0))
+    scored = environment.score(task, Transcript(task.data["data"]["answer"], earlier=("x",)))
+    assert isinstance(scored, Score) and scored.reward == 2.5
+    environment.close()
+
+
 @pytest.mark.parametrize(("mode", "cause"), [("crash", "crash"), ("hang", "timeout"), ("flood", "crash")])
 def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mode: str, cause: str) -> None:
     spec = section(tasks, seconds=1.0)

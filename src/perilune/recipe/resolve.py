@@ -132,7 +132,10 @@ def _require_verdicts(recipe: Recipe) -> None:
     sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
     registry = environment_registry()
     for place, whole in sections:
-        parts = {(*place, "parts", name): part for name, part in registry.part_sections(whole).items()}
+        parts = {
+            (*place, *registry.part_place(whole, name)): part
+            for name, part in registry.part_sections(whole).items()
+        }
         for path, section in (parts or {place: whole}).items():
             if not section or section.get(registry.REWARDS) or registry.has_verdict(section):
                 continue

@@ -131,20 +131,20 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
         value = field_of(section, key)
         if isinstance(value, str):
             paths[key] = value
-    inner = {f"parts.{name}": part for name, part in part_sections(section).items()}
-    if section.get("id") == PROGRAM and isinstance(section.get(TASKS), Mapping):
-        inner[TASKS] = section[TASKS]
-    for name, part in inner.items():
-        paths |= {f"{name}.{key}": path for key, path in file_fields(part).items()}
+    for name, part in part_sections(section).items():
+        place = ".".join(part_place(section, name))
+        paths |= {f"{place}.{key}": path for key, path in file_fields(part).items()}
     return paths
 
 
 def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The section of each part of a mixture by name; empty for other environments.
+    """The section of each part of a mixture by name, and of the tasks of a program; empty for others.
 
-    A part without `rewards` or `prompting` has those of the mixture.
+    A part without `rewards` or `prompting` has those of the whole.
     """
     parts = section.get("parts") if section.get("id") == MIXTURE else None
+    if section.get("id") == PROGRAM:
+        parts = {TASKS: section.get(TASKS)}
     shared = {key: section[key] for key in (REWARDS, prompting.KEY) if section.get(key)}
     found = {}
     for name, part in parts.items() if isinstance(parts, Mapping) else ():
@@ -152,6 +152,11 @@ def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             own = {key: value for key, value in part.items() if key not in PART_KEYS}
             found[str(name)] = own | {key: value for key, value in shared.items() if not own.get(key)}
     return found
+
+
+def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Where the part `name` stands in the section."""
+    return (name,) if section.get("id") == PROGRAM else ("parts", name)
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:

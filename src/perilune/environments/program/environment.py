@@ -92,8 +92,9 @@ class ProgramEnvironment(MultiTurn):
     files: ClassVar = ("file",)  # a bundle includes it
     confined = False  # it starts programs, which are confined
 
-    def __init__(self, spec: ProgramSpec) -> None:
+    def __init__(self, spec: ProgramSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
         self.spec = spec
+        self._section = sections[registry.TASKS]  # with the rewards and the prompting of the whole
         self.max_turns = spec.turns
         self.concurrent = spec.parallel
         self.stop_texts = spec.stop
@@ -102,19 +103,13 @@ class ProgramEnvironment(MultiTurn):
                 "the command names {file}, and there is no file", where="environment.file", remedy="set file"
             )
         self._lock = Lock()  # sessions play in several threads
-        self._tasks = registry.make_environment(spec.tasks, checked=False)
+        self._tasks = registry.make_environment(self._section, checked=False)
         if getattr(self._tasks, "max_turns", 1) > 1 or getattr(self._tasks, "players", 1) > 1:
             raise RequestError(
                 f"{self._tasks.id} has several turns; a program needs tasks with one answer",
                 where="environment.tasks.id",
             )
         self.id = f"program/{self._tasks.id}"
-
-    @staticmethod
-    def has_verdict(section: Mapping[str, Any]) -> bool:
-        """Whether the environment of `tasks` scores answers, itself or by `rewards`."""
-        tasks = section["tasks"]
-        return bool(tasks.get(registry.REWARDS)) or registry.has_verdict(tasks)
 
     def check_files(self) -> None:
         """Check the files of the tasks."""
@@ -202,7 +197,7 @@ class ProgramEnvironment(MultiTurn):
     def _scorer(self) -> Scorer:
         from perilune.verifiers.scorer import Scorer
 
-        return Scorer(self.spec.tasks)
+        return Scorer(self._section)
 
 
 class _Run:

@@ -44,8 +44,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self._sessions: dict[str, _Line] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._sessions))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self._sessions))
         threading.Thread(target=self._server.serve_forever, name="gateway", daemon=True).start()
 
     @property
@@ -71,6 +70,13 @@ class Gateway:
         """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a program that hangs up is no error of this process."""
 
 
 class _Line:
