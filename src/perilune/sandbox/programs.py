@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from perilune.errors import RequestError
 from perilune.sandbox.landlock import can_limit_ports
@@ -57,7 +58,7 @@ class Ending:
 
     Attributes:
         code: exit code; negative for a signal.
-        output: what it wrote to standard output.
+        output: what it wrote to standard output, if that is a file.
         errors: the end of what it wrote to standard error.
     """
 
@@ -66,24 +67,40 @@ class Ending:
     errors: str
 
 
+class Streams(NamedTuple):
+    """Descriptors of a program's standard input and output."""
+
+    given: int
+    output: int
+
+    @classmethod
+    def of_text(cls, text: str) -> Streams:
+        """The input `text`, and an output that is read at the end."""
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
+            given.write(text.encode())
+            given.seek(0)
+            return cls(os.dup(given.fileno()), os.dup(output.fileno()))
+
+
 @dataclass(slots=True, eq=False)
 class Program:
     """A running program.
 
     Attributes:
         folder: its working directory, removed at its end.
+        has_ended: set when it and its children are gone.
     """
 
     folder: tempfile.TemporaryDirectory[str]
     keeper: int
-    _ended: threading.Event = field(default_factory=threading.Event)
+    has_ended: threading.Event = field(default_factory=threading.Event)
 
     def end(self) -> None:
         """Kill it if it still runs, and wait until it and its children are gone."""
         with contextlib.suppress(ProcessLookupError):
-            if not self._ended.is_set():
+            if not self.has_ended.is_set():
                 os.kill(self.keeper, signal.SIGTERM)
-        self._ended.wait()
+        self.has_ended.wait()
 
 
 class Programs:
@@ -115,28 +132,33 @@ class Programs:
         theirs.close()
         self._answers = self._control.makefile("rb")
 
-    def start(  # noqa: PLR0917
+    def start(
         self,
         command: Sequence[str],
-        given: str,
+        streams: Streams,
         variables: Mapping[str, str],
-        port: int,
-        readable: Sequence[str],
         on_end: Callable[[Ending], None],
+        *,
+        port: int | None = None,
+        readable: Sequence[str] = (),
     ) -> Program:
-        """Start a program with `given` as its standard input.
+        """Start a program.
 
         Args:
             command: "python" is this interpreter; other names are looked up in PATH.
+            streams: its standard input and output, which are closed here.
             variables: its environment variables, besides the usual ones.
-            readable: further files and folders that it may read.
             on_end: called in another thread when it and all its children have ended.
+            port: the TCP port that it may connect to.
+            readable: further files and folders that it may read.
 
         Raises:
-            RequestError: when the command does not exist.
+            RequestError: when the command does not exist, or a module of `preload` cannot be imported.
         """
-        folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
         executable = _find(command[0])
+        folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
+        errors = tempfile.TemporaryFile()  # noqa: SIM115  # `watch` closes it
+        report, their_report = os.pipe()
         request = {
             "command": [executable, *command[1:]],
             "is_preloaded": bool(self._preload) and executable == sys.executable,
@@ -148,18 +170,13 @@ class Programs:
             "memory_bytes": self._limits.memory_bytes,
             "file_bytes": self._limits.file_bytes,
         }
-        source, output, errors = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115  # `watch` closes them
-        source.write(given.encode())
-        source.seek(0)
-        report, their_report = os.pipe()
-        descriptors = [source.fileno(), output.fileno(), errors.fileno(), their_report]
+        descriptors = [*map(os.dup, streams), errors.fileno(), their_report]
         with self._lock:
             socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
             answer = self._answers.readline()
-        os.close(their_report)
-        source.close()
+        for descriptor in (*descriptors[:2], their_report, streams.given):
+            os.close(descriptor)
         if not answer:
-            os.close(report)
             raise RequestError(
                 f"the modules to preload cannot be imported: {', '.join(self._preload)}",
                 where="environment.preload",
@@ -168,16 +185,18 @@ class Programs:
         program = Program(folder, json.loads(answer)["keeper"])
 
         def watch() -> None:
-            with output, errors, os.fdopen(report, "rb") as reports:
+            with errors, os.fdopen(report, "rb") as reports, os.fdopen(streams.output, "rb") as output:
                 document = reports.read()
                 status = json.loads(document)["status"] if document else signal.SIGKILL
-                code = os.waitstatus_to_exitcode(status)
-                output.seek(0)
+                text = b""
+                if output.seekable():
+                    output.seek(0)
+                    text = output.read()
                 errors.seek(max(errors.seek(0, os.SEEK_END) - _SHOWN, 0))
-                texts = [one.read().decode(errors="replace") for one in (output, errors)]
+                shown = errors.read().decode(errors="replace")
             folder.cleanup()
-            program._ended.set()
-            on_end(Ending(code, *texts))
+            program.has_ended.set()
+            on_end(Ending(os.waitstatus_to_exitcode(status), text.decode(errors="replace"), shown))
 
         threading.Thread(target=watch, name="program", daemon=True).start()
         return program

@@ -1,0 +1,197 @@
+"""The base of environments that start a program for each episode, with the tasks of another environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.core import registry
+from perilune.environments.core.multi_turn import MultiTurn
+from perilune.environments.core.protocol import (
+    EpisodeFailedError,
+    Failure,
+    Message,
+    Observation,
+    Split,
+    Task,
+    Transcript,
+)
+from perilune.errors import RequestError
+from perilune.sandbox.programs import Ending, Program, ProgramLimits, Programs, Streams
+
+if TYPE_CHECKING:
+    from perilune.verifiers.scorer import Scorer
+
+TASK, FILE = "{task}", "{file}"  # in `command`
+
+
+class LaunchSpec(BaseModel):
+    """The fields of an environment section that say what is started, and for which tasks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: dict[str, Any] = Field(
+        description="section of a single-turn environment: its prompts are the tasks; it scores answers"
+    )
+    command: tuple[str, ...] = Field(
+        ("python", FILE),
+        min_length=1,
+        description="the program and its arguments; python is this interpreter, {file} is `file`, and {task}"
+        " is the text of the task",
+    )
+    file: str | None = Field(None, description="script of the program, or a folder that it needs")
+    preload: tuple[str, ...] = Field(
+        (), description="modules of a Python program to import once, so that episodes start faster"
+    )
+    variables: dict[str, str] = Field(default_factory=dict, description="environment variables; no secrets")
+    seconds: float = Field(
+        8.0, gt=0, description="time limit of the program for each turn; must be below `episodes.seconds`"
+    )
+    memory_mb: int = Field(4096, ge=64, description="address space of each process of the program, MiB")
+    parallel: int = Field(4, ge=1, le=256, description="programs that compute at the same time")
+    on_crash: Literal["zero", "fail"] = Field(
+        "zero",
+        description="episode of a program that exits with an error or exceeds `seconds`: reward 0, or failed",
+    )
+    confined: bool = Field(
+        True,
+        description="deny the program files except Python's, the system's and its own, and TCP except to the"
+        " gateway",
+    )
+
+
+class LaunchedEnvironment(MultiTurn):
+    """The base of such environments. The other environment scores in a process of its own.
+
+    Args:
+        sections: by name the section of the tasks, with the rewards and the prompting of this one.
+
+    Raises:
+        RequestError: when the tasks have several turns or players, or the command names a missing file.
+    """
+
+    files: ClassVar = ("file",)  # a bundle includes it
+    confined = False  # it starts programs, which are confined
+
+    def __init__(self, name: str, spec: LaunchSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        self._launch, self._section = spec, sections[registry.TASKS]
+        self.concurrent = spec.parallel
+        if FILE in " ".join(spec.command) and spec.file is None:
+            raise RequestError(
+                "the command names {file}, and there is no file", where="environment.file", remedy="set file"
+            )
+        self._lock = Lock()  # sessions play in several threads
+        self._tasks = registry.make_environment(self._section, checked=False)
+        if getattr(self._tasks, "max_turns", 1) > 1 or getattr(self._tasks, "players", 1) > 1:
+            raise RequestError(
+                f"{self._tasks.id} has several turns; `tasks` needs an environment with one answer",
+                where="environment.tasks.id",
+            )
+        self.id = f"{name}/{self._tasks.id}"
+
+    def check_files(self) -> None:
+        """Check the files of the tasks."""
+        if hasattr(self._tasks, "check_files"):
+            self._tasks.check_files()
+
+    def characters(self) -> dict[str, str]:
+        """The characters of the tasks."""
+        found: dict[str, str] = getattr(self._tasks, "characters", dict)()
+        return found
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The other environment's tasks. Their prompts become part of the first observation."""
+        for task in self._tasks.tasks(split, seed):
+            data = {"prompt": list(task.prompt), "data": dict(task.data)}
+            yield Task(task.task_id, (), data, task.difficulty)
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """The prompt in the other environment."""
+        return tuple(task.data["prompt"])
+
+    def end_with(self, task: Task, answer: str, metrics: Mapping[str, float] | None = None) -> Observation:
+        """The end of an episode with this answer.
+
+        Raises:
+            EpisodeFailedError: when it cannot be scored.
+        """
+        own = Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
+        with self._lock:
+            (outcome,) = self._scorer.score([(own, Transcript(answer))])
+        if isinstance(outcome, Failure):
+            raise EpisodeFailedError(outcome.boundary, outcome.reason)
+        figures = {**outcome.metrics, **(metrics or {})}
+        return Observation(rewards=(outcome.reward,), terms=outcome.terms, metrics=figures, done=True)
+
+    def start(
+        self,
+        task: Task,
+        streams: Streams,
+        on_end: Callable[[Ending], None],
+        variables: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> Program:
+        """Start the program for a task; `variables` and `port` are those of the gateway."""
+        spec = self._launch
+        places = {TASK: self.text(task), FILE: spec.file or ""}
+        with self._lock:
+            programs = self._programs
+        return programs.start(
+            [_filled(word, places) for word in spec.command],
+            streams,
+            {**spec.variables, **(variables or {})},
+            on_end,
+            port=port,
+            readable=[str(Path(spec.file).absolute())] if spec.file else [],
+        )
+
+    def text(self, task: Task) -> str:
+        """The prompt as one text."""
+        return "\n\n".join(message["content"] for message in self.prompt(task))
+
+    def crashed(self, ending: Ending | None, *, is_data: bool) -> Observation:
+        """The end of an episode whose program broke; `ending` is None if it took too long.
+
+        Args:
+            is_data: whether the policy has acted, so that `on_crash` applies.
+
+        Raises:
+            EpisodeFailedError: when the episode counts as failed.
+        """
+        cause = "timeout" if ending is None else "crash"
+        if self._launch.on_crash == "zero" and is_data:
+            return Observation(rewards=(0.0,), metrics={f"contained/{cause}": 1.0}, done=True)
+        if ending is None:
+            raise EpisodeFailedError("environment", f"the program took more than {self._launch.seconds:g} s")
+        last = ending.errors.strip().splitlines()[-1:]
+        what = f"the program ended with exit code {ending.code}" + (f": {last[0]}" if last else "")
+        raise EpisodeFailedError("environment", what)
+
+    def close(self) -> None:
+        """End all programs, and the process that scores."""
+        for name in ("_programs", "_scorer"):
+            if name in vars(self):
+                vars(self).pop(name).close()
+
+    @cached_property
+    def _programs(self) -> Programs:
+        spec = self._launch
+        limits = ProgramLimits(memory_bytes=spec.memory_mb << 20, confined=spec.confined)
+        return Programs(limits, spec.preload)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        from perilune.verifiers.scorer import Scorer
+
+        return Scorer(self._section)
+
+
+def _filled(word: str, places: Mapping[str, str]) -> str:
+    for name, value in places.items():
+        word = word.replace(name, value)
+    return word
