@@ -1,0 +1,11 @@
+"""An agent of the package smolagents: its model writes Python, which the package runs."""
+
+import os
+import sys
+
+from smolagents import CodeAgent, OpenAIServerModel
+
+model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key="none")
+agent = CodeAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+agent.prompt_templates["system_prompt"] = "Write Python."  # its own has 8,000 characters
+print(agent.run(sys.stdin.read()))
