@@ -132,6 +132,9 @@ def _run_python(arguments: Sequence[str]) -> NoReturn:
     is_module = arguments[0] == "-m"
     name, rest = (arguments[1], arguments[2:]) if is_module else (arguments[0], arguments[1:])
     sys.argv = [name, *rest]
+    # New streams, because the old ones remember what the server's descriptors were.
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", buffering=1)
     sys.path.insert(0, str(Path.cwd()) if is_module else str(Path(name).parent))
     code = 0
     try:

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from perilune.errors import RequestError
 from perilune.sandbox.landlock import can_limit_ports
@@ -87,11 +88,10 @@ class Program:
     """A running program.
 
     Attributes:
-        folder: its working directory, removed at its end.
+        keeper: process that runs it, and ends it at a signal TERM.
         has_ended: set when it and its children are gone.
     """
 
-    folder: tempfile.TemporaryDirectory[str]
     keeper: int
     has_ended: threading.Event = field(default_factory=threading.Event)
 
@@ -155,48 +155,49 @@ class Programs:
         Raises:
             RequestError: when the command does not exist, or a module of `preload` cannot be imported.
         """
-        executable = _find(command[0])
-        folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
-        errors = tempfile.TemporaryFile()  # noqa: SIM115  # `watch` closes it
-        report, their_report = os.pipe()
-        request = {
-            "command": [executable, *command[1:]],
-            "is_preloaded": bool(self._preload) and executable == sys.executable,
-            "variables": {**_variables(folder.name), **variables},
-            "folder": folder.name,
-            "readable": [*_readable(executable), *readable] if self._limits.confined else None,
-            "port": port,
-            "cpu_seconds": self._limits.cpu_seconds,
-            "memory_bytes": self._limits.memory_bytes,
-            "file_bytes": self._limits.file_bytes,
-        }
-        descriptors = [*map(os.dup, streams), errors.fileno(), their_report]
-        with self._lock:
-            socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
-            answer = self._answers.readline()
-        for descriptor in (*descriptors[:2], their_report, streams.given):
-            os.close(descriptor)
-        if not answer:
-            raise RequestError(
-                f"the modules to preload cannot be imported: {', '.join(self._preload)}",
-                where="environment.preload",
-                remedy="install them beside Perilune, or remove them",
-            )
-        program = Program(folder, json.loads(answer)["keeper"])
+        with ExitStack() as stack:
+            given = stack.enter_context(os.fdopen(streams.given, "rb"))
+            output = stack.enter_context(os.fdopen(streams.output, "rb"))
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            executable = _find(command[0])
+            folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
+            stack.callback(folder.cleanup)
+            request = {
+                "command": [executable, *command[1:]],
+                "is_preloaded": bool(self._preload) and executable == sys.executable,
+                "variables": {**_variables(folder.name), **variables},
+                "folder": folder.name,
+                "readable": [*_readable(executable), *readable] if self._limits.confined else None,
+                "port": port,
+                "cpu_seconds": self._limits.cpu_seconds,
+                "memory_bytes": self._limits.memory_bytes,
+                "file_bytes": self._limits.file_bytes,
+            }
+            report, their_report = os.pipe()
+            reports = stack.enter_context(os.fdopen(report, "rb"))
+            descriptors = [given.fileno(), output.fileno(), errors.fileno(), their_report]
+            with self._lock:
+                socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], descriptors)
+                answer = self._answers.readline()
+            os.close(their_report)
+            if not answer:
+                raise RequestError(
+                    f"the modules to preload cannot be imported: {', '.join(self._preload)}",
+                    where="environment.preload",
+                    remedy="install them beside Perilune, or remove them",
+                )
+            program = Program(json.loads(answer)["keeper"])
+            given.close()
+            own = stack.pop_all()
 
         def watch() -> None:
-            with errors, os.fdopen(report, "rb") as reports, os.fdopen(streams.output, "rb") as output:
+            with own:
                 document = reports.read()
                 status = json.loads(document)["status"] if document else signal.SIGKILL
-                text = b""
-                if output.seekable():
-                    output.seek(0)
-                    text = output.read()
-                errors.seek(max(errors.seek(0, os.SEEK_END) - _SHOWN, 0))
-                shown = errors.read().decode(errors="replace")
-            folder.cleanup()
+                text = _whole(output) if output.seekable() else ""
+                ending = Ending(os.waitstatus_to_exitcode(status), text, _whole(errors, _SHOWN))
             program.has_ended.set()
-            on_end(Ending(os.waitstatus_to_exitcode(status), text.decode(errors="replace"), shown))
+            on_end(ending)
 
         threading.Thread(target=watch, name="program", daemon=True).start()
         return program
@@ -207,6 +208,13 @@ class Programs:
         self._server.wait()
         self._answers.close()
         self._control.close()
+
+
+def _whole(file: IO[bytes], most: int | None = None) -> str:
+    """The text in a file, or the end of it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0 if most is None else max(size - most, 0))
+    return file.read().decode(errors="replace")
 
 
 def _find(name: str) -> str:

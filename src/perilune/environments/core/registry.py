@@ -35,7 +35,8 @@ from perilune.files import field_of, with_field
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
-PROGRAM, TASKS = "program", "tasks"  # id of the environment whose field `tasks` is an environment
+PROGRAM, TASKS = "program", "tasks"
+BORROWING = (PROGRAM, "mcp")  # ids of the environments whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
@@ -47,6 +48,7 @@ _BUILT_IN = {
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
     "oolong": "perilune.environments.builtin.oolong:OolongEnvironment",
     "open_spiel": "perilune.games.open_spiel:OpenSpielEnvironment",
+    "mcp": "perilune.environments.program.mcp:McpEnvironment",
     MIXTURE: "perilune.environments.core.mixture:Mixture",
     "openenv": "perilune.environments.adapters.openenv:OpenEnvEnvironment",
     "planning": "perilune.environments.builtin.planning:PlanningEnvironment",
@@ -138,12 +140,12 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The section of each part of a mixture by name, and of the tasks of a program; empty for others.
+    """The section of each part of a mixture by name, of a program's tasks, or empty.
 
     A part without `rewards` or `prompting` has those of the whole.
     """
     parts = section.get("parts") if section.get("id") == MIXTURE else None
-    if section.get("id") == PROGRAM:
+    if section.get("id") in BORROWING:
         parts = {TASKS: section.get(TASKS)}
     shared = {key: section[key] for key in (REWARDS, prompting.KEY) if section.get(key)}
     found = {}
@@ -156,7 +158,7 @@ def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Where the part `name` stands in the section."""
-    return (name,) if section.get("id") == PROGRAM else ("parts", name)
+    return (name,) if section.get("id") in BORROWING else ("parts", name)
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """OpenAI's chat completions, as far as agent programs need them: requests to messages, turns to responses.
 
 Sampling settings of a request are ignored, because a policy is trained with those of its recipe. What would
-change the text of an answer in another way is refused. Tools are described in the system message, and calls
-of tools are read from the text, in the format of Hermes and Qwen:
-<tool_call>{"name": "f", "arguments": {}}</tool_call>.
+change the text of an answer in another way is refused. Tools are described in the system message, and their
+calls are read from the text.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from perilune.environments.program.tool_calls import ToolCall, describe_tools, read_calls, write_call
 
 MOST_BODY = 4 << 20  # bytes of a request
 _IGNORED = """
@@ -35,11 +35,6 @@ _ACCEPTED = frozenset(_IGNORED.split()) | {"messages", "stop", "stream", "stream
 _ROLES = {"developer": "system", "function": "tool"} | {
     role: role for role in ("system", "user", "assistant", "tool")
 }
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TOOLS = """\
-You may call these tools:
-{tools}
-To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>."""
 
 
 class RefusedCallError(Exception):
@@ -52,12 +47,11 @@ class Said:
 
     Attributes:
         stripped: the content without it.
-        tool_calls: for each, the name and the arguments as canonical JSON.
     """
 
     role: str
     content: str = field(compare=False)
-    tool_calls: tuple[tuple[str, str], ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     stripped: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,10 +59,7 @@ class Said:
 
     def message(self) -> dict[str, str]:
         """The message as text."""
-        calls = [
-            f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
-            for name, arguments in self.tool_calls
-        ]
+        calls = map(write_call, self.tool_calls)
         return {"role": self.role, "content": "\n".join(filter(None, [self.content, *calls]))}
 
 
@@ -145,8 +136,7 @@ def _canonical(arguments: str) -> str:
 def _with_tools(said: Sequence[Said], tools: Sequence[Mapping[str, Any]]) -> Iterator[Said]:
     """The conversation, with the tools described at the end of its system message."""
     first, rest = (said[0].content, said[1:]) if said[0].role == "system" else ("", said)
-    about = _TOOLS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    system = "\n\n".join(filter(None, [first, about if tools else ""]))
+    system = "\n\n".join(filter(None, [first, describe_tools(tools) if tools else ""]))
     if system:
         yield Said("system", system)
     yield from rest
@@ -166,25 +156,15 @@ class ChatAnswer:
     text: str
 
     @cached_property
-    def _parts(self) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """The text outside of tool calls, and the calls. A malformed call stays text."""
-        calls = []
-        for found in _TOOL_CALL.findall(self.text) if self.request.tools else ():
-            try:
-                call = json.loads(found)
-                name, arguments = call["name"], call.get("arguments") or {}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                return self.text, ()
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                return self.text, ()
-            calls.append((name, json.dumps(arguments, sort_keys=True, ensure_ascii=False)))
-        return (_TOOL_CALL.sub("", self.text) if calls else self.text), tuple(calls)
+    def _parts(self) -> tuple[str, Sequence[ToolCall]]:
+        """The text outside of tool calls, and the calls. A text with a malformed call stays as it is."""
+        return (read_calls(self.text) if self.request.tools else None) or (self.text, ())
 
     @property
     def said(self) -> Said:
         """The answer as the program will repeat it."""
         content, calls = self._parts
-        return Said("assistant", content, calls)
+        return Said("assistant", content, tuple(calls))
 
     def document(self) -> bytes:
         """The whole response."""

@@ -74,8 +74,13 @@ class ProgramEnvironment(LaunchedEnvironment):
             vars(self).pop("_gateway").close()
 
     def _end(self, task: Task, ending: Ending | None, turns: int, reply: str) -> Observation:
-        if ending is None or ending.code:
-            return self.crashed(ending, is_data=turns > 0)
+        if ending is None:
+            what = f"the program neither called the model nor ended within {self.spec.seconds:g} s"
+            return self.broke(what, "timeout", is_data=turns > 0)
+        if ending.code:
+            last = ending.errors.strip().splitlines()[-1:]
+            what = ": ".join([f"the program ended with exit code {ending.code}", *last])
+            return self.broke(what, "crash", is_data=turns > 0)
         if not turns:
             raise EpisodeFailedError("environment", "the program ended without a call of the model")
         output = ending.output.strip()

@@ -154,23 +154,19 @@ class LaunchedEnvironment(MultiTurn):
         """The prompt as one text."""
         return "\n\n".join(message["content"] for message in self.prompt(task))
 
-    def crashed(self, ending: Ending | None, *, is_data: bool) -> Observation:
-        """The end of an episode whose program broke; `ending` is None if it took too long.
+    def broke(self, what: str, cause: str, *, is_data: bool) -> Observation:
+        """The end of an episode whose program broke.
 
         Args:
+            cause: of the metric contained/CAUSE.
             is_data: whether the policy has acted, so that `on_crash` applies.
 
         Raises:
             EpisodeFailedError: when the episode counts as failed.
         """
-        cause = "timeout" if ending is None else "crash"
-        if self._launch.on_crash == "zero" and is_data:
-            return Observation(rewards=(0.0,), metrics={f"contained/{cause}": 1.0}, done=True)
-        if ending is None:
-            raise EpisodeFailedError("environment", f"the program took more than {self._launch.seconds:g} s")
-        last = ending.errors.strip().splitlines()[-1:]
-        what = f"the program ended with exit code {ending.code}" + (f": {last[0]}" if last else "")
-        raise EpisodeFailedError("environment", what)
+        if self._launch.on_crash == "fail" or not is_data:
+            raise EpisodeFailedError("environment", what)
+        return Observation(rewards=(0.0,), metrics={f"contained/{cause}": 1.0}, done=True)
 
     def close(self) -> None:
         """End all programs, and the process that scores."""

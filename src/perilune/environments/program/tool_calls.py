@@ -1,0 +1,46 @@
+"""Tool calls in text, in the format of Hermes and Qwen.
+
+<tool_call>{"name": "f", "arguments": {}}</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+ToolCall = tuple[str, str]
+"""The name of a tool, and the arguments as canonical JSON."""
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_ABOUT = """\
+You may call these tools:
+{tools}
+To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>."""
+
+
+def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """The part of a system message that describes tools."""
+    return _ABOUT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def write_call(call: ToolCall) -> str:
+    """The text of a call."""
+    name, arguments = call
+    return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+
+
+def read_calls(text: str) -> tuple[str, Sequence[ToolCall]] | None:
+    """The text outside of calls, and the calls; None if a call is malformed."""
+    calls = []
+    for found in _CALL.findall(text):
+        try:
+            call = json.loads(found)
+            name, arguments = call["name"], call.get("arguments") or {}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        calls.append((name, json.dumps(arguments, sort_keys=True, ensure_ascii=False)))
+    return (_CALL.sub("", text) if calls else text), calls
