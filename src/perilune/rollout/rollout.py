@@ -176,15 +176,8 @@ class Rollout:
 
     @property
     def turn_key(self) -> tuple[int, int, int]:
-        """Key of the next turn's random numbers; no other turn of a run has the same key.
-
-        The first turns of a group are sampled together under `key`. In later turns the lanes of step and
-        task (32 bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12 for the
-        sample.
-        """
-        seed, step, index = self.key
-        turn = len(self.actions)
-        return seed, (turn % 1024) << 22 | step % (1 << 22), (self.sample % 4096) << 20 | index % (1 << 20)
+        """Key of the next turn's random numbers, see `turn_key`."""
+        return turn_key(self.key, self.sample, len(self.actions))
 
     def add_completion(self, context: list[int], completion: Completion, text: str) -> None:
         """Append a turn of the player to move."""
@@ -215,3 +208,16 @@ class Rollout:
     def outcome(self, player: int) -> Outcome:
         """The player's score, or the failure."""
         return self.totals.score(player) if self.failure is None else self.failure
+
+
+def turn_key(key: tuple[int, int, int], sample: int, turn: int) -> tuple[int, int, int]:
+    """Key of the random numbers of a later turn; no other turn of a run has the same key.
+
+    The first turns of a group are sampled together under `key`. In later turns the lanes of step and task (32
+    bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12 for the sample.
+
+    Args:
+        turn: number of actions of all players before it, at least 1.
+    """
+    seed, step, index = key
+    return seed, (turn % 1024) << 22 | step % (1 << 22), (sample % 4096) << 20 | index % (1 << 20)

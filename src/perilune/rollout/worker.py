@@ -103,15 +103,8 @@ class RolloutWorker:
         sessions = Sessions(self.scorer.processes, self.environment)
         with self._scoring(len(tasks) * samples):
             rollouts = self._begin(sessions, tasks, samples, step, indices)
-            self.observe(rollouts, params)
         watch.scoring += time.perf_counter() - began
-        try:
-            while due := [one for one in rollouts if not one.is_over]:
-                self._turn(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
-                if on_progress is not None:
-                    on_progress(sum(one.is_over for one in rollouts), len(rollouts))
-        finally:
-            sessions.close([one.session for one in rollouts])
+        self.play_out(sessions, rollouts, params, samples=samples, watch=watch, on_progress=on_progress)
         began = time.perf_counter()
         groups = [
             group
@@ -125,6 +118,33 @@ class RolloutWorker:
         groups = gather_groups(groups, self.ranks, watch)
         require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
         return groups
+
+    def play_out(
+        self,
+        sessions: Sessions,
+        rollouts: Sequence[Rollout],
+        params: SamplingParams,
+        *,
+        samples: int,
+        watch: Stopwatch,
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Play newly opened rollouts to their ends, and close their sessions.
+
+        Args:
+            samples: number of samples of each key among the rollouts.
+        """
+        try:
+            began = time.perf_counter()
+            with self._scoring(len(rollouts)):
+                self.observe(rollouts, params)
+            watch.scoring += time.perf_counter() - began
+            while due := [one for one in rollouts if not one.is_over]:
+                self._turn(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
+                if on_progress is not None:
+                    on_progress(sum(one.is_over for one in rollouts), len(rollouts))
+        finally:
+            sessions.close([one.session for one in rollouts])
 
     def _begin(
         self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, indices: Sequence[int]
@@ -168,7 +188,7 @@ class RolloutWorker:
                     on_progress(finished, total)
 
             contexts = [one.trajectory.context() for one in due]
-            completions = self._sample(due, contexts, samples, params, progress)
+            completions = self.sample_turns(due, contexts, samples, params, progress)
         watch.sampling += time.perf_counter() - began
         watch.tokens += sum(len(one.token_ids) for one in completions)
 
@@ -188,7 +208,7 @@ class RolloutWorker:
             self.observe([one for one in due if not one.is_over], params)
         watch.scoring += time.perf_counter() - began
 
-    def _sample(
+    def sample_turns(
         self,
         due: Sequence[Rollout],
         contexts: Sequence[list[int]],

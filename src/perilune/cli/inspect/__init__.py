@@ -11,6 +11,7 @@ COMMANDS = {
     "compare": ("inspect.compare:compare", "Compare experiments, or the arms of a sweep."),
     "report": ("inspect.report:report", "Write a self-contained HTML report."),
     "track": ("inspect.track:track", "Copy metrics to TensorBoard, W&B or MLflow."),
+    "traces": ("inspect.traces:app", "Make regression tests of episodes, and run them."),
     "chat": ("inspect.chat:chat", "Chat with a checkpoint in the terminal."),
     "serve": ("inspect.serve:serve", "Serve a checkpoint over OpenAI's HTTP API."),
     "push": ("inspect.push:push", "Give a running server new weights."),

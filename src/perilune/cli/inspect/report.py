@@ -37,7 +37,7 @@ def report(
     perilune report quickstart --out report.html
     perilune report 01JQ8 01JQ9 --out comparison.html
     """
-    written = _compared(targets, out) or build_report(_view(targets[0]), out)
+    written = _compared(targets, out) or build_report(view_of(targets[0]), out)
     echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
 
 
@@ -56,7 +56,7 @@ def _compared(targets: Sequence[str], out: Path) -> Path | None:
     return build_comparison(compare_experiments(control, targets), out)
 
 
-def _view(target: str) -> ExperimentView:
+def view_of(target: str) -> ExperimentView:
     """The view of a folder, of an experiment with all its stages, or of a run as its only stage.
 
     Raises:

@@ -117,11 +117,11 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     tokenizer = new if folder is None else Tokenizer.load(folder)
     if not workspace.has_input("checkpoint"):
         tokenizer = with_recipe_template(tokenizer, workspace.job.model)
-    ends = () if folder is None else _end_tokens(folder)
+    ends = () if folder is None else end_tokens(folder)
     return Sampler(engine, tokenizer, tuple(dict.fromkeys((*ends, tokenizer.eos_token_id))))
 
 
-def _end_tokens(folder: Path) -> tuple[int, ...]:
+def end_tokens(folder: Path) -> tuple[int, ...]:
     """The end-of-sequence tokens in config.json and generation_config.json."""
     from perilune.files import read_json
     from perilune.models.config.decoder_config import DecoderConfig

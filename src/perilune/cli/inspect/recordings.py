@@ -1,0 +1,118 @@
+"""What `perilune traces` records from: the episode files of an experiment, a run or a folder of attempts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from perilune.bundle.job import Job
+from perilune.cli.inspect.report import view_of
+from perilune.data.episodes_file import read_episodes
+from perilune.errors import RequestError
+from perilune.files import read_json
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.stage.sampling import end_tokens
+from perilune.traces.cassette import Cassette
+from perilune.traces.record import Origin, record
+from perilune.traces.suite import tokenizer_digest
+from perilune.traces.where import parse_where
+from perilune.ui.attempt import Attempt
+from perilune.ui.view import StageView
+
+CHUNK = 512  # episodes recorded at a time
+
+
+@dataclass
+class Recorded:
+    """Cassettes, the tokenizers they need, and why episodes were refused."""
+
+    cassettes: dict[str, Cassette] = field(default_factory=dict)
+    tokenizers: dict[str, Tokenizer] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
+    """Record the episodes that fulfil `where`, at most `most` of each file, evenly spaced.
+
+    Raises:
+        RequestError: when a target does not exist, or has no episodes that fulfil the condition.
+    """
+    condition, recorded, seen = parse_where(where), Recorded(), 0
+    for target in targets:
+        for stage in view_of(target).stages:
+            for path, origin in _files(stage, recorded):
+                groups: dict[tuple[str, ...], list[Any]] = {}
+                for one in read_episodes(path):
+                    step, index, *_, sample = one.episode_id.split("/")
+                    groups.setdefault((step, index, sample), []).append(one)
+                fitting = [members for members in groups.values() if any(map(condition, members))]
+                seen += len(fitting)
+                chosen = fitting[:: max(1, -(-len(fitting) // most))]
+                for start in range(0, len(chosen), CHUNK):
+                    episodes = [one for group in chosen[start : start + CHUNK] for one in group]
+                    found = record(episodes, origin, recorded.tokenizers.__getitem__)
+                    recorded.cassettes |= {one.digest: one for one in found.cassettes}
+                    recorded.refused.update(found.refused)
+    if not seen:
+        raise RequestError(
+            "no episode fulfils the condition",
+            where=f"--where {where}" if where else ", ".join(targets),
+            remedy="perilune data inspect FILE.parquet lists the episodes' figures",
+        )
+    return recorded
+
+
+def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]]:
+    """The episode files of a stage, each with its origin; adds the stage's tokenizer."""
+    attempt = Attempt(stage.attempt_dir)
+    greedy = attempt.greedy_file
+    files = [*attempt.episode_files, *([greedy] if greedy else [])]
+    if not files or attempt.root is None:
+        return
+    job = Job.model_validate(read_json(attempt.root / "job.json"))
+    folder = _model_folder(job, attempt)
+    if folder is None or not job.environment or "max_tokens" not in job.spec:
+        recorded.refused[f"stage {stage.name} stores no model or sampling settings"] += 1
+        return
+    tokenizer = Tokenizer.load(folder)
+    with TemporaryDirectory() as saved:
+        tokenizer.save(saved)
+        digest = tokenizer_digest(Path(saved))
+    recorded.tokenizers[digest] = tokenizer
+    checkpoint = next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None)
+    for path in files:
+        yield (
+            path,
+            Origin(
+                run=stage.run_id,
+                stage=stage.name,
+                file=path.name,
+                environment=job.at(attempt.root).environment,
+                section=job.environment,
+                seed=job.seed,
+                max_tokens=job.spec["max_tokens"],
+                temperature=0.0 if path == greedy else float(job.spec.get("temperature") or 1.0),
+                stop_token_ids=tuple(dict.fromkeys((*end_tokens(folder), tokenizer.eos_token_id))),
+                positions=read_json(folder / "config.json").get("max_position_embeddings"),
+                tokenizer=digest,
+                checkpoint=checkpoint,
+                system=_system(job),
+            ),
+        )
+
+
+def _model_folder(job: Job, attempt: Attempt) -> Path | None:
+    """The folder of the weights that a stage starts from, or those that it made."""
+    assert attempt.root is not None
+    given = [attempt.root / one.path for one in job.inputs if one.name in ("checkpoint", "model")]
+    folders = [one for one in (*given, *attempt.model_folders) if (one / "tokenizer.json").is_file()]
+    return folders[0] if folders else None
+
+
+def _system(job: Job) -> str:
+    system = job.spec.get("system")
+    return system if isinstance(system, str) else ""

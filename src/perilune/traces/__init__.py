@@ -1,0 +1,1 @@
+"""Cassettes: recorded episodes that are replayed as regression tests of the harness around a model."""

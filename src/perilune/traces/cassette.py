@@ -1,0 +1,230 @@
+"""A cassette: one recorded episode with everything that is needed to play it again.
+
+The digest of its canonical JSON names a cassette, so it never changes. Secrets in texts are redacted by the
+rules of the bundle (`perilune.redaction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from perilune.data.episode import Episode
+from perilune.environments.core.protocol import Task
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes
+from perilune.redaction import redact_document
+
+SCHEMA_VERSION = 1
+
+Messages = tuple[dict[str, str], ...]
+Key = tuple[int, int, int]
+
+
+class Frozen(BaseModel):
+    """An immutable model without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Turn(Frozen):
+    """One turn of the policy, and what it saw next.
+
+    Attributes:
+        tokens, text: what the policy wrote. The text is the tokens decoded.
+        finished: whether the policy ended it, and not the limit on tokens.
+        seen: tokens between this turn and the player's next one, or the end.
+        messages: the same as text.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    finished: bool
+    seen: tuple[int, ...] = ()
+    messages: Messages = ()
+
+
+class Verdict(Frozen):
+    """How an episode ended for one player. `reward` is None, and `failure` set, if it has no score."""
+
+    reward: float | None
+    terms: dict[str, float]
+    metrics: dict[str, float]
+    finish_reason: Literal["stop", "length", "aborted"]
+    failure: str
+
+
+class Track(Frozen):
+    """The part of one player in an episode.
+
+    Attributes:
+        opening, prompt: the messages before the player's first turn, and their tokens.
+    """
+
+    player: int
+    opening: Messages
+    prompt: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    verdict: Verdict
+
+
+class Sampling(Frozen):
+    """How the turns were sampled, for `exact` and `fork`.
+
+    Attributes:
+        key: (seed, step, index of the task in the step), which seeds sampling and the session.
+        sample: number of the episode among those of its key.
+        positions: context window of the model in tokens; None if unknown.
+    """
+
+    key: Key
+    sample: int
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    positions: int | None = None
+
+
+class Source(Frozen):
+    """Where an episode was recorded: run, stage, file of episodes, id of the episode."""
+
+    run: str
+    stage: str
+    file: str
+    episode_id: str
+
+
+class TaskRecord(Frozen):
+    """The fields of a `Task`."""
+
+    task_id: str
+    prompt: Messages
+    data: dict[str, Any]
+    difficulty: float | None = None
+
+    def task(self) -> Task:
+        """The task."""
+        return Task(self.task_id, self.prompt, self.data, self.difficulty)
+
+
+class Cassette(Frozen):
+    """One episode of all its players.
+
+    Attributes:
+        environment: the environment section of the recipe.
+        tokenizer: digest of the tokenizer's files, which the suite holds.
+        checkpoint: digest of the weights that sampled every turn; None if no stored checkpoint holds them.
+        order: the player of each action, in order.
+        shrunk_from: digest of the cassette that this one was cut from; its turns were never sampled.
+    """
+
+    schema_version: Literal[1] = 1
+    source: Source
+    environment: dict[str, Any]
+    tokenizer: str
+    checkpoint: str | None
+    task: TaskRecord
+    sampling: Sampling
+    order: tuple[int, ...]
+    tracks: tuple[Track, ...]
+    shrunk_from: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return sha256_bytes(self.to_bytes())
+
+    @property
+    def tokens(self) -> int:
+        """The size of its context: tokens of prompts, turns and observations of all players."""
+        return sum(
+            len(track.prompt) + sum(len(turn.tokens) + len(turn.seen) for turn in track.turns)
+            for track in self.tracks
+        )
+
+    def track(self, player: int) -> Track | None:
+        """The part of a player; None if it never moved."""
+        return next((one for one in self.tracks if one.player == player), None)
+
+    def actions(self) -> list[Turn]:
+        """The turns of all players in the order of the episode."""
+        turns = {track.player: iter(track.turns) for track in self.tracks}
+        return [next(turns[player]) for player in self.order]
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON, redacted."""
+        return canonical_json(redact_document(self.model_dump(mode="json")))
+
+
+def track_of(episode: Episode, player: int, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
+    """The part of a player from its episode.
+
+    A turn ended by itself if it has fewer than `sampling.max_tokens` tokens, a stop token or a stop text.
+
+    Args:
+        stop: texts that end a turn.
+
+    Raises:
+        RequestError: when two turns have no observation between them, so that their tokens cannot be told
+            apart.
+    """
+    spans = _spans(episode.loss_mask)
+    written = [place for place, one in enumerate(episode.messages) if one["role"] == "assistant"]
+    if len(spans) > len(written):
+        raise RequestError("two turns cannot be told apart", where=episode.episode_id)
+    first = written[-len(spans)] if spans else len(episode.messages)
+    starts = [place for place in written if place >= first]
+    ends = [*starts[1:], len(episode.messages)]
+    turns = []
+    for number, ((begin, end), place) in enumerate(zip(spans, starts, strict=True)):
+        tokens = episode.token_ids[begin:end].tolist()
+        text = episode.messages[place]["content"]
+        until = spans[number + 1][0] if number + 1 < len(spans) else len(episode.token_ids)
+        is_last = number + 1 == len(spans)
+        finished = len(tokens) < sampling.max_tokens or tokens[-1] in sampling.stop_token_ids
+        finished = finished or any(one in text for one in stop)
+        turns.append(
+            Turn(
+                tokens=tokens,
+                text=text,
+                finished=finished or (is_last and episode.finish_reason == "stop"),
+                seen=episode.token_ids[end:until].tolist(),
+                messages=_messages(episode.messages[place + 1 : ends[number]]),
+            )
+        )
+    return Track(
+        player=player,
+        opening=_messages(episode.messages[:first]),
+        prompt=episode.prompt_ids.tolist(),
+        turns=tuple(turns),
+        verdict=verdict_of(episode),
+    )
+
+
+def verdict_of(episode: Episode) -> Verdict:
+    """How the episode ended."""
+    return Verdict(
+        reward=episode.reward,
+        terms=dict(sorted(episode.reward_terms.items())),
+        metrics=dict(sorted(episode.metrics.items())),
+        finish_reason=episode.finish_reason,
+        failure=episode.failure,
+    )
+
+
+def environment_digest(section: Mapping[str, Any]) -> str:
+    """SHA-256 of an environment section."""
+    return sha256_bytes(canonical_json(section))
+
+
+def _spans(mask: Any) -> list[tuple[int, int]]:
+    """The runs of True in a mask: (first, after the last)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def _messages(messages: Sequence[Mapping[str, str]]) -> Messages:
+    return tuple({"role": one["role"], "content": one["content"]} for one in messages)

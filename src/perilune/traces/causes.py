@@ -1,0 +1,75 @@
+"""Clusters episodes by the cause of their outcome, and keeps a few of each cluster.
+
+A cause is a short text: what failed, which limit was reached, which reward terms are not full, and which
+errors the tools reported. Episodes with the same text fail in the same way, as far as an episode tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from perilune.files import sha256_bytes
+from perilune.traces.cassette import Cassette, Track
+
+FULL = 1.0  # of a reward term
+_ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))\b", re.MULTILINE)
+_ENDED = re.compile(r"\[ended: ([\w ]+)\]")
+_VARYING = re.compile(r"\d+(?:\.\d+)?|'[^']*'|\"[^\"]*\"")
+_COUNTED = ("contained/", "strategy/")  # metrics of an episode that name a cause
+
+
+def cause(cassette: Cassette) -> str:
+    """The cause of the outcome of a cassette, for all its players."""
+    parts = [_cause(track) for track in cassette.tracks]
+    return " | ".join(dict.fromkeys(parts)) or "nobody moved"
+
+
+def clusters(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
+    """Cassettes by environment and cause; in each, the smallest first, then by digest."""
+    found: dict[str, list[Cassette]] = {}
+    for one in cassettes:
+        found.setdefault(f"{environment_label(one.environment)}: {cause(one)}", []).append(one)
+    return {
+        name: sorted(members, key=lambda one: (one.tokens, one.digest))
+        for name, members in sorted(found.items())
+    }
+
+
+def choose(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
+    """At most `each` of every cluster: the smallest, then others evenly over its sizes."""
+    return {name: [members[place] for place in _places(len(members), each)] for name, members in found.items()}
+
+
+def environment_label(section: Mapping[str, object]) -> str:
+    """The id of an environment, with its family."""
+    family = section.get("task") or section.get("game")
+    return f"{section.get('id')}/{family}" if family else str(section.get("id"))
+
+
+def held_out(digest: str, share: float) -> bool:
+    """Whether a cassette is held out: a fixed draw from its digest, with this probability."""
+    return int(sha256_bytes(f"held out/{digest}".encode())[:8], 16) < share * 16**8
+
+
+def _cause(track: Track) -> str:
+    verdict = track.verdict
+    if verdict.failure:
+        return f"failure {_VARYING.sub('#', verdict.failure)}"
+    seen = "\n".join(one["content"] for turn in track.turns for one in turn.messages)
+    low = [f"{name} {'0' if not value else 'below 1'}" for name, value in verdict.terms.items() if value < FULL]
+    return ", ".join(
+        [
+            *(["cut off"] if verdict.finish_reason == "length" else []),
+            *(f"ended by {one}" for one in dict.fromkeys(_ENDED.findall(seen))),
+            *dict.fromkeys(_ERROR.findall(seen)),
+            *(name.partition("/")[2] for name in verdict.metrics if name.startswith(_COUNTED)),
+            *(low or ["full reward" if (verdict.reward or 0.0) >= FULL else f"reward {verdict.reward or 0.0:g}"]),
+        ]
+    )
+
+
+def _places(count: int, most: int) -> list[int]:
+    if count <= most or most == 1:
+        return list(range(min(count, most)))
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})

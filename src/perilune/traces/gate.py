@@ -1,0 +1,107 @@
+"""Runs a suite: plays its cases, asks the oracle, and compares recorded with replayed rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
+from perilune.traces.oracle import Difference, Expectation
+from perilune.traces.replay import Replay, replay_harness, rescore
+from perilune.traces.suite import Case, Part, Suite
+
+Mode = Literal["harness", "rescore"]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A case, what playing it gave, and how that differs."""
+
+    case: Case
+    episode_id: str
+    replay: Replay
+    differences: Sequence[Difference]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "digest": self.case.digest,
+            "episode_id": self.episode_id,
+            "cause": self.case.cause,
+            "held_out": self.case.held_out,
+            "passed": not self.differences,
+            "differences": [one.document() for one in self.differences],
+        }
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """The results of a run of a suite.
+
+    Attributes:
+        recorded, replayed: mean reward with its interval; None if no case has both.
+        change: mean of replayed - recorded, paired by case.
+    """
+
+    mode: str
+    results: Sequence[CaseResult]
+    recorded: Interval | None
+    replayed: Interval | None
+    change: Interval | None
+
+    @property
+    def failed(self) -> list[CaseResult]:
+        """The cases that differ."""
+        return [one for one in self.results if one.differences]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        intervals = {name: getattr(self, name) for name in ("recorded", "replayed", "change")}
+        return {
+            "mode": self.mode,
+            "cases": len(self.results),
+            "failed": len(self.failed),
+            "reward": {name: one and one._asdict() for name, one in intervals.items()},
+            "results": [one.document() for one in self.results],
+        }
+
+
+def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: int = 0) -> GateReport:
+    """Play the cases of a part.
+
+    Args:
+        seed: of the intervals.
+
+    Raises:
+        RequestError: when the suite is damaged.
+    """
+    cases = suite.cases(part)
+    cassettes = [suite.cassettes[one.digest] for one in cases]
+    replays = rescore(cassettes) if mode == "rescore" else replay_harness(cassettes, suite.tokenizer)
+    results = [
+        CaseResult(case, cassette.source.episode_id, replay, replay.differences(suite.expected(case)))
+        for case, cassette, replay in zip(cases, cassettes, replays, strict=True)
+    ]
+    return GateReport(mode, results, *_intervals(suite, results, seed))
+
+
+def _intervals(
+    suite: Suite, results: Sequence[CaseResult], seed: int
+) -> tuple[Interval | None, Interval | None, Interval | None]:
+    before: dict[str, float] = {}
+    after: dict[str, float] = {}
+    for one in results:
+        recorded = _rewards(suite.expected(one.case))
+        for player, reward in _rewards(one.replay.expectations()).items():
+            if reward is not None and (old := recorded.get(player)) is not None:
+                key = f"{one.case.digest}/{player}"
+                before[key], after[key] = old, reward
+    if not before:
+        return None, None, None
+    ends = [bootstrap_problems(list(part.values()), seed=seed) for part in (before, after)]
+    return ends[0], ends[1], paired_difference(before, after, seed=seed)
+
+
+def _rewards(expectations: Sequence[Expectation]) -> dict[int, float | None]:
+    return {one.player: one.verdict.reward for one in expectations}

@@ -1,0 +1,146 @@
+"""The oracle: what must be equal when a cassette is played again.
+
+It compares how the episode ends (reward, terms, metrics, failure), what the policy sees (observations, and
+their tokens), and that the episode ends with the last turn of the tape. It does not compare what a live model
+writes; mode `exact` does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perilune.files import canonical_json, sha256_bytes
+from perilune.traces.cassette import Frozen, Messages, Track, Verdict
+
+TOLERANCE = 1e-9  # of rewards: sums of the same numbers in another order
+_LONGEST = 160  # characters of a value in a difference
+
+
+class Expectation(Frozen):
+    """What the oracle expects of one player.
+
+    Attributes:
+        texts: SHA-256 of each turn's text, which shows a tokenizer that decodes differently.
+        seen: the messages before the first turn, then those after each turn.
+        tokens: SHA-256 of the tokens of each of these.
+    """
+
+    player: int
+    verdict: Verdict
+    texts: tuple[str, ...]
+    seen: tuple[Messages, ...]
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs: its kind ("reward", "observation", ...), place, and both values as text."""
+
+    kind: str
+    where: str
+    recorded: str
+    replayed: str
+
+    def document(self) -> dict[str, str]:
+        """The fields."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.recorded} -> {self.replayed}"
+
+
+def expectation(track: Track) -> Expectation:
+    """What a track records."""
+    return Expectation(
+        player=track.player,
+        verdict=track.verdict,
+        texts=tuple(sha256_bytes(turn.text.encode("utf-8", "surrogatepass")) for turn in track.turns),
+        seen=(track.opening, *(turn.messages for turn in track.turns)),
+        tokens=tuple(_digest(ids) for ids in (track.prompt, *(turn.seen for turn in track.turns))),
+    )
+
+
+def differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
+    """All differences between what was recorded and what a replay gave."""
+    before, after = ({one.player: one for one in part} for part in (expected, replayed))
+    found = []
+    for player in sorted(before.keys() | after.keys()):
+        name = f"player {player} " if len(before) > 1 or player else ""
+        if player not in before or player not in after:
+            moved = {True: "moves", False: "does not move"}
+            found.append(Difference("turns", f"{name}turns", moved[player in before], moved[player in after]))
+            continue
+        found += _of_player(before[player], after[player], name)
+    return found
+
+
+def _of_verdict(expected: Verdict, replayed: Verdict, name: str) -> list[Difference]:
+    found = []
+    if _cause(expected.failure) != _cause(replayed.failure):
+        found.append(_difference("failure", f"{name}failure", expected.failure, replayed.failure))
+    if not _equal(expected.reward, replayed.reward):
+        found.append(_difference("reward", f"{name}reward", expected.reward, replayed.reward))
+    if expected.finish_reason != replayed.finish_reason:
+        values = expected.finish_reason, replayed.finish_reason
+        found.append(_difference("finish", f"{name}finish_reason", *values))
+    found += _figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
+    return found + _figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
+
+
+def _of_player(before: Expectation, after: Expectation, name: str) -> list[Difference]:
+    found = []
+    if len(before.texts) != len(after.texts):
+        found.append(_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
+    for turn, (old, new) in enumerate(zip(before.texts, after.texts, strict=False), 1):
+        if old != new:
+            found.append(_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))
+    for turn, (old_seen, new_seen) in enumerate(zip(before.seen, after.seen, strict=False)):
+        where = f"{name}observation {turn}" if turn else f"{name}prompt"
+        if old_seen != new_seen:
+            found.append(_difference("observation", where, _text(old_seen), _text(new_seen)))
+        elif before.tokens[turn] != after.tokens[turn]:
+            values = before.tokens[turn][:12], after.tokens[turn][:12]
+            found.append(_difference("tokens", f"{where}, its tokens", *values))
+    return found + _of_verdict(before.verdict, after.verdict, name)
+
+
+def _figures(
+    kind: str, where: str, before: Mapping[str, float], after: Mapping[str, float]
+) -> list[Difference]:
+    return [
+        _difference(kind, f"{where}.{name}", before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if not _equal(before.get(name), after.get(name))
+    ]
+
+
+def _equal(before: float | None, after: float | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return math.isclose(before, after, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _cause(failure: str) -> str:
+    """A failure without its numbers, such as seconds."""
+    return re.sub(r"\d+(\.\d+)?", "#", failure)
+
+
+def _difference(kind: str, where: str, before: Any, after: Any) -> Difference:
+    return Difference(kind, where, _shown(before), _shown(after))
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _text(messages: Messages) -> str:
+    return repr("".join(f"{one['role']}: {one['content']}" for one in messages))
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return sha256_bytes(canonical_json(list(ids)))

@@ -1,0 +1,166 @@
+"""Records episodes of a run as cassettes.
+
+A cassette is kept only if it plays now exactly as it was recorded. This excludes what no tape can hold: turns
+of an opponent, a reward model, clocks and networks inside a tool.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.environments.core.mixture import part_of
+from perilune.environments.core.protocol import Environment, Split, Task
+from perilune.environments.core.registry import make_environment
+from perilune.errors import PeriluneError
+from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, track_of
+from perilune.traces.oracle import expectation
+from perilune.traces.replay import Replay, TokenizerOf, replay_harness
+
+_PLACES = re.compile(r"\d+ ?")  # of differences, which would make every reason another one
+MOST_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run says about the episodes of one of its files.
+
+    Attributes:
+        run, stage, file: see `Source`.
+        environment: the environment section, with paths that exist here.
+        section: the same as the recipe has it, which goes into the cassette.
+        system: system message before every prompt.
+        tokenizer, checkpoint: digests, see `Cassette`.
+    """
+
+    run: str
+    stage: str
+    file: str
+    environment: Mapping[str, Any]
+    section: Mapping[str, Any]
+    seed: int
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    positions: int | None
+    tokenizer: str
+    checkpoint: str | None
+    system: str = ""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The cassettes, and the number of episodes that could not be recorded by reason."""
+
+    cassettes: tuple[Cassette, ...]
+    refused: Mapping[str, int]
+
+
+def record(episodes: Sequence[Episode], origin: Origin, tokenizer_of: TokenizerOf) -> Recording:
+    """Record episodes of one file. Those of all players of a rollout make one cassette.
+
+    Raises:
+        RequestError: when the environment cannot be made.
+    """
+    rollouts: dict[tuple[str, str], list[Episode]] = {}
+    for episode in episodes:
+        step, index, *_, sample = episode.episode_id.split("/")
+        rollouts.setdefault((f"{step}/{index}", sample), []).append(episode)
+    environment = make_environment(origin.environment)
+    tasks = find_tasks(environment, {one.task_id for one in episodes}, origin.seed, origin.system)
+    refused: Counter[str] = Counter()
+    drafts = []
+    for members in rollouts.values():
+        task = tasks.get(members[0].task_id)
+        if task is None:
+            refused["the environment no longer has its task"] += 1
+            continue
+        try:
+            drafts.append(_draft(members, task, origin, environment))
+        except PeriluneError as error:
+            refused[error.what] += 1
+    environment.close()
+    kept = []
+    for draft, replay in zip(drafts, replay_harness(drafts, tokenizer_of), strict=True):
+        cassette = _completed(draft, replay)
+        found = replay.differences(tuple(map(expectation, cassette.tracks)))
+        if found:
+            refused[f"it does not replay, {found[0].kind}: {_PLACES.sub('', found[0].where)}"] += 1
+        else:
+            kept.append(cassette)
+    return Recording(tuple(kept), dict(refused))
+
+
+def find_tasks(environment: Environment, ids: set[str], seed: int, system: str = "") -> dict[str, Task]:
+    """The tasks with these ids, among the first `MOST_TASKS` of both splits."""
+    found: dict[str, Task] = {}
+    splits: tuple[Split, Split] = ("heldout", "train")
+    streams = [islice(environment.tasks(split, seed), MOST_TASKS) for split in splits]
+    opening = ({"role": "system", "content": system},) if system else ()
+    for drawn in zip_longest(*streams):
+        for task in filter(None, drawn):
+            if task.task_id in ids:
+                found[task.task_id] = replace(task, prompt=(*opening, *task.prompt))
+        if len(found) == len(ids):
+            break
+    return found
+
+
+def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: Environment) -> Cassette:
+    """The cassette of the episodes of one rollout, before it was played."""
+    step, index, *_, sample = members[0].episode_id.split("/")
+    sampling = Sampling(
+        key=(members[0].seed, int(step), int(index)),
+        sample=int(sample),
+        max_tokens=origin.max_tokens,
+        temperature=origin.temperature,
+        stop_token_ids=origin.stop_token_ids,
+        positions=origin.positions,
+    )
+    stop = tuple(getattr(part_of(environment, task), "stop_texts", ()))
+    versions = {int(one) for episode in members for one in episode.policy_version[episode.loss_mask]}
+    source = Source(
+        run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id
+    )
+    return Cassette(
+        source=source,
+        environment=dict(origin.section),
+        tokenizer=origin.tokenizer,
+        checkpoint=origin.checkpoint if versions == {0} else None,
+        task=TaskRecord(
+            task_id=task.task_id,
+            prompt=tuple(dict(one) for one in task.prompt),
+            data=dict(task.data),
+            difficulty=task.difficulty,
+        ),
+        sampling=sampling,
+        order=(),
+        tracks=tuple(track_of(one, _player(one), sampling, stop) for one in members),
+    )
+
+
+def _completed(draft: Cassette, replay: Replay) -> Cassette:
+    """The cassette with the order of its actions, and the metrics that playing it gives."""
+    given = {one.player: one.verdict.metrics for one in replay.tracks}
+    tracks = []
+    for track in draft.tracks:
+        metrics = {
+            name: value
+            for name, value in track.verdict.metrics.items()
+            if name in given.get(track.player, {})
+        }
+        tracks.append(
+            track.model_copy(update={"verdict": track.verdict.model_copy(update={"metrics": metrics})})
+        )
+    return draft.model_copy(update={"order": replay.order, "tracks": tuple(tracks)})
+
+
+def _player(episode: Episode) -> int:
+    """The player, from an id such as "3/0/p1/2"."""
+    parts = episode.episode_id.split("/")
+    return int(parts[2][1:]) if len(parts) == 4 else 0

@@ -1,0 +1,178 @@
+"""A suite: cassettes in a folder, with the tokenizers that they need and what was accepted since.
+
+    suite.json                  the cases, and the condition that chose them
+    cassettes/DIGEST.json       one cassette each, named by its content; never changes
+    tokenizers/DIGEST/          tokenizer.json, tokenizer_config.json, chat_template.jinja
+
+A suite holds the environment sections of its runs, with the text of environments in files. Playing it runs
+that text, so run only suites that you trust as much as a recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from perilune.errors import RequestError
+from perilune.files import read_json, read_regular, sha256_bytes, sha256_file, write_atomic, write_json
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.traces.cassette import Cassette, Frozen
+from perilune.traces.oracle import Expectation, expectation
+
+INDEX = "suite.json"
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Part = Literal["all", "shown", "held-out"]
+
+
+class Case(Frozen):
+    """One cassette of a suite.
+
+    Attributes:
+        cause: of its outcome, see `perilune.traces.causes`.
+        held_out: whether it is kept from those who change the harness.
+        accepted: what is expected since a change on purpose; None: what the cassette recorded.
+    """
+
+    digest: Digest
+    cause: str
+    held_out: bool = False
+    accepted: tuple[Expectation, ...] | None = None
+
+
+class Index(Frozen):
+    """suite.json."""
+
+    schema_version: Literal[1] = 1
+    where: str = ""
+    cases: tuple[Case, ...]
+
+
+class Suite:
+    """A suite on disk.
+
+    Raises:
+        RequestError: when suite.json is missing or malformed.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.index = _parsed(Index, root / INDEX)
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    @cached_property
+    def cassettes(self) -> dict[str, Cassette]:
+        """The cassettes by digest.
+
+        Raises:
+            RequestError: when a file is missing or malformed, or does not have the content of its name.
+        """
+        return {case.digest: self._cassette(case.digest) for case in self.index.cases}
+
+    def cases(self, part: Part = "all") -> list[Case]:
+        """The cases of a part."""
+        return [one for one in self.index.cases if part == "all" or one.held_out == (part == "held-out")]
+
+    def expected(self, case: Case) -> tuple[Expectation, ...]:
+        """What a case expects."""
+        recorded = self.cassettes[case.digest].tracks
+        return tuple(map(expectation, recorded)) if case.accepted is None else case.accepted
+
+    def tokenizer(self, digest: str) -> Tokenizer:
+        """The tokenizer with this digest.
+
+        Raises:
+            RequestError: when it is missing or changed.
+        """
+        if digest not in self._tokenizers:
+            if len(digest) != 64 or not digest.isalnum():
+                raise RequestError(f"{digest[:80]!r} is not a digest", where=str(self.root))
+            folder = self.root / "tokenizers" / digest
+            if not folder.is_dir() or tokenizer_digest(folder) != digest:
+                raise RequestError(
+                    "the tokenizer is missing or changed", where=str(folder), remedy="record the suite again"
+                )
+            self._tokenizers[digest] = Tokenizer.load(folder)
+        return self._tokenizers[digest]
+
+    def accept(self, replayed: Mapping[str, tuple[Expectation, ...]]) -> str:
+        """Expect what these replays gave, by digest. Writes suite.json; returns the change as a unified diff."""
+        cases = []
+        for case in self.index.cases:
+            given = replayed.get(case.digest)
+            if given is not None:
+                own = tuple(map(expectation, self.cassettes[case.digest].tracks))
+                case = case.model_copy(update={"accepted": None if given == own else given})  # noqa: PLW2901
+            cases.append(case)
+        changed = self.index.model_copy(update={"cases": tuple(cases)})
+        lines = []
+        for before, after in zip(self.index.cases, cases, strict=True):
+            old, new = (_lines(one, self.cassettes[one.digest]) for one in (before, after))
+            name = f"{before.digest[:12]} {before.cause}"
+            lines += difflib.unified_diff(old, new, name, name, lineterm="", n=2)
+        write_json(self.root / INDEX, changed.model_dump(mode="json"))
+        self.index = changed
+        return "\n".join(lines)
+
+    def _cassette(self, digest: str) -> Cassette:
+        path = self.root / "cassettes" / f"{digest}.json"
+        found = _parsed(Cassette, path)
+        if sha256_bytes(read_regular(path)) != digest:
+            raise RequestError(
+                "the content is not the one that its name states", where=str(path), remedy="restore the file"
+            )
+        return found
+
+
+def write_suite(
+    root: Path, cassettes: Sequence[tuple[Case, Cassette]], tokenizers: Mapping[str, Tokenizer], where: str
+) -> Suite:
+    """Write a suite.
+
+    Raises:
+        RequestError: when the folder has one already.
+    """
+    if (root / INDEX).exists():
+        raise RequestError(
+            "the folder holds a suite", where=str(root), remedy="give another --out, or remove it"
+        )
+    for _, cassette in cassettes:
+        write_atomic(_made(root / "cassettes") / f"{cassette.digest}.json", cassette.to_bytes())
+    for digest in {cassette.tokenizer for _, cassette in cassettes}:
+        tokenizers[digest].save(_made(root / "tokenizers" / digest))
+    index = Index(where=where, cases=tuple(case for case, _ in cassettes))
+    write_json(_made(root) / INDEX, index.model_dump(mode="json"))
+    return Suite(root)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of the files of a tokenizer."""
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [(name, sha256_file(folder / name)) for name in names if (folder / name).is_file()]
+    return sha256_bytes(json.dumps(files).encode())
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _lines(case: Case, cassette: Cassette) -> list[str]:
+    """What a case expects, for a diff: one line a figure or message."""
+    expected = tuple(map(expectation, cassette.tracks)) if case.accepted is None else case.accepted
+    document = [one.model_dump(mode="json") for one in expected]
+    return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()
+
+
+def _parsed(model: type, path: Path):  # type: ignore[no-untyped-def]
+    try:
+        return model.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{key}: {first['msg']}", where=str(path)) from None
