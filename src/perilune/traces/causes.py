@@ -38,7 +38,9 @@ def clusters(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
 
 def choose(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
     """At most `each` of every cluster: the smallest, then others evenly over its sizes."""
-    return {name: [members[place] for place in _places(len(members), each)] for name, members in found.items()}
+    return {
+        name: [members[place] for place in _places(len(members), each)] for name, members in found.items()
+    }
 
 
 def environment_label(section: Mapping[str, object]) -> str:
@@ -57,14 +59,15 @@ def _cause(track: Track) -> str:
     if verdict.failure:
         return f"failure {_VARYING.sub('#', verdict.failure)}"
     seen = "\n".join(one["content"] for turn in track.turns for one in turn.messages)
-    low = [f"{name} {'0' if not value else 'below 1'}" for name, value in verdict.terms.items() if value < FULL]
+    low = [f"{name} {'below 1' if value else '0'}" for name, value in verdict.terms.items() if value < FULL]
+    reward = verdict.reward or 0.0
     return ", ".join(
         [
             *(["cut off"] if verdict.finish_reason == "length" else []),
             *(f"ended by {one}" for one in dict.fromkeys(_ENDED.findall(seen))),
             *dict.fromkeys(_ERROR.findall(seen)),
             *(name.partition("/")[2] for name in verdict.metrics if name.startswith(_COUNTED)),
-            *(low or ["full reward" if (verdict.reward or 0.0) >= FULL else f"reward {verdict.reward or 0.0:g}"]),
+            *(low or ["full reward" if reward >= FULL else f"reward {reward:g}"]),
         ]
     )
 

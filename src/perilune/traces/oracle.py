@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from perilune.files import canonical_json, sha256_bytes
@@ -89,6 +90,25 @@ def _of_verdict(expected: Verdict, replayed: Verdict, name: str) -> list[Differe
         found.append(_difference("finish", f"{name}finish_reason", *values))
     found += _figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
     return found + _figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
+
+
+def token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
+    """The first sampled token of each player that differs, for mode `exact`."""
+    after = {one.player: one for one in replayed}
+    found = []
+    for track in recorded:
+        other = after[track.player].turns if track.player in after else ()
+        for number, (old, new) in enumerate(zip_longest(track.turns, other), 1):
+            before, now = (turn.tokens if turn else () for turn in (old, new))
+            if before != now:
+                place = next(
+                    (at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
+                    min(len(before), len(now)),
+                )
+                shown = [_shown(list(part[place : place + 8])) for part in (before, now)]
+                found.append(Difference("sampled", f"turn {number}, token {place}", *shown))
+                break
+    return found
 
 
 def _of_player(before: Expectation, after: Expectation, name: str) -> list[Difference]:

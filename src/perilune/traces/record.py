@@ -124,9 +124,7 @@ def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: 
     )
     stop = tuple(getattr(part_of(environment, task), "stop_texts", ()))
     versions = {int(one) for episode in members for one in episode.policy_version[episode.loss_mask]}
-    source = Source(
-        run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id
-    )
+    source = Source(run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id)
     return Cassette(
         source=source,
         environment=dict(origin.section),

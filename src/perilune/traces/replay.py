@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,11 @@ class Replay:
     def expectations(self) -> tuple[Expectation, ...]:
         """What the replay gave, as an expectation of the next one."""
         return tuple(map(expectation, self.tracks))
+
+
+def as_played(cassette: Cassette, replay: Replay) -> Cassette:
+    """The cassette with what the replay gave in place of what was recorded."""
+    return cassette.model_copy(update={"tracks": replay.tracks, "order": replay.order})
 
 
 class NoEngine:
@@ -147,22 +153,33 @@ def replay_harness(cassettes: Sequence[Cassette], tokenizer_of: TokenizerOf) -> 
     return _batched(cassettes, play)
 
 
+def replay_exact(
+    cassettes: Sequence[Cassette], engine: SamplingBackend, tokenizer_of: TokenizerOf
+) -> list[Replay]:
+    """Play cassettes with a live model: the same weights and keys give the same tokens."""
+
+    def play(batch: Sequence[Cassette]) -> list[Replay]:
+        with _worker(batch[0], tokenizer_of, engine, until=0) as worker:
+            return _played(worker, batch)
+
+    return _batched(cassettes, play)
+
+
 def fork(
     cassette: Cassette, turn: int, samples: int, engine: SamplingBackend, tokenizer_of: TokenizerOf
 ) -> list[Replay]:
     """Play the first `turn` actions from the tape, and sample the others `samples` times.
 
-    Sample i has the random numbers of sample i of the cassette's task, so the cassette's own continuation is
-    among the first ones if the weights are the same.
+    Sample i draws the random numbers of sample i of the cassette's task.
 
     Raises:
         RequestError: when the tape has fewer actions.
     """
     if turn >= len(cassette.order):
         raise RequestError(
-            f"the episode has {len(cassette.order)} turns, and a fork after turn {turn} leaves none to sample",
+            f"the episode has {len(cassette.order)} turns, so a fork after turn {turn} has none to sample",
             where=cassette.source.episode_id,
-            remedy=f"--fork 0 to {len(cassette.order) - 1}",
+            remedy=f"fork after turn 0 to {len(cassette.order) - 1}",
         )
     with _worker(cassette, tokenizer_of, engine, turn) as worker:
         return _played(worker, [cassette] * samples, range(samples))
@@ -208,9 +225,7 @@ def _batched(
     return [found[one.digest] for one in cassettes]
 
 
-def _attempt(
-    batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]
-) -> list[Replay]:
+def _attempt(batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]) -> list[Replay]:
     """Play a batch. If it cannot be played, play its cassettes one by one and record why each stopped."""
     try:
         return play(batch)
@@ -286,7 +301,11 @@ def _transcript(cassette: Cassette, player: int) -> Transcript:
 def _with_outcome(track: Track, outcome: Outcome) -> Track:
     """The track with another score. Terms that a cut-off episode did not have are left out."""
     if isinstance(outcome, Failure):
-        failed = {"reward": None, "terms": {}, "failure": f"{outcome.boundary}: {outcome.reason}"}
+        failed: dict[str, Any] = {
+            "reward": None,
+            "terms": {},
+            "failure": f"{outcome.boundary}: {outcome.reason}",
+        }
         return track.model_copy(update={"verdict": track.verdict.model_copy(update=failed)})
     is_cut = track.verdict.finish_reason == "length"
     terms = {name: one for name, one in outcome.terms.items() if name in track.verdict.terms or not is_cut}

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -28,6 +28,9 @@ from perilune.traces.oracle import Expectation, expectation
 INDEX = "suite.json"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Part = Literal["all", "shown", "held-out"]
+
+
+Model = TypeVar("Model", bound=Frozen)
 
 
 class Case(Frozen):
@@ -101,7 +104,7 @@ class Suite:
         return self._tokenizers[digest]
 
     def accept(self, replayed: Mapping[str, tuple[Expectation, ...]]) -> str:
-        """Expect what these replays gave, by digest. Writes suite.json; returns the change as a unified diff."""
+        """Expect what these replays gave, by digest. Writes suite.json; returns the change as a diff."""
         cases = []
         for case in self.index.cases:
             given = replayed.get(case.digest)
@@ -110,7 +113,7 @@ class Suite:
                 case = case.model_copy(update={"accepted": None if given == own else given})  # noqa: PLW2901
             cases.append(case)
         changed = self.index.model_copy(update={"cases": tuple(cases)})
-        lines = []
+        lines: list[str] = []
         for before, after in zip(self.index.cases, cases, strict=True):
             old, new = (_lines(one, self.cassettes[one.digest]) for one in (before, after))
             name = f"{before.digest[:12]} {before.cause}"
@@ -169,7 +172,7 @@ def _lines(case: Case, cassette: Cassette) -> list[str]:
     return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()
 
 
-def _parsed(model: type, path: Path):  # type: ignore[no-untyped-def]
+def _parsed(model: type[Model], path: Path) -> Model:
     try:
         return model.model_validate(read_json(path))
     except ValidationError as error:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,8 +13,9 @@ from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.cli.inspect.recordings import Recorded
+    from perilune.engine.engine import Engine
     from perilune.traces.gate import GateReport
-    from perilune.traces.suite import Suite
+    from perilune.traces.suite import Part, Suite
 
 app = command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
 
@@ -63,9 +63,7 @@ def suite_command(
     out: Out,
     where: Where = "",
     each: Annotated[int, typer.Option(min=1, help="Cassettes to keep of each cause.")] = 1,
-    hold_out: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the suite that is held out.")
-    ] = 0.0,
+    hold_out: Annotated[float, typer.Option(min=0, max=1, help="Share of the suite that is held out.")] = 0.0,
     most: Most = 1000,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +98,7 @@ def run_command(
         Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to run.")
     ] = "all",
     checkpoint: Annotated[
-        str | None, typer.Option(help="Weights for exact: a folder, or a run; by digest the recorded ones.")
+        str | None, typer.Option(help="For exact: the weights, as a folder or a run.")
     ] = None,
     accept: Annotated[
         bool, typer.Option("--accept", help="Expect from now on what the replays gave; print the change.")
@@ -116,13 +114,15 @@ def run_command(
 
     opened = Suite(suite)
     if mode == "exact":
-        _run_exact(opened, checkpoint, as_json=as_json)
+        _run_exact(opened, part, checkpoint, as_json=as_json)
         return
     report = run_suite(opened, mode, part)
     diff = None
     if accept:
         if mode != "harness":
-            raise RequestError("--accept takes what mode harness gives", where="--mode", remedy="remove --mode")
+            raise RequestError(
+                "--accept takes what mode harness gives", where="--mode", remedy="remove --mode"
+            )
         if stopped := [one for one in report.failed if one.replay.error]:
             raise WorkFailedError(
                 f"{len(stopped)} replays stopped: {stopped[0].replay.error}", remedy="fix this first"
@@ -136,6 +136,47 @@ def run_command(
             echo(diff or "nothing to accept")
     if report.failed and not accept:
         raise typer.Exit(1)
+
+
+@app.command("fork", epilog="Example: perilune traces fork suite 3f9a --after 1 --checkpoint calculator/sft")
+def fork_command(
+    suite: SuiteArgument,
+    digest: Annotated[str, typer.Argument(metavar="DIGEST", help="First characters of a cassette's digest.")],
+    *,
+    after: Annotated[int, typer.Option(min=0, help="Turns to take from the tape.")],
+    checkpoint: Annotated[str | None, typer.Option(help="The weights, as a folder or a run.")] = None,
+    samples: Annotated[int, typer.Option(min=1, max=4096, help="Continuations to sample.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Play an episode to a turn, and sample its continuations: how often does it still come out right?"""
+    from perilune.metrics.bootstrap import bootstrap_problems
+    from perilune.traces.replay import fork
+    from perilune.traces.suite import Suite
+
+    opened = Suite(suite)
+    fitting = [one for name, one in opened.cassettes.items() if name.startswith(digest)]
+    if len(fitting) != 1:
+        raise RequestError(f"{len(fitting)} cassettes start with '{digest}'", where=str(suite))
+    engine, _ = _engine(opened, checkpoint)
+    replays = fork(fitting[0], after, samples, engine, opened.tokenizer)
+    rewards = [one.tracks[0].verdict.reward for one in replays if one.tracks]
+    scored = [one for one in rewards if one is not None]
+    rate = bootstrap_problems([float(one >= 1) for one in scored]) if scored else None
+    recorded = fitting[0].tracks[0].verdict.reward
+    found = {
+        "digest": fitting[0].digest,
+        "after": after,
+        "samples": samples,
+        "failed": samples - len(scored),
+        "recorded": recorded,
+        "pass_rate": rate and rate._asdict(),
+        "rewards": rewards,
+    }
+    if as_json:
+        print_json(found)
+        return
+    shown = f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" if rate else "no score"
+    echo(f"{samples} continuations after turn {after}: pass rate {shown}, recorded reward {recorded}")
 
 
 def _print_written(suite: Suite, recorded: Recorded, *, as_json: bool) -> None:
@@ -170,5 +211,54 @@ def _print_report(report: GateReport) -> None:
         )
 
 
-def _run_exact(suite: Suite, checkpoint: str | None, *, as_json: bool) -> None:
-    raise RequestError("not yet")
+def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: bool) -> None:
+    """Sample the cases that the checkpoint's weights sampled, and compare tokens."""
+    from perilune.traces.oracle import token_differences
+    from perilune.traces.replay import replay_exact
+
+    engine, digest = _engine(suite, checkpoint)
+    cassettes = [suite.cassettes[one.digest] for one in suite.cases(part)]
+    own = [one for one in cassettes if one.checkpoint == digest and one.shrunk_from is None]
+    if not own:
+        raise RequestError(
+            f"these weights ({digest[:12]}) sampled no cassette of the suite",
+            where="--checkpoint",
+            remedy="the checkpoint of the recorded evaluation, or the one that training started from",
+        )
+    results = []
+    for one, replay in zip(own, replay_exact(own, engine, suite.tokenizer), strict=True):
+        found = replay.differences(()) if replay.error else token_differences(one.tracks, replay.tracks)
+        results.append((one, found))
+    failed = [(one, found) for one, found in results if found]
+    if as_json:
+        listed = [
+            {"digest": one.digest, "passed": not found, "differences": [it.document() for it in found]}
+            for one, found in results
+        ]
+        counts = {"cases": len(own), "failed": len(failed), "other_weights": len(cassettes) - len(own)}
+        print_json({"mode": "exact", **counts, "results": listed})
+    else:
+        for one, found in failed[:SHOWN]:
+            echo(f"FAILED {one.digest[:12]} {one.source.episode_id}\n  {found[0]}")
+        echo(f"{len(own) - len(failed)} of {len(own)} cases have the recorded tokens (exact)")
+        if len(own) < len(cassettes):
+            echo(f"{len(cassettes) - len(own)} cases were sampled by other weights")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
+    """The engine of a checkpoint, and the checkpoint's digest."""
+    from perilune.bundle.digest import contents_digest, source_files
+    from perilune.cli.arguments import checkpoint_folder
+    from perilune.files import sha256_file
+    from perilune.models.checkpoints.stored import open_checkpoint
+    from perilune.tasks.stage.memory_plan import make_engine
+
+    if checkpoint is None:
+        raise RequestError("a live model needs its weights", where="--checkpoint", remedy="a run or a folder")
+    folder = checkpoint_folder(checkpoint)
+    digest = contents_digest([(name, sha256_file(path)) for name, path in source_files(folder)])
+    longest = max(one.tokens + one.sampling.max_tokens for one in suite.cassettes.values())
+    decoder, tokenizer = open_checkpoint(folder)
+    return make_engine(decoder, longest, tokenizer), digest

@@ -1,0 +1,162 @@
+"""Cassettes play as recorded, and every change of the harness around the model shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from trace_cases import NAME, TOKENIZER, calculations, draft, played, suite_of, tasks, tokenizer_of
+
+from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.rollout.worker import RolloutWorker
+from perilune.traces.cassette import Cassette
+from perilune.traces.causes import cause, choose, clusters, held_out
+from perilune.traces.gate import run_suite
+from perilune.traces.oracle import Difference, expectation
+from perilune.traces.replay import replay_harness, rescore
+from perilune.traces.suite import Suite
+
+
+@pytest.fixture(scope="module")
+def tapes() -> list[Cassette]:
+    return calculations(4)
+
+
+def found(cassettes: list[Cassette], play: Callable[..., Any] = replay_harness) -> list[list[Difference]]:
+    replays = play(cassettes) if play is rescore else play(cassettes, tokenizer_of)
+    return [
+        replay.differences(tuple(map(expectation, one.tracks)))
+        for one, replay in zip(cassettes, replays, strict=True)
+    ]
+
+
+def kinds(differences: list[list[Difference]]) -> set[str]:
+    return {one.kind for part in differences for one in part}
+
+
+def test_what_was_recorded(tapes: list[Cassette]) -> None:
+    assert [one.tracks[0].verdict.reward for one in tapes] == [1.0, 0.0, 0.0, 1.0]
+    right, _, malformed, guess = tapes
+    assert [turn.messages for turn in right.tracks[0].turns][-1] == ()
+    assert right.tracks[0].turns[0].messages[0]["content"].startswith("=")
+    assert malformed.tracks[0].turns[-2].messages == ({"role": "tool", "content": "=?\n"},)
+    assert guess.order == (0,) and cause(guess) == "guess, full reward"
+    assert malformed.tokens == len(malformed.tracks[0].prompt) + sum(
+        len(turn.tokens) + len(turn.seen) for turn in malformed.tracks[0].turns
+    )
+
+
+def test_a_clean_replay_differs_in_nothing(tapes: list[Cassette]) -> None:
+    assert not kinds(found(tapes)) and not kinds(found(tapes, rescore))
+    assert not kinds(found(tapes[::-1]))
+
+
+def test_a_change_in_the_tape_shows(tapes: list[Cassette]) -> None:
+    def changed(one: Cassette, **verdict: Any) -> Cassette:
+        track = one.tracks[0]
+        other = track.model_copy(update={"verdict": track.verdict.model_copy(update=verdict)})
+        return one.model_copy(update={"tracks": (other,)})
+
+    one = changed(tapes[0], reward=0.5, terms={"right": 1.0})
+    assert kinds(found([one])) == {"reward", "term"} == kinds(found([one], rescore))
+    assert kinds(found([changed(tapes[0], finish_reason="length")])) == {"finish"}
+    assert kinds(found([changed(tapes[0], metrics={})])) == {"metric"}
+    shorter = tapes[0].tracks[0].model_copy(update={"turns": tapes[0].tracks[0].turns[:-1]})
+    assert {"turns", "failure"} <= kinds(
+        [
+            replay.differences(tuple(map(expectation, tapes[0].tracks)))
+            for replay in replay_harness([tapes[0].model_copy(update={"tracks": (shorter,)})], tokenizer_of)
+        ]
+    )
+
+
+def test_a_change_of_the_harness_shows(tapes: list[Cassette]) -> None:
+    decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.group
+
+    def swapped(self: Any, rollouts: Any, player: int, params: Any) -> Any:
+        raise KeyError("group")
+
+    with mock.patch.object(Tokenizer, "decode", lambda *args: decode(*args).replace("*", "+")):
+        assert {"text", "observation"} <= kinds(found(tapes))
+    with mock.patch.object(Tokenizer, "encode", lambda self, text: [*encode(self, text), 9]):
+        assert kinds(found(tapes[:1])) == {"tokens"}
+    with mock.patch.object(EpisodeTotals, "add", lambda self, observation: None):
+        assert kinds(found(tapes)) == {"reward", "term", "metric"}
+    with mock.patch.object(RolloutWorker, "group", swapped):
+        assert [part[0].replayed for part in found(tapes)] == ["KeyError: 'group'"] * 4
+    assert RolloutWorker.group is group and not kinds(found(tapes))
+
+
+def test_causes_cluster_and_the_smallest_stays(tapes: list[Cassette]) -> None:
+    many = calculations(12)
+    groups = clusters(many)
+    assert [len(one) for one in groups.values()] == [3, 3, 3, 3]
+    assert len({cause(one) for one in many}) == 4
+    kept = choose(groups, 1)
+    for name, (one,) in kept.items():
+        assert one.tokens == min(other.tokens for other in groups[name])
+    assert sum(len(one) for one in choose(groups, 2).values()) == 8
+    share = sum(held_out(f"{number:064x}", 0.5) for number in range(400))
+    assert 150 < share < 250 and not held_out(NAME, 0.0) and held_out(NAME, 1.0)
+
+
+def test_a_suite_gates_and_accepts(tapes: list[Cassette], tmp_path: Path) -> None:
+    suite = suite_of(tapes, tmp_path)
+    report = run_suite(suite)
+    assert not report.failed and report.change is not None and report.change.mean == 0.0
+    assert report.recorded is not None and report.recorded.mean == 0.5
+    encode = Tokenizer.encode
+    with mock.patch.object(Tokenizer, "encode", lambda self, text: [*encode(self, text), 9]):
+        report = run_suite(suite)
+        assert len(report.failed) == 3  # the guess has no observation
+        diff = suite.accept({one.case.digest: one.replay.expectations() for one in report.failed})
+        assert diff.count("@@") >= 3
+        assert not run_suite(Suite(suite.root)).failed
+    assert len(run_suite(Suite(suite.root)).failed) == 3
+    back = {one.case.digest: one.replay.expectations() for one in run_suite(suite).failed}
+    suite.accept(back)
+    assert all(case.accepted is None for case in Suite(suite.root).index.cases)
+
+
+def test_a_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> None:
+    suite = suite_of(tapes[:1], tmp_path)
+    (digest,) = suite.cassettes
+    path = suite.root / "cassettes" / f"{digest}.json"
+    original = path.read_text()
+    for text, problem in (
+        (original.replace('"reward":1.0', '"reward":0.0'), "not the one that its name states"),
+        (json.dumps({**json.loads(original), "more": 1}), "more"),
+        ("[", "suite"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RequestError, match=problem):
+            _ = Suite(suite.root).cassettes
+    path.write_text(original)
+    for file in (suite.root / "tokenizers").glob("*/tokenizer.json"):
+        file.write_text(file.read_text() + " ")
+    with pytest.raises(RequestError, match="missing or changed"):
+        Suite(suite.root).tokenizer(next(iter(suite.cassettes.values())).tokenizer)
+    with pytest.raises(RequestError, match="not a digest"):
+        suite.tokenizer("../../etc")
+    index = suite.root / "suite.json"
+    index.write_text(index.read_text().replace(digest, "../" + digest[3:]))
+    with pytest.raises(RequestError, match="pattern"):
+        Suite(suite.root)
+
+
+def test_a_failure_of_the_environment_is_an_outcome() -> None:
+    section = {"id": "tools", "task": "figure", "turns": 2, "episodes": {"seconds": 20}}
+    (task,) = tasks(section, 1)
+    code = "```python\nprint(1/0)\n```"
+    (tape,) = played([draft(section, task, 0, [code, "<answer>0</answer>"])])
+    assert cause(tape) == "ZeroDivisionError, tools, right 0"
+    assert not kinds(found([tape]))
+    (cut,) = played([draft(section, task, 0, [code, code])])
+    assert cut.tracks[0].verdict.finish_reason == "length" and cause(cut).startswith("cut off")
+    assert TOKENIZER.decode(list(cut.tracks[0].turns[0].tokens)) == code

@@ -1,0 +1,74 @@
+"""Cassettes of scripted episodes: played by the real rollout worker, with turns that the test writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from perilune.environments.core.protocol import Task
+from perilune.environments.core.registry import make_environment
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, Track, Turn, Verdict
+from perilune.traces.causes import cause
+from perilune.traces.replay import as_played, replay_harness
+from perilune.traces.suite import Case, Suite, write_suite
+
+TOKENIZER = Tokenizer.byte_level()
+NAME = "0" * 64
+CALCULATOR = {"id": "calculator"}
+EMPTY = Verdict(reward=None, terms={}, metrics={}, finish_reason="stop", failure="")
+
+
+def tokenizer_of(_: str) -> Tokenizer:
+    return TOKENIZER
+
+
+def tasks(section: dict[str, Any], count: int) -> list[Task]:
+    return list(islice(make_environment(section).tasks("train", 0), count))
+
+
+def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str]) -> Cassette:
+    """A tape of these actions, which was not played yet."""
+    turns = [Turn(tokens=TOKENIZER.encode_completion(one), text=one, finished=True) for one in actions]
+    return Cassette(
+        source=Source(run="r", stage="s", file="f", episode_id=f"1/{index}/0"),
+        environment=section,
+        tokenizer=NAME,
+        checkpoint=None,
+        task=TaskRecord(
+            task_id=task.task_id, prompt=task.prompt, data=dict(task.data), difficulty=task.difficulty
+        ),
+        sampling=Sampling(key=(0, 1, index), sample=0, max_tokens=400, temperature=1.0, stop_token_ids=(1,)),
+        order=(),
+        tracks=(Track(player=0, opening=(), prompt=(), turns=tuple(turns), verdict=EMPTY),),
+    )
+
+
+def played(drafts: Sequence[Cassette]) -> list[Cassette]:
+    """The cassettes as the harness plays them now."""
+    replays = replay_harness(drafts, tokenizer_of)
+    assert not any(one.error for one in replays), replays
+    return [as_played(one, replay) for one, replay in zip(drafts, replays, strict=True)]
+
+
+def calculations(count: int = 4) -> list[Cassette]:
+    """Right answers with the calculator, wrong ones, malformed ones, and guesses, in turn."""
+    drafts = []
+    for index, task in enumerate(tasks(CALCULATOR, count)):
+        *calls, answer = task.data["actions"]
+        actions = [[*calls, answer], [*calls, ";7"], [*calls, "what?", ";07"], [answer]][index % 4]
+        drafts.append(draft(CALCULATOR, task, index, actions))
+    return played(drafts)
+
+
+def suite_of(cassettes: Sequence[Cassette], folder: Path) -> Suite:
+    """A suite on disk of these cassettes."""
+    TOKENIZER.save(folder / "saved")
+    from perilune.traces.suite import tokenizer_digest
+
+    digest = tokenizer_digest(folder / "saved")
+    named = [one.model_copy(update={"tokenizer": digest}) for one in cassettes]
+    pairs = [(Case(digest=one.digest, cause=cause(one)), one) for one in named]
+    return write_suite(folder / "suite", pairs, {digest: TOKENIZER}, "")
