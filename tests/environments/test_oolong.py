@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from perilune.data.generators import make_teacher
+from perilune.data.generators.oolong import write_notes
 from perilune.environments import Transcript, make_environment
 from perilune.environments.builtin.oolong import (
     OolongSettings,
@@ -29,6 +31,7 @@ from perilune.environments.builtin.oolong.questions import Question, evaluate
 from perilune.environments.builtin.oolong.records import Record
 from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
 from perilune.environments.builtin.oolong.tasks import direct_prompt
+from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
@@ -262,6 +265,40 @@ def test_a_compact_task_fits_a_small_window_and_takes_working_before_the_mark():
     assert environment.score(task, Transcript(f"AABC{right}")).reward == 1.0
     assert environment.score(task, Transcript(f"{right}{right}")).reward == 0.0
     assert environment.score(task, Transcript(right[1:])).reward == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["worked", "direct"])
+def test_the_teacher_writes_right_answers_that_fit_a_small_window(strategy):
+    environment = make_environment({"id": "oolong", "style": "compact"})
+    tasks = list(islice(environment.tasks("train", 0), 200))
+    for task, (text,) in ((task, script(task, strategy)) for task in tasks):
+        assert environment.score(task, Transcript(text)).reward == 1.0
+        assert len(task.prompt[0]["content"]) + len(text) <= 256 or task.data["question"]["find"] == "pairs"
+    natural_task = next(make_environment({"id": "oolong"}).tasks("train", 0))
+    (text,) = script(natural_task, "direct")
+    assert text == natural_task.data["answer"]
+    with pytest.raises(RequestError, match="worked"):
+        script(natural_task, "worked")
+
+
+def script(task, strategy):
+    return make_teacher("oolong", {strategy: 1.0}).script(task, strategy, KeyedRandom(0, ""))
+
+
+def test_the_notes_of_the_teacher_are_of_the_lines_that_count():
+    records = ["c3du", "c3he", "d1du", "e3fe"]
+    lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
+    assert [compact.line(one) for one in lines] == records
+    for asked, notes in (
+        (Question("count", 0), "ABAA"),
+        (Question("most", user=3), "ABA"),
+        (Question("compare", 0, 1, since=400), "AA"),
+        (Question("user", 0), "3 1 3 "),
+        (Question("month", 0), "cde"),
+        (Question("pairs", 0, relation="sum", number=3), "3 1 3 "),
+        (Question("pairs", 0, 1, relation="each"), "A3B3A1A3"),
+    ):
+        assert write_notes(asked, lines) == notes
 
 
 @pytest.mark.parametrize("style", STYLES)

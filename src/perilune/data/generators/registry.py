@@ -28,6 +28,7 @@ _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
     "calculator": "perilune.data.generators.calculator:CalculatorTeacher",
     "gold": "perilune.data.generators.gold:GoldTeacher",
+    "oolong": "perilune.data.generators.oolong:OolongTeacher",
     "planning": "perilune.data.generators.planning:PlanningTeacher",
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
     "tools": "perilune.data.generators.tools:ToolsTeacher",

@@ -34,7 +34,8 @@ class OolongEnvironment(SingleTurn):
         """Yield distinct tasks without end."""
         for task_id, data in draw_tasks(self.spec, split, seed):
             prompt = ({"role": "user", "content": direct_prompt(data)},)
-            yield Task(task_id, prompt, data, difficulty=float(data["lines"]))
+            shown = {**data, "actions": [marked(data, gold(data))]}
+            yield Task(task_id, prompt, shown, difficulty=float(data["lines"]))
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Score an answer. One that the token limit cut off scores 0."""

@@ -44,14 +44,14 @@ class Question:
     relation: Relation = "both"
     number: int = 1
 
+    def concerns(self, record: Record) -> bool:
+        """Whether a line counts, by its user and date."""
+        return self.since <= record.date < self.until and self.user in (0, record.user)
+
 
 def evaluate(asked: Question, records: Sequence[Record]) -> Answer | None:
     """The answer; None if two labels, users or months tie for it."""
-    kept = [
-        one
-        for one in records
-        if asked.since <= one.date < asked.until and (not asked.user or one.user == asked.user)
-    ]
+    kept = [one for one in records if asked.concerns(one)]
     if asked.find in ("pairs", "pairs_count"):
         pairs = _related_pairs(asked, Counter((one.user, one.label) for one in kept))
         return pairs if asked.find == "pairs" else len(pairs)

@@ -1,0 +1,58 @@
+"""The oolong teacher: right answers to questions about a context, at once or after notes on its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from perilune.data.generators.scripted import ScriptedTeacher
+from perilune.environments.builtin.oolong.compact import LABELS, month
+from perilune.environments.builtin.oolong.questions import Question
+from perilune.environments.builtin.oolong.records import Record, draw_records
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.protocol import Task
+from perilune.errors import RequestError
+
+
+class OolongTeacher(ScriptedTeacher):
+    """Writes the right answer.
+
+    * worked: first a note on each line that the question is about, in order: its label; or if the question
+      asks for a user, a month or pairs, the user or the month of each line of the label,
+    * direct: the answer at once.
+    """
+
+    name = "oolong"
+    strategies: ClassVar = {"worked": 1.0, "direct": 0.0}
+
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
+        """The answer.
+
+        Raises:
+            RequestError: when the task is of another environment, or in English with the strategy worked.
+        """
+        if "zipf" not in task.data:
+            raise RequestError("the oolong teacher supports only the oolong environment", where="teacher")
+        (answer,) = task.data["actions"]
+        if strategy == "direct":
+            return (answer,)
+        if task.data["style"] != "compact":
+            what = "the strategy worked writes notes, and style natural takes nothing but the answer"
+            raise RequestError(what, where="strategies.worked", remedy="set style: compact")
+        asked = Question(**task.data["question"])
+        return (write_notes(asked, draw_records(task.data)) + answer,)
+
+
+def write_notes(asked: Question, records: Iterable[Record]) -> str:
+    """Notes on the lines that the question is about."""
+    return "".join(_note(asked, one) for one in records if asked.concerns(one))
+
+
+def _note(asked: Question, record: Record) -> str:
+    if asked.find in ("count", "most", "least", "compare"):
+        return LABELS[record.label]
+    if record.label != asked.label and not (record.label == asked.other and asked.relation == "each"):
+        return ""
+    if asked.find == "month":
+        return month(record.date // 100)
+    return f"{LABELS[record.label]}{record.user}" if asked.relation == "each" else f"{record.user} "
