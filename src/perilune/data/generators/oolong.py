@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -18,7 +19,8 @@ class OolongTeacher(ScriptedTeacher):
     """Writes the right answer.
 
     * worked: first a note on each line that the question is about, in order: its label; or if the question
-      asks for a user, a month or pairs, the user or the month of each line of the label,
+      asks for a user, a month or pairs, the user or the month of each line of the label. Running counts
+      follow the labels, users or months in question,
     * direct: the answer at once.
     """
 
@@ -44,15 +46,35 @@ class OolongTeacher(ScriptedTeacher):
 
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
-    """Notes on the lines that the question is about."""
-    return "".join(_note(asked, one) for one in records if asked.concerns(one))
+    """Notes on the lines that the question is about. A running count follows each name that matters."""
+    counts: Counter[str] = Counter()
+    notes = []
+    for record in filter(asked.concerns, records):
+        if name := _name(asked, record):
+            counts[name] += 1
+            is_counted = asked.find not in ("count", "compare") or name in _asked_labels(asked)
+            notes.append(f"{name}{counts[name] if is_counted else ''}{_separator(asked)}")
+    if asked.find in ("most", "least"):
+        notes += [f",{label}{counts[label]}" for label in LABELS]
+    return "".join(notes)
 
 
-def _note(asked: Question, record: Record) -> str:
+def _name(asked: Question, record: Record) -> str:
+    """What a line is counted under; empty if it does not matter."""
+    label = LABELS[record.label]
     if asked.find in ("count", "most", "least", "compare"):
-        return LABELS[record.label]
-    if record.label != asked.label and not (record.label == asked.other and asked.relation == "each"):
+        return label
+    if label not in _asked_labels(asked):
         return ""
     if asked.find == "month":
         return month(record.date // 100)
-    return f"{LABELS[record.label]}{record.user}" if asked.relation == "each" else f"{record.user} "
+    return f"{label if asked.relation == 'each' else ''}{record.user}="
+
+
+def _asked_labels(asked: Question) -> str:
+    both = asked.find == "compare" or asked.relation == "each"
+    return LABELS[asked.label] + (LABELS[asked.other] if both else "")
+
+
+def _separator(asked: Question) -> str:
+    return "" if asked.find in ("count", "most", "least", "compare", "month") else " "
