@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from trace_cases import NAME, TOKENIZER, calculations, draft, played, suite_of, tasks, tokenizer_of
+from trace_cases import NAME, TOKENIZER, calculations, draft, played, replay, suite_of, tasks, tokenizer_of
 
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.errors import RequestError
@@ -19,7 +19,7 @@ from perilune.traces.cassette import Cassette
 from perilune.traces.causes import cause, choose, clusters, held_out
 from perilune.traces.gate import run_suite
 from perilune.traces.oracle import Difference, expectation
-from perilune.traces.replay import replay_harness, rescore
+from perilune.traces.replay import Replay, Replayer
 from perilune.traces.suite import Suite
 
 
@@ -28,11 +28,17 @@ def tapes() -> list[Cassette]:
     return calculations(4)
 
 
-def found(cassettes: list[Cassette], play: Callable[..., Any] = replay_harness) -> list[list[Difference]]:
-    replays = play(cassettes) if play is rescore else play(cassettes, tokenizer_of)
+def rescore(cassettes: list[Cassette]) -> list[Replay]:
+    with Replayer(tokenizer_of) as replayer:
+        return replayer.rescore(cassettes)
+
+
+def found(
+    cassettes: list[Cassette], play: Callable[[list[Cassette]], list[Replay]] = replay
+) -> list[list[Difference]]:
     return [
-        replay.differences(tuple(map(expectation, one.tracks)))
-        for one, replay in zip(cassettes, replays, strict=True)
+        again.differences(tuple(map(expectation, one.tracks)))
+        for one, again in zip(cassettes, play(cassettes), strict=True)
     ]
 
 
@@ -70,8 +76,8 @@ def test_a_change_in_the_tape_shows(tapes: list[Cassette]) -> None:
     shorter = tapes[0].tracks[0].model_copy(update={"turns": tapes[0].tracks[0].turns[:-1]})
     assert {"turns", "failure"} <= kinds(
         [
-            replay.differences(tuple(map(expectation, tapes[0].tracks)))
-            for replay in replay_harness([tapes[0].model_copy(update={"tracks": (shorter,)})], tokenizer_of)
+            again.differences(tuple(map(expectation, tapes[0].tracks)))
+            for again in replay([tapes[0].model_copy(update={"tracks": (shorter,)})])
         ]
     )
 

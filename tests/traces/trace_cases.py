@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from perilune.environments.core.protocol import Task
@@ -12,11 +13,13 @@ from perilune.environments.core.registry import make_environment
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, Track, Turn, Verdict
 from perilune.traces.causes import cause
-from perilune.traces.replay import as_played, replay_harness
-from perilune.traces.suite import Case, Suite, write_suite
+from perilune.traces.replay import Replay, Replayer, as_played
+from perilune.traces.suite import Case, Suite, tokenizer_digest, write_suite
 
 TOKENIZER = Tokenizer.byte_level()
-NAME = "0" * 64
+with TemporaryDirectory() as _folder:
+    TOKENIZER.save(_folder)
+    NAME = tokenizer_digest(Path(_folder))
 CALCULATOR = {"id": "calculator"}
 EMPTY = Verdict(reward=None, terms={}, metrics={}, finish_reason="stop", failure="")
 
@@ -46,9 +49,15 @@ def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str
     )
 
 
+def replay(cassettes: Sequence[Cassette]) -> list[Replay]:
+    """Play with the model's turns from the tape."""
+    with Replayer(tokenizer_of) as replayer:
+        return replayer.harness(cassettes)
+
+
 def played(drafts: Sequence[Cassette]) -> list[Cassette]:
     """The cassettes as the harness plays them now."""
-    replays = replay_harness(drafts, tokenizer_of)
+    replays = replay(drafts)
     assert not any(one.error for one in replays), replays
     return [as_played(one, replay) for one, replay in zip(drafts, replays, strict=True)]
 
@@ -65,10 +74,5 @@ def calculations(count: int = 4) -> list[Cassette]:
 
 def suite_of(cassettes: Sequence[Cassette], folder: Path) -> Suite:
     """A suite on disk of these cassettes."""
-    TOKENIZER.save(folder / "saved")
-    from perilune.traces.suite import tokenizer_digest
-
-    digest = tokenizer_digest(folder / "saved")
-    named = [one.model_copy(update={"tokenizer": digest}) for one in cassettes]
-    pairs = [(Case(digest=one.digest, cause=cause(one)), one) for one in named]
-    return write_suite(folder / "suite", pairs, {digest: TOKENIZER}, "")
+    pairs = [(Case(digest=one.digest, cause=cause(one)), one) for one in cassettes]
+    return write_suite(folder / "suite", pairs, {NAME: TOKENIZER}, "")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
 from perilune.traces.oracle import Difference, Expectation
-from perilune.traces.replay import Replay, replay_harness, rescore
+from perilune.traces.replay import Replay, Replayer
 from perilune.traces.suite import Case, Part, Suite
 
 Mode = Literal["harness", "rescore"]
@@ -78,7 +78,8 @@ def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: in
     """
     cases = suite.cases(part)
     cassettes = [suite.cassettes[one.digest] for one in cases]
-    replays = rescore(cassettes) if mode == "rescore" else replay_harness(cassettes, suite.tokenizer)
+    with Replayer(suite.tokenizer) as replayer:
+        replays = replayer.rescore(cassettes) if mode == "rescore" else replayer.harness(cassettes)
     results = [
         CaseResult(case, cassette.source.episode_id, replay, replay.differences(suite.expected(case)))
         for case, cassette, replay in zip(cases, cassettes, replays, strict=True)

@@ -20,7 +20,7 @@ from perilune.environments.core.registry import make_environment
 from perilune.errors import PeriluneError
 from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, track_of
 from perilune.traces.oracle import expectation
-from perilune.traces.replay import Replay, TokenizerOf, replay_harness
+from perilune.traces.replay import Replay, Replayer
 
 _PLACES = re.compile(r"\d+ ?")  # of differences, which would make every reason another one
 MOST_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
@@ -61,7 +61,7 @@ class Recording:
     refused: Mapping[str, int]
 
 
-def record(episodes: Sequence[Episode], origin: Origin, tokenizer_of: TokenizerOf) -> Recording:
+def record(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> Recording:
     """Record episodes of one file. Those of all players of a rollout make one cassette.
 
     Raises:
@@ -86,7 +86,7 @@ def record(episodes: Sequence[Episode], origin: Origin, tokenizer_of: TokenizerO
             refused[error.what] += 1
     environment.close()
     kept = []
-    for draft, replay in zip(drafts, replay_harness(drafts, tokenizer_of), strict=True):
+    for draft, replay in zip(drafts, replayer.harness(drafts), strict=True):
         cassette = _completed(draft, replay)
         found = replay.differences(tuple(map(expectation, cassette.tracks)))
         if found:

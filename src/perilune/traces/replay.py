@@ -1,33 +1,31 @@
 """Plays cassettes again.
 
-`replay_harness` takes the model's turns from the tape and runs everything else: chat template, tokenizer,
-parsers, tools, environment and rewards. `rescore` runs the verifier alone. `fork` takes the turns before one
-turn from the tape, and samples the others.
+`Replayer.harness` takes the model's turns from the tape and runs everything else: chat template, tokenizer,
+parsers, tools, environment and rewards. `rescore` runs the verifier alone. `exact` samples all turns, and
+`fork` those after some turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from perilune.data.episode import Episode
 from perilune.engine.backend import SamplingBackend
-from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure, Outcome, Transcript
 from perilune.environments.core.registry import make_environment
-from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.errors import PeriluneError, RequestError
 from perilune.files import canonical_json
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.rollout import Rollout
 from perilune.rollout.timing import Stopwatch
-from perilune.rollout.worker import Progress, RolloutWorker, session_seed
+from perilune.rollout.worker import session_seed
 from perilune.traces.cassette import Cassette, Track, track_of
 from perilune.traces.oracle import Difference, Expectation, differences, expectation
+from perilune.traces.tape import NoEngine, TapedWorker
 from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import Sessions
 
@@ -66,141 +64,91 @@ def as_played(cassette: Cassette, replay: Replay) -> Cassette:
     return cassette.model_copy(update={"tracks": replay.tracks, "order": replay.order})
 
 
-class NoEngine:
-    """An engine that only knows the context window: every turn is on the tape."""
+class Replayer:
+    """Plays cassettes. Keeps the environments' processes until it is closed.
 
-    def __init__(self, positions: int | None) -> None:
-        self._positions = positions
+    Args:
+        tokenizer_of: loads the tokenizer with a digest.
+    """
 
-    @property
-    def positions(self) -> int | None:
-        """Most tokens of prompt and sample together."""
-        return self._positions
+    def __init__(self, tokenizer_of: TokenizerOf) -> None:
+        self.tokenizer_of = tokenizer_of
+        self._scorers: dict[bytes, Scorer] = {}
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        on_progress: Progress | None = None,
-    ) -> list[list[Completion]]:
-        """Refuse: there is no model.
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+        self._scorers.clear()
+
+    def harness(self, cassettes: Sequence[Cassette]) -> list[Replay]:
+        """Play cassettes with the model's turns from the tape. Returns one replay each, in order."""
+        return _batched(cassettes, lambda batch: self._played(batch, NoEngine(batch[0].sampling.positions)))
+
+    def exact(self, cassettes: Sequence[Cassette], engine: SamplingBackend) -> list[Replay]:
+        """Play cassettes with a live model: the same weights and keys give the same tokens."""
+        return _batched(cassettes, lambda batch: self._played(batch, engine, until=0))
+
+    def fork(self, cassette: Cassette, turn: int, samples: int, engine: SamplingBackend) -> list[Replay]:
+        """Play the first `turn` actions from the tape, and sample the others `samples` times.
+
+        Sample i draws the random numbers of sample i of the cassette's task.
 
         Raises:
-            WorkFailedError: always.
+            RequestError: when the tape has fewer actions.
         """
-        raise WorkFailedError("a replay without a model asked for a sample", remedy="give a checkpoint")
+        if turn >= len(cassette.order):
+            raise RequestError(
+                f"the episode has {len(cassette.order)} turns, and a fork after turn {turn} samples none",
+                where=cassette.source.episode_id,
+                remedy=f"fork after turn 0 to {len(cassette.order) - 1}",
+            )
+        return self._played([_with_sample(cassette, sample) for sample in range(samples)], engine, until=turn)
 
+    def rescore(self, cassettes: Sequence[Cassette]) -> list[Replay]:
+        """Score recorded episodes again, without playing them. Episodes that failed, or in which nobody
+        moved, are returned as they are.
+        """
 
-@dataclass(frozen=True)
-class TapedWorker(RolloutWorker):
-    """A rollout worker whose turns come from tapes.
+        def score(batch: Sequence[Cassette]) -> list[Replay]:
+            scored = [one for one in batch if one.order and not any(t.verdict.failure for t in one.tracks)]
+            items = [
+                (one.task.task(), _transcript(one, track.player)) for one in scored for track in one.tracks
+            ]
+            outcomes = iter(self._scorer(batch[0]).score(items))
+            verdicts = {
+                one.digest: [_with_outcome(track, next(outcomes)) for track in one.tracks] for one in scored
+            }
+            return [Replay(tuple(verdicts.get(one.digest, one.tracks)), one.order) for one in batch]
 
-    Attributes:
-        tapes: the cassette of each rollout.
-        until: sample from the engine after this many actions of an episode; None: never. A turn that the tape
-            lacks is then aborted, which ends the episode.
-        order: the players of each rollout's actions; filled while it plays.
-    """
+        return _batched(cassettes, score)
 
-    tapes: dict[Rollout, Cassette] = field(default_factory=dict)
-    until: int | None = None
-    order: dict[Rollout, list[int]] = field(default_factory=dict)
+    def _scorer(self, cassette: Cassette) -> Scorer:
+        section = canonical_json(cassette.environment)
+        if section not in self._scorers:
+            self._scorers[section] = Scorer(cassette.environment)
+        return self._scorers[section]
 
-    def sample_turns(
-        self,
-        due: Sequence[Rollout],
-        contexts: Sequence[list[int]],
-        samples: int,
-        params: SamplingParams,
-        progress: Progress,
-    ) -> list[Completion]:
-        """The next turn of each rollout: from its tape, or sampled."""
-        found: dict[Rollout, Completion] = {}
-        for one in due:
-            self.order.setdefault(one, []).append(one.observation.player)
-            if self.until is None or len(one.actions) < self.until:
-                found[one] = self._taped(one)
-        live = [(one, context) for one, context in zip(due, contexts, strict=True) if one not in found]
-        if live:
-            parts = [list(part) for part in zip(*live, strict=True)]
-            sampled = super().sample_turns(parts[0], parts[1], samples, params, progress)
-            found |= dict(zip(parts[0], sampled, strict=True))
-        return [found[one] for one in due]
-
-    def _taped(self, rollout: Rollout) -> Completion:
-        track = self.tapes[rollout].track(rollout.observation.player)
-        number = len(rollout.trajectory.turns)
-        turn = track.turns[number] if track is not None and number < len(track.turns) else None
-        count = len(turn.tokens) if turn else 0
-        ending = "aborted" if turn is None else "stop" if turn.finished else "length"
-        return Completion(
-            np.array(turn.tokens if turn else (), np.int32),
-            np.zeros(count, np.float32),
-            np.zeros(count, np.int32),
-            ending,  # type: ignore[arg-type]
-        )
-
-
-def replay_harness(cassettes: Sequence[Cassette], tokenizer_of: TokenizerOf) -> list[Replay]:
-    """Play cassettes with the model's turns from the tape. Returns one replay each, in order."""
-
-    def play(batch: Sequence[Cassette]) -> list[Replay]:
-        engine = NoEngine(batch[0].sampling.positions)
-        with _worker(batch[0], tokenizer_of, engine) as worker:
-            return _played(worker, batch)
-
-    return _batched(cassettes, play)
-
-
-def replay_exact(
-    cassettes: Sequence[Cassette], engine: SamplingBackend, tokenizer_of: TokenizerOf
-) -> list[Replay]:
-    """Play cassettes with a live model: the same weights and keys give the same tokens."""
-
-    def play(batch: Sequence[Cassette]) -> list[Replay]:
-        with _worker(batch[0], tokenizer_of, engine, until=0) as worker:
-            return _played(worker, batch)
-
-    return _batched(cassettes, play)
-
-
-def fork(
-    cassette: Cassette, turn: int, samples: int, engine: SamplingBackend, tokenizer_of: TokenizerOf
-) -> list[Replay]:
-    """Play the first `turn` actions from the tape, and sample the others `samples` times.
-
-    Sample i draws the random numbers of sample i of the cassette's task.
-
-    Raises:
-        RequestError: when the tape has fewer actions.
-    """
-    if turn >= len(cassette.order):
-        raise RequestError(
-            f"the episode has {len(cassette.order)} turns, so a fork after turn {turn} has none to sample",
-            where=cassette.source.episode_id,
-            remedy=f"fork after turn 0 to {len(cassette.order) - 1}",
-        )
-    with _worker(cassette, tokenizer_of, engine, turn) as worker:
-        return _played(worker, [cassette] * samples, range(samples))
-
-
-def rescore(cassettes: Sequence[Cassette]) -> list[Replay]:
-    """Score recorded episodes again, without playing them. Episodes that failed, or in which nobody moved,
-    are returned as they are.
-    """
-
-    def score(batch: Sequence[Cassette]) -> list[Replay]:
-        scored = [one for one in batch if one.order and not any(t.verdict.failure for t in one.tracks)]
-        items = [(one.task.task(), _transcript(one, track.player)) for one in scored for track in one.tracks]
-        with Scorer(batch[0].environment) as scorer:
-            outcomes = iter(scorer.score(items))
-        verdicts = {
-            one.digest: [_with_outcome(track, next(outcomes)) for track in one.tracks] for one in scored
-        }
-        return [Replay(tuple(verdicts.get(one.digest, one.tracks)), one.order) for one in batch]
-
-    return _batched(cassettes, score)
+    def _played(
+        self, cassettes: Sequence[Cassette], engine: SamplingBackend, until: int | None = None
+    ) -> list[Replay]:
+        """Play cassettes that share settings; see `TapedWorker.until`."""
+        first, environment = cassettes[0], make_environment(cassettes[0].environment, checked=False)
+        seed, tokenizer = first.sampling.key[0], self.tokenizer_of(first.tokenizer)
+        worker = TapedWorker(engine, tokenizer, self._scorer(first), environment, seed, until=until)
+        sampling = first.sampling
+        params = SamplingParams(sampling.max_tokens, sampling.temperature, sampling.stop_token_ids)
+        sessions = Sessions(worker.scorer.processes, environment)
+        opened = sessions.open([(one.task.task(), session_seed(one.sampling.key)) for one in cassettes])
+        for one, session in zip(cassettes, opened, strict=True):
+            rollout = worker.new_rollout(one.sampling.key, one.sampling.sample, session)
+            rollout.advance()
+            worker.tapes[rollout] = one
+        most = 1 + max(one.sampling.sample for one in cassettes)
+        worker.play_out(sessions, [*worker.tapes], params, samples=most, watch=Stopwatch())
+        return [_replay(worker, rollout, params) for rollout in worker.tapes]
 
 
 def batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
@@ -236,48 +184,23 @@ def _attempt(batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], lis
         return [Replay(error=why)]
 
 
-@contextmanager
-def _worker(
-    first: Cassette, tokenizer_of: TokenizerOf, engine: SamplingBackend, until: int | None = None
-) -> Iterator[TapedWorker]:
-    environment = make_environment(first.environment, checked=False)
-    with Scorer(first.environment) as scorer:
-        seed = first.sampling.key[0]
-        yield TapedWorker(engine, tokenizer_of(first.tokenizer), scorer, environment, seed, until=until)
-
-
-def _played(
-    worker: TapedWorker, cassettes: Sequence[Cassette], samples: Sequence[int] | None = None
-) -> list[Replay]:
-    """Play cassettes that share the worker's settings.
-
-    Args:
-        samples: sample numbers in place of the cassettes' own.
-    """
-    sampling = cassettes[0].sampling
-    params = SamplingParams(sampling.max_tokens, sampling.temperature, sampling.stop_token_ids)
-    sessions = Sessions(worker.scorer.processes, worker.environment)
-    opened = sessions.open([(one.task.task(), session_seed(one.sampling.key)) for one in cassettes])
-    rollouts = []
-    for place, (one, session) in enumerate(zip(cassettes, opened, strict=True)):
-        sample = one.sampling.sample if samples is None else samples[place]
-        rollout = worker.new_rollout(one.sampling.key, sample, session)
-        rollout.advance()
-        worker.tapes[rollout] = one
-        rollouts.append(rollout)
-    most = 1 + max(one.sample for one in rollouts)
-    worker.play_out(sessions, rollouts, params, samples=most, watch=Stopwatch())
-    return [_replay(worker, rollout, params) for rollout in rollouts]
+def _with_sample(cassette: Cassette, sample: int) -> Cassette:
+    return cassette.model_copy(update={"sampling": cassette.sampling.model_copy(update={"sample": sample})})
 
 
 def _replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
     sampling = worker.tapes[rollout].sampling
     stop = worker.with_stop(params, rollout.task).stop
+    tape, is_taped = worker.tapes[rollout], worker.until is None
     tracks = []
     for player in range(rollout.players):
         for episode in worker.group([rollout], player, params):
-            tracks.append(track_of(_as_recorded(episode), player, sampling, stop))
-    return Replay(tuple(tracks), tuple(worker.order.get(rollout, ())))
+            track = track_of(_as_recorded(episode), player, sampling, stop)
+            tracks.append(_as_taped(tape, track) if is_taped else track)
+    order = tuple(worker.order.get(rollout, ()))
+    if rollout.finish_reason != "aborted" and len(order) != sum(len(one.turns) for one in tracks):
+        return Replay(error="two turns without an observation between them cannot be told apart")
+    return Replay(tuple(tracks), order)
 
 
 def _as_recorded(episode: Episode) -> Episode:
@@ -285,6 +208,16 @@ def _as_recorded(episode: Episode) -> Episode:
     if episode.finish_reason != "aborted":
         return episode
     return replace(episode, messages=episode.messages[:-1])
+
+
+def _as_taped(cassette: Cassette, track: Track) -> Track:
+    """The track, with the turns finished that are finished on the tape: a shrunk one is below the limit."""
+    tape = cassette.track(track.player)
+    finished = [one.finished for one in tape.turns[: len(track.turns)]] if tape else []
+    turns = [
+        turn.model_copy(update={"finished": flag}) for turn, flag in zip(track.turns, finished, strict=False)
+    ]
+    return track.model_copy(update={"turns": tuple(turns)})
 
 
 def _transcript(cassette: Cassette, player: int) -> Transcript:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from perilune.bundle.job import Job
 from perilune.cli.inspect.report import view_of
+from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -18,6 +18,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.sampling import end_tokens
 from perilune.traces.cassette import Cassette
 from perilune.traces.record import Origin, record
+from perilune.traces.replay import Replayer
 from perilune.traces.suite import tokenizer_digest
 from perilune.traces.where import parse_where
 from perilune.ui.attempt import Attempt
@@ -42,19 +43,15 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
     """
     condition, recorded, seen = parse_where(where), Recorded(), 0
-    for target in targets:
-        for stage in view_of(target).stages:
+    with Replayer(recorded.tokenizers.__getitem__) as replayer:
+        for stage in (stage for target in targets for stage in view_of(target).stages):
             for path, origin in _files(stage, recorded):
-                groups: dict[tuple[str, ...], list[Any]] = {}
-                for one in read_episodes(path):
-                    step, index, *_, sample = one.episode_id.split("/")
-                    groups.setdefault((step, index, sample), []).append(one)
-                fitting = [members for members in groups.values() if any(map(condition, members))]
+                fitting = [own for own in _rollouts(read_episodes(path)) if any(map(condition, own))]
                 seen += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
                 for start in range(0, len(chosen), CHUNK):
-                    episodes = [one for group in chosen[start : start + CHUNK] for one in group]
-                    found = record(episodes, origin, recorded.tokenizers.__getitem__)
+                    episodes = [one for own in chosen[start : start + CHUNK] for one in own]
+                    found = record(episodes, origin, replayer)
                     recorded.cassettes |= {one.digest: one for one in found.cassettes}
                     recorded.refused.update(found.refused)
     if not seen:
@@ -64,6 +61,15 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
             remedy="perilune data inspect FILE.parquet lists the episodes' figures",
         )
     return recorded
+
+
+def _rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """The episodes of all players of each rollout."""
+    found: dict[tuple[str, str, str], list[Episode]] = {}
+    for one in episodes:
+        step, index, *_, sample = one.episode_id.split("/")
+        found.setdefault((step, index, sample), []).append(one)
+    return list(found.values())
 
 
 def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]]:

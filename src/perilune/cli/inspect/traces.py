@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from perilune.cli.inspect.recordings import Recorded
     from perilune.engine.engine import Engine
     from perilune.traces.gate import GateReport
+    from perilune.traces.shrink import Fails
     from perilune.traces.suite import Part, Suite
 
 app = command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
@@ -150,7 +151,7 @@ def fork_command(
 ) -> None:
     """Play an episode to a turn, and sample its continuations: how often does it still come out right?"""
     from perilune.metrics.bootstrap import bootstrap_problems
-    from perilune.traces.replay import fork
+    from perilune.traces.replay import Replayer
     from perilune.traces.suite import Suite
 
     opened = Suite(suite)
@@ -158,7 +159,8 @@ def fork_command(
     if len(fitting) != 1:
         raise RequestError(f"{len(fitting)} cassettes start with '{digest}'", where=str(suite))
     engine, _ = _engine(opened, checkpoint)
-    replays = fork(fitting[0], after, samples, engine, opened.tokenizer)
+    with Replayer(opened.tokenizer) as replayer:
+        replays = replayer.fork(fitting[0], after, samples, engine)
     rewards = [one.tracks[0].verdict.reward for one in replays if one.tracks]
     scored = [one for one in rewards if one is not None]
     rate = bootstrap_problems([float(one >= 1) for one in scored]) if scored else None
@@ -177,6 +179,75 @@ def fork_command(
         return
     shown = f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" if rate else "no score"
     echo(f"{samples} continuations after turn {after}: pass rate {shown}, recorded reward {recorded}")
+
+
+@app.command("shrink", epilog="Example: perilune traces shrink suite --out small")
+def shrink_command(
+    suite: SuiteArgument,
+    digest: Annotated[
+        str, typer.Argument(metavar="DIGEST", help="First characters of the digest of one cassette.")
+    ] = "",
+    *,
+    out: Out,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PYTHON",
+            help="Interpreter of an installation that plays the suite right. Shrinks the cases that fail "
+            "here, as long as both installations differ.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Cut turns and text from cassettes while they still fail in the same way, and write a smaller suite.
+
+    Without --baseline, each cassette keeps the cause of its outcome. Every candidate is played, so the result
+    is an episode of the harness as it is now.
+    """
+    from perilune.traces.causes import cause
+    from perilune.traces.replay import Replayer
+    from perilune.traces.shrink import Shrinker, same_cause
+    from perilune.traces.suite import Case, Suite, write_suite
+
+    opened = Suite(suite)
+    chosen = {name: one for name, one in opened.cassettes.items() if name.startswith(digest)}
+    fails = {name: same_cause(one) for name, one in chosen.items()}
+    if baseline is not None:
+        fails = _differing(opened, baseline, set(chosen))
+    if not fails:
+        what = "no case fails here" if baseline else f"no cassette starts with '{digest}'"
+        raise RequestError(what, where=str(suite))
+    with Replayer(opened.tokenizer) as replayer:
+        small = {name: Shrinker(own, replayer).shrink(chosen[name]) for name, own in fails.items()}
+    pairs = {one.digest: (Case(digest=one.digest, cause=cause(one)), one) for one in small.values()}
+    names = {one.tokenizer for one in small.values()}
+    write_suite(out, list(pairs.values()), {name: opened.tokenizer(name) for name in names}, "")
+    before = {name: chosen[name].tokens for name in small}
+    share = sum(one.tokens / before[name] for name, one in small.items()) / len(small)
+    if as_json:
+        rows = [
+            {"digest": name, "tokens": before[name], "shrunk": one.digest, "shrunk_tokens": one.tokens}
+            for name, one in small.items()
+        ]
+        print_json({"suite": str(out), "mean_share_of_tokens": share, "cassettes": rows})
+        return
+    for name, one in small.items():
+        echo(f"{name[:12]} {before[name]} tokens -> {one.digest[:12]} {one.tokens} tokens")
+    echo(f"{out}: {len(pairs)} cassettes, on average {share:.0%} of their tokens")
+
+
+def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Fails]:
+    """The cases that fail here, each with the test that another installation plays it differently."""
+    from perilune.traces.baseline import differs_from
+    from perilune.traces.gate import run_suite
+
+    failed = [one for one in run_suite(suite).failed if one.case.digest in names]
+    return {
+        one.case.digest: differs_from(
+            baseline, suite.tokenizer, frozenset(found.kind for found in one.differences)
+        )
+        for one in failed
+    }
 
 
 def _print_written(suite: Suite, recorded: Recorded, *, as_json: bool) -> None:
@@ -214,7 +285,7 @@ def _print_report(report: GateReport) -> None:
 def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: bool) -> None:
     """Sample the cases that the checkpoint's weights sampled, and compare tokens."""
     from perilune.traces.oracle import token_differences
-    from perilune.traces.replay import replay_exact
+    from perilune.traces.replay import Replayer
 
     engine, digest = _engine(suite, checkpoint)
     cassettes = [suite.cassettes[one.digest] for one in suite.cases(part)]
@@ -226,7 +297,9 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
             remedy="the checkpoint of the recorded evaluation, or the one that training started from",
         )
     results = []
-    for one, replay in zip(own, replay_exact(own, engine, suite.tokenizer), strict=True):
+    with Replayer(suite.tokenizer) as replayer:
+        replays = replayer.exact(own, engine)
+    for one, replay in zip(own, replays, strict=True):
         found = replay.differences(()) if replay.error else token_differences(one.tracks, replay.tracks)
         results.append((one, found))
     failed = [(one, found) for one, found in results if found]

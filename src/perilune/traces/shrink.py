@@ -1,0 +1,177 @@
+"""Shrinks a cassette by delta debugging, while it still shows the same failure.
+
+It cuts turns, then the text of each turn, then the task's prompt. Every candidate is played by the harness,
+so what the policy would see is always true to its turns. The algorithm is ddmin (Zeller and Hildebrandt 2002,
+"Simplifying and isolating failure-inducing input", IEEE TSE 28(2)), with the candidates of one level played
+together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.traces.cassette import Cassette, Turn
+from perilune.traces.causes import cause
+from perilune.traces.replay import Replayer, as_played
+
+T = TypeVar("T")
+Fails = Callable[[Sequence[Cassette]], list[bool]]
+"""Which of these played cassettes still show the failure."""
+
+_PIECES = re.compile(r"\n+|[^\S\n]+|\w+|[^\w\s]")
+_LINES = re.compile(r"[^\n]*\n|[^\n]+")
+MOST_PIECES = 400  # of a text that is cut word by word; longer ones are cut by lines first
+
+
+def same_cause(cassette: Cassette) -> Fails:
+    """The cause of the outcome is that of `cassette`."""
+    wanted = cause(cassette)
+    return lambda played: [cause(one) == wanted for one in played]
+
+
+def minimize(items: Sequence[T], first: Callable[[list[list[T]]], int | None]) -> list[T]:
+    """A subsequence from which no single item can be cut.
+
+    Args:
+        first: index of the first candidate that still fails; None if there is none.
+    """
+    kept, parts = list(items), 2
+    if kept and first([[]]) is not None:
+        return []
+    while len(kept) >= 2:
+        edges = [round(number * len(kept) / parts) for number in range(parts + 1)]
+        spans = [(a, b) for a, b in pairwise(edges) if a < b]
+        chunks = [kept[a:b] for a, b in spans] if parts > 2 or len(spans) == 2 else []
+        rests = [kept[:a] + kept[b:] for a, b in spans] if parts > 2 else []
+        hit = first(chunks + rests)
+        if hit is not None:
+            parts = 2 if hit < len(chunks) else max(parts - 1, 2)
+            kept = (chunks + rests)[hit]
+        elif parts >= len(kept):
+            break
+        else:
+            parts = min(2 * parts, len(kept))
+    return kept
+
+
+@dataclass(frozen=True)
+class Shrinker:
+    """Shrinks cassettes.
+
+    Attributes:
+        fails: whether a played cassette still shows the failure.
+        replayer: plays the candidates.
+    """
+
+    fails: Fails
+    replayer: Replayer
+
+    def shrink(self, cassette: Cassette) -> Cassette:
+        """The smallest cassette found; `cassette` itself if it does not show the failure."""
+        (whole,) = self._played([cassette])
+        if whole is None or not self.fails([whole])[0]:
+            return cassette
+        small, before = whole, whole.tokens + 1
+        while small.tokens < before:
+            before = small.tokens
+            small = self._cut_turns(small)
+            for place in range(len(small.order)):
+                small = self._cut_text(small, place) if place < len(small.order) else small
+            for place in range(len(small.task.prompt)):
+                small = self._cut_prompt(small, place)
+        if small.tokens >= cassette.tokens:
+            return cassette
+        return small.model_copy(update={"shrunk_from": cassette.digest, "checkpoint": None})
+
+    def _cut_turns(self, small: Cassette) -> Cassette:
+        return self._cut(small, range(len(small.order)), lambda kept: _with_turns(small, kept))
+
+    def _cut_text(self, small: Cassette, place: int) -> Cassette:
+        def cut(base: Cassette, pattern: re.Pattern[str]) -> Cassette:
+            pieces = pattern.findall(base.actions()[place].text)
+            tokenizer = self.replayer.tokenizer_of(base.tokenizer)
+            return self._cut(base, pieces, lambda kept: _with_text(base, place, "".join(kept), tokenizer))
+
+        return cut(cut(small, _LINES), _PIECES)
+
+    def _cut_prompt(self, small: Cassette, place: int) -> Cassette:
+        def cut(base: Cassette, pattern: re.Pattern[str]) -> Cassette:
+            pieces = pattern.findall(base.task.prompt[place]["content"])
+            return self._cut(base, pieces, lambda kept: _with_prompt(base, place, "".join(kept)))
+
+        return cut(cut(small, _LINES), _PIECES)
+
+    def _cut(
+        self, base: Cassette, items: Sequence[T], draft_of: Callable[[Sequence[T]], Cassette | None]
+    ) -> Cassette:
+        """The cassette without the items that it does not need to fail."""
+        best = base
+
+        def first(candidates: list[list[T]]) -> int | None:
+            nonlocal best
+            drafts = list(map(draft_of, candidates))
+            places = [place for place, one in enumerate(drafts) if one is not None]
+            played = self._played([one for one in drafts if one is not None])
+            found = [(place, one) for place, one in zip(places, played, strict=True) if one is not None]
+            for (place, one), fails in zip(found, self.fails([one for _, one in found]), strict=True):
+                if fails:
+                    best = one
+                    return place
+            return None
+
+        if 1 < len(items) <= MOST_PIECES:
+            minimize(items, first)
+        return best
+
+    def _played(self, drafts: Sequence[Cassette]) -> list[Cassette | None]:
+        """The drafts as the harness plays them; None where it stops, or asks for a turn that was cut."""
+        found = []
+        for one, replay in zip(drafts, self.replayer.harness(drafts), strict=True):
+            ended = [track.verdict.finish_reason for track in replay.tracks]
+            found.append(None if replay.error or "aborted" in ended else as_played(one, replay))
+        return found
+
+
+def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
+    """The draft with some of the actions, by their place in the episode."""
+    if not kept:
+        return None
+    turns: dict[int, list[Turn]] = {track.player: [] for track in cassette.tracks}
+    actions = cassette.actions()
+    for place in kept:
+        turns[cassette.order[place]].append(actions[place])
+    tracks = tuple(one.model_copy(update={"turns": tuple(turns[one.player])}) for one in cassette.tracks)
+    return cassette.model_copy(update={"tracks": tracks})
+
+
+def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) -> Cassette | None:
+    """The draft with another text of an action, which has at least one token."""
+    player = cassette.order[place]
+    number = cassette.order[:place].count(player)
+    tracks = []
+    for track in cassette.tracks:
+        turns = list(track.turns)
+        if track.player == player:
+            old = turns[number]
+            tokens = tokenizer.encode_completion(text)
+            tokens = tokens if old.finished else tokens[:-1]
+            if not tokens:
+                return None
+            turns[number] = old.model_copy(update={"text": text, "tokens": tuple(tokens)})
+        tracks.append(track.model_copy(update={"turns": tuple(turns)}))
+    return cassette.model_copy(update={"tracks": tuple(tracks)})
+
+
+def _with_prompt(cassette: Cassette, place: int, text: str) -> Cassette | None:
+    """The draft with another text of a message of the task's prompt. One message keeps some text."""
+    prompt = list(cassette.task.prompt)
+    prompt[place] = {**prompt[place], "content": text}
+    if not any(one["content"].strip() for one in prompt):
+        return None
+    task = cassette.task.model_copy(update={"prompt": tuple(prompt)})
+    return cassette.model_copy(update={"task": task})

@@ -1,0 +1,90 @@
+"""A rollout worker whose model's turns come from cassettes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.errors import WorkFailedError
+from perilune.rollout.rollout import Rollout
+from perilune.rollout.worker import Progress, RolloutWorker
+from perilune.traces.cassette import Cassette
+
+
+class NoEngine:
+    """An engine that only knows the context window: every turn is on the tape."""
+
+    def __init__(self, positions: int | None) -> None:
+        self._positions = positions
+
+    @property
+    def positions(self) -> int | None:
+        """Most tokens of prompt and sample together."""
+        return self._positions
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        on_progress: Progress | None = None,
+    ) -> list[list[Completion]]:
+        """Refuse: there is no model.
+
+        Raises:
+            WorkFailedError: always.
+        """
+        raise WorkFailedError("a replay without a model asked for a sample", remedy="give a checkpoint")
+
+
+@dataclass(frozen=True)
+class TapedWorker(RolloutWorker):
+    """A rollout worker whose turns come from tapes.
+
+    Attributes:
+        tapes: the cassette of each rollout.
+        until: sample from the engine after this many actions of an episode; None: never. A turn that the tape
+            lacks is then aborted, which ends the episode.
+        order: the players of each rollout's actions; filled while it plays.
+    """
+
+    tapes: dict[Rollout, Cassette] = field(default_factory=dict)
+    until: int | None = None
+    order: dict[Rollout, list[int]] = field(default_factory=dict)
+
+    def sample_turns(
+        self,
+        due: Sequence[Rollout],
+        contexts: Sequence[list[int]],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress,
+    ) -> list[Completion]:
+        """The next turn of each rollout: from its tape, or sampled."""
+        found: dict[Rollout, Completion] = {}
+        for one in due:
+            self.order.setdefault(one, []).append(one.observation.player)
+            if self.until is None or len(one.actions) < self.until:
+                found[one] = self._taped(one)
+        live = [(one, context) for one, context in zip(due, contexts, strict=True) if one not in found]
+        if live:
+            parts = [list(part) for part in zip(*live, strict=True)]
+            sampled = super().sample_turns(parts[0], parts[1], samples, params, progress)
+            found |= dict(zip(parts[0], sampled, strict=True))
+        return [found[one] for one in due]
+
+    def _taped(self, rollout: Rollout) -> Completion:
+        track = self.tapes[rollout].track(rollout.observation.player)
+        number = len(rollout.trajectory.turns)
+        turn = track.turns[number] if track is not None and number < len(track.turns) else None
+        count = len(turn.tokens) if turn else 0
+        ending = "aborted" if turn is None else "stop" if turn.finished else "length"
+        return Completion(
+            np.array(turn.tokens if turn else (), np.int32),
+            np.zeros(count, np.float32),
+            np.zeros(count, np.int32),
+            ending,  # type: ignore[arg-type]
+        )

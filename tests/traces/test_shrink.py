@@ -1,0 +1,81 @@
+"""Shrunk cassettes fail in the same way, and nothing more can be cut from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from trace_cases import CALCULATOR, calculations, draft, played, replay, tasks, tokenizer_of
+
+from perilune.environments.core.episode_totals import EpisodeTotals
+from perilune.environments.core.protocol import Score
+from perilune.errors import WorkFailedError
+from perilune.traces.baseline import differs_from, run_elsewhere
+from perilune.traces.causes import cause
+from perilune.traces.oracle import expectation
+from perilune.traces.replay import Replayer
+from perilune.traces.shrink import Shrinker, minimize, same_cause
+
+
+@pytest.mark.parametrize("needed", [(), (3,), (0, 19), (4, 5, 6), (1, 7, 8, 18)])
+def test_delta_debugging_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
+    def first(candidates: Sequence[Sequence[int]]) -> int | None:
+        hits = [place for place, one in enumerate(candidates) if set(needed) <= set(one)]
+        return hits[0] if hits else None
+
+    assert minimize(range(20), first) == list(needed)
+
+
+def test_a_cassette_shrinks_to_its_cause() -> None:
+    (task,) = tasks(CALCULATOR, 1)
+    actions = [*task.data["actions"][:-1], "no call", "1+1", "2*2", ";0007"]
+    (tape,) = played([draft(CALCULATOR, task, 0, actions)])
+    with Replayer(tokenizer_of) as replayer:
+        small = Shrinker(same_cause(tape), replayer).shrink(tape)
+        assert Shrinker(same_cause(small), replayer).shrink(small) == small
+        never = Shrinker(lambda played: [False] * len(played), replayer)
+        assert never.shrink(tape) == tape
+    assert cause(small) == cause(tape) == "calculator, right 0, well_formed 0"
+    assert small.tokens < 0.3 * tape.tokens and small.shrunk_from == tape.digest
+    assert [one.text for one in small.actions()] == ["", ";0007"] or len(small.order) == 2
+    (again,) = replay([small])
+    assert not again.differences(tuple(map(expectation, small.tracks)))
+
+
+def test_a_turn_that_was_cut_off_stays_so() -> None:
+    (task,) = tasks(CALCULATOR, 1)
+    whole = draft(CALCULATOR, task, 0, ["1+1", "2+2 and much more"])
+    track = whole.tracks[0]
+    last = track.turns[-1].model_copy(update={"finished": False, "tokens": track.turns[-1].tokens[:-1]})
+    cut = track.model_copy(update={"turns": (*track.turns[:-1], last)})
+    (tape,) = played([whole.model_copy(update={"tracks": (cut,)})])
+    with Replayer(tokenizer_of) as replayer:
+        small = Shrinker(same_cause(tape), replayer).shrink(tape)
+    assert cause(small).startswith("cut off") and len(small.order) == 1
+    assert not small.actions()[0].finished and small.tokens < tape.tokens
+    (again,) = replay([small])
+    assert not again.differences(tuple(map(expectation, small.tracks)))
+
+
+def test_another_installation_is_the_judge() -> None:
+    """The other one is this one without the change that the test makes here."""
+    tapes = calculations(2)
+    python, score = Path(sys.executable), EpisodeTotals.score
+
+    def generous(totals: EpisodeTotals, player: int = 0) -> Score:
+        return replace(score(totals, player), reward=1.0)
+
+    with mock.patch.object(EpisodeTotals, "score", generous):
+        changed = played(tapes)
+    fails = differs_from(python, tokenizer_of, frozenset({"reward"}))
+    assert fails(changed) == [False, True] and fails([]) == []
+    known = {one.digest: {"reward", "term"} for one in changed}
+    with mock.patch("perilune.traces.baseline.run_elsewhere", return_value=known):
+        assert differs_from(python, tokenizer_of, frozenset({"observation"}))(changed) == [False, False]
+        assert differs_from(python, tokenizer_of, frozenset())(changed) == [True, True]
+    with pytest.raises(WorkFailedError, match="cannot run the suite"):
+        run_elsewhere(Path("/bin/true"), tapes, tokenizer_of)
