@@ -1,0 +1,106 @@
+"""`perilune traces` on the episodes that a stage wrote: recorded, played, sampled again, forked, shrunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from task_cases import make_bundle, make_job, run_in
+
+from perilune.bundle.digest import contents_digest, source_files
+from perilune.cli.main import main
+from perilune.files import sha256_file
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.text.tokenizer import Tokenizer
+
+Run = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture(scope="module")
+def attempt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation of a new model on sums with a calculator."""
+    root = tmp_path_factory.mktemp("traces")
+    tokenizer = Tokenizer.characters("0123456789+*=;?\n")
+    save_checkpoint(root / "weights", new_model("tiny", tokenizer, 3), tokenizer)
+    inputs = {"checkpoint": root / "weights"}
+    job = make_job("evaluate", environment={"id": "calculator"}, inputs=inputs, max_tokens=12)
+    files = [(name, sha256_file(path)) for name, path in source_files(root / "weights")]
+    named = job.inputs[0].model_copy(update={"digest": contents_digest(files)})
+    return run_in(make_bundle(root / "attempt", job.model_copy(update={"inputs": (named,)}), inputs))
+
+
+@pytest.fixture
+def perilune(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: object) -> tuple[int, Any]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(["traces", *map(str, arguments), "--json"])
+        said = capsys.readouterr()
+        return int(left.value.code or 0), json.loads(said.out) if said.out else said.err
+
+    return run
+
+
+def test_episodes_of_a_stage_become_tests(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+    suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
+    code, made = perilune("record", attempt, "--out", suite)
+    assert code == 0 and not made["refused"] and len(made["cases"]) == 6 * 4 + 6  # samples and greedy
+    for mode in ("harness", "rescore"):
+        code, report = perilune("run", suite, "--mode", mode)
+        assert (code, report["failed"], report["cases"]) == (0, 0, len(made["cases"]))
+    code, report = perilune("run", suite, "--mode", "exact", "--checkpoint", weights)
+    assert (code, report["failed"], report["other_weights"]) == (0, 0, 0)
+
+    tokenizer = Tokenizer.load(weights)
+    save_checkpoint(tmp_path / "other", new_model("tiny", tokenizer, 4), tokenizer)
+    code, said = perilune("run", suite, "--mode", "exact", "--checkpoint", tmp_path / "other")
+    assert code == 2 and "sampled no cassette" in said
+    assert perilune("run", suite, "--mode", "exact")[0] == 2
+    assert "the folder holds a suite" in perilune("record", attempt, "--out", suite)[1]
+    assert "no episode fulfils" in perilune("record", attempt, "--out", suite, "--where", "reward > 5")[1]
+
+
+def test_a_suite_is_clustered_forked_and_shrunk(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+    suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
+    options = ("--where", "truncated", "--each", 6, "--hold-out", 0.5, "--out", suite)
+    _, made = perilune("suite", attempt, *options)
+    causes = [one["cause"] for one in made["cases"]]
+    assert 2 <= len(causes) <= 6 * len(set(causes)) and all("cut off" in one for one in causes)
+    parts = [perilune("run", suite, "--part", part)[1]["cases"] for part in ("shown", "held-out", "all")]
+    assert parts[0] + parts[1] == parts[2] == len(causes)
+    digest = made["cases"][0]["digest"]
+    code, forked = perilune("fork", suite, digest, "--after", 0, "--checkpoint", weights, "--samples", 8)
+    assert code == 0 and len(forked["rewards"]) == 8 and forked["pass_rate"]["mean"] <= 1
+    assert "samples none" in perilune("fork", suite, digest, "--after", 99, "--checkpoint", weights)[1]
+    code, small = perilune("shrink", suite, digest, "--out", tmp_path / "small")
+    assert code == 0 and small["mean_share_of_tokens"] < 1
+    assert perilune("run", tmp_path / "small")[0] == 0
+
+
+def test_the_gate_fails_and_accepts(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+    """Whoever changes what a suite expects sees the change, and without it the gate stays shut."""
+    suite = tmp_path / "suite"
+    perilune("record", attempt, "--most", 2, "--out", suite)
+    index = json.loads((suite / "suite.json").read_text())
+    _, report = perilune("run", suite)
+    first = index["cases"][0]
+    code, _ = perilune("run", suite, "--accept")
+    assert code == 0 and json.loads((suite / "suite.json").read_text()) == index
+    cassette = json.loads((suite / "cassettes" / f"{first['digest']}.json").read_text())
+    verdict = cassette["tracks"][0]["verdict"] | {"reward": 0.5}
+    first["accepted"] = [
+        {"player": 0, "verdict": verdict, "texts": [], "seen": [], "tokens": []},
+    ]
+    (suite / "suite.json").write_text(json.dumps(index))
+    code, report = perilune("run", suite)
+    kinds = {one["kind"] for one in report["results"][0]["differences"]}
+    assert (code, report["failed"]) == (1, 1) and {"reward", "turns"} <= kinds
+    assert report["reward"]["change"]["mean"] < 0
+    code, report = perilune("run", suite, "--accept")
+    assert code == 0 and '-   "reward": 0.5' in report["accepted"]
+    assert perilune("run", suite)[0] == 0
+    code, said = perilune("run", suite, "--accept", "--mode", "rescore")
+    assert code == 2 and "--mode" in said
