@@ -138,7 +138,8 @@ class LaunchedEnvironment(MultiTurn):
     ) -> Program:
         """Start the program for a task; `variables` and `port` are those of the gateway."""
         spec = self._launch
-        places = {TASK: self.text(task), FILE: spec.file or ""}
+        file = str(Path(spec.file).absolute()) if spec.file else ""
+        places = {TASK: self.text(task), FILE: file}
         with self._lock:
             programs = self._programs
         return programs.start(
@@ -147,7 +148,7 @@ class LaunchedEnvironment(MultiTurn):
             {**spec.variables, **(variables or {})},
             on_end,
             port=port,
-            readable=[str(Path(spec.file).absolute())] if spec.file else [],
+            readable=[file] if file else [],
         )
 
     def text(self, task: Task) -> str:
