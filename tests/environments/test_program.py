@@ -53,6 +53,10 @@ def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSess
     return opened
 
 
+def processes() -> str:
+    return subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+
+
 def test_calls_are_turns_and_the_output_is_scored(tasks: Path) -> None:
     spec = section(tasks)
     environment = make_environment(spec)
@@ -93,6 +97,19 @@ def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mo
     )
     (failed,) = play(spec | {"on_crash": "fail"}, "a", "b")
     assert isinstance(failed.result, Failure) and failed.result.boundary == "environment"
+
+
+def test_no_process_outlives_its_environment(tasks: Path) -> None:
+    environment = make_environment(section(tasks, "hang"))
+    session = environment.reset(next(environment.tasks("train", 0)), 0)
+    stepping = threading.Thread(target=session.step, args=("a",), daemon=True)
+    stepping.start()
+    until = time.monotonic() + 10
+    while "sleep 61.25" not in processes() and time.monotonic() < until:
+        time.sleep(0.02)
+    environment.close()
+    stepping.join(10)
+    assert "sleep 61.25" not in processes()
 
 
 def test_a_program_that_never_calls_is_a_failure(tasks: Path) -> None:

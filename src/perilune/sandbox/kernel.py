@@ -71,9 +71,9 @@ def give_up_privileges() -> None:
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    _checked(_libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "parent death signal")
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    _checked(_libc.prctl(_PARENT_DEATH_SIGNAL, number, 0, 0, 0), "parent death signal")
 
 
 def adopt_orphans() -> None:

@@ -65,7 +65,7 @@ def _requests(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int
 def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, report: int) -> NoReturn:
     """Run the program to its end, and report it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    kernel.die_with_parent()
+    kernel.die_with_parent(signal.SIGTERM)  # so that it still ends what the program has started
     kernel.adopt_orphans()
     program = os.fork()
     if program == 0:
