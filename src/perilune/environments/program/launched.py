@@ -30,12 +30,23 @@ if TYPE_CHECKING:
 TASK, FILE = "{task}", "{file}"  # in `command`
 
 
+class TasksSection(BaseModel):
+    """The section of the environment that the tasks come from."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str = Field(
+        description="id of a single-turn environment, whose prompts are the tasks; it scores the answers. The"
+        " section also takes its other keys"
+    )
+
+
 class LaunchSpec(BaseModel):
     """The fields of an environment section that say what is started, and for which tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tasks: dict[str, Any] = Field(
+    tasks: TasksSection = Field(
         description="section of a single-turn environment: its prompts are the tasks; it scores answers"
     )
     command: tuple[str, ...] = Field(
