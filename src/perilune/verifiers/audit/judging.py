@@ -121,7 +121,7 @@ def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
     """If nobody knows whether outputs are right: one rule that is rewarded on most tasks must be wrong."""
     for same in _grouped(scored, lambda one: one.output.rule if one.is_right is None else None):
         probe = same[0].output.probe
-        if probe.kind != "unknown" or len(same) < 2:
+        if probe.kind not in ("unknown", "enumerated") or len(same) < 2:
             continue
         full = [one for one in same if one.share >= (ENOUGH if probe.uses_gold else NEARLY)]
         part = [one for one in same if one.share > SMALL]
