@@ -290,7 +290,7 @@ def test_the_notes_of_the_teacher_are_of_the_lines_that_count():
     lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
     assert [compact.line(one) for one in lines] == records
     for asked, notes in (
-        (Question("count", 0), "A1BA2A3"),
+        (Question("count", 0), "A1B1A2A3"),
         (Question("most", user=3), "A1B1A2,A2,B1,C0,D0,E0,F0"),
         (Question("compare", 0, 1, since=400), "A1A2"),
         (Question("compare", 1, 0, until=400), "A1B1"),

@@ -19,8 +19,8 @@ class OolongTeacher(ScriptedTeacher):
     """Writes the right answer.
 
     * worked: first a note on each line that the question is about, in order: its label; or if the question
-      asks for a user, a month or pairs, the user or the month of each line of the label. Running counts
-      follow the labels, users or months in question,
+      asks for a user, a month or pairs, the user or the month of each line of the label. Each is followed
+      by its running count,
     * direct: the answer at once.
     """
 
@@ -46,14 +46,13 @@ class OolongTeacher(ScriptedTeacher):
 
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
-    """Notes on the lines that the question is about. A running count follows each name that matters."""
+    """Notes on the lines that the question is about. Each name is followed by its running count."""
     counts: Counter[str] = Counter()
     notes = []
     for record in filter(asked.concerns, records):
         if name := _name(asked, record):
             counts[name] += 1
-            is_counted = asked.find not in ("count", "compare") or name in _asked_labels(asked)
-            notes.append(f"{name}{counts[name] if is_counted else ''}{_separator(asked)}")
+            notes.append(f"{name}{counts[name]}{' ' if name.endswith('=') else ''}")
     if asked.find in ("most", "least"):
         notes += [f",{label}{counts[label]}" for label in LABELS]
     return "".join(notes)
@@ -64,17 +63,8 @@ def _name(asked: Question, record: Record) -> str:
     label = LABELS[record.label]
     if asked.find in ("count", "most", "least", "compare"):
         return label
-    if label not in _asked_labels(asked):
+    if record.label != asked.label and (asked.relation != "each" or record.label != asked.other):
         return ""
     if asked.find == "month":
         return month(record.date // 100)
     return f"{label if asked.relation == 'each' else ''}{record.user}="
-
-
-def _asked_labels(asked: Question) -> str:
-    both = asked.find == "compare" or asked.relation == "each"
-    return LABELS[asked.label] + (LABELS[asked.other] if both else "")
-
-
-def _separator(asked: Question) -> str:
-    return "" if asked.find in ("count", "most", "least", "compare", "month") else " "
