@@ -290,14 +290,13 @@ def test_the_notes_of_the_teacher_are_of_the_lines_that_count():
     lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
     assert [compact.line(one) for one in lines] == records
     for asked, notes in (
-        (Question("count", 0), "A1B1A2A3"),
-        (Question("most", user=3), "A1B1A2,A2,B1,C0,D0,E0,F0"),
-        (Question("compare", 0, 1, since=400), "A1A2"),
-        (Question("compare", 1, 0, until=400), "A1B1"),
-        (Question("user", 0), "3=1 1=1 3=2 "),
-        (Question("month", 0), "c1d1e1"),
-        (Question("pairs", 0, relation="sum", number=3), "3=1 1=1 3=2 "),
-        (Question("pairs", 0, 1, relation="each"), "A3=1 B3=1 A1=1 A3=2 "),
+        (Question("count", 0), "ABAA"),
+        (Question("most", user=3), "ABA"),
+        (Question("compare", 0, 1, since=400), "AA"),
+        (Question("user", 0), "3 1 3 "),
+        (Question("month", 0), "cde"),
+        (Question("pairs", 0, relation="sum", number=3), "3 1 3 "),
+        (Question("pairs", 0, 1, relation="each"), "A3B3A1A3"),
     ):
         assert write_notes(asked, lines) == notes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -19,8 +18,7 @@ class OolongTeacher(ScriptedTeacher):
     """Writes the right answer.
 
     * worked: first a note on each line that the question is about, in order: its label; or if the question
-      asks for a user, a month or pairs, the user or the month of each line of the label. Each is followed
-      by its running count,
+      asks for a user, a month or pairs, the user or the month of each line of the label,
     * direct: the answer at once.
     """
 
@@ -46,25 +44,15 @@ class OolongTeacher(ScriptedTeacher):
 
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
-    """Notes on the lines that the question is about. Each name is followed by its running count."""
-    counts: Counter[str] = Counter()
-    notes = []
-    for record in filter(asked.concerns, records):
-        if name := _name(asked, record):
-            counts[name] += 1
-            notes.append(f"{name}{counts[name]}{' ' if name.endswith('=') else ''}")
-    if asked.find in ("most", "least"):
-        notes += [f",{label}{counts[label]}" for label in LABELS]
-    return "".join(notes)
+    """Notes on the lines that the question is about."""
+    return "".join(_note(asked, one) for one in records if asked.concerns(one))
 
 
-def _name(asked: Question, record: Record) -> str:
-    """What a line is counted under; empty if it does not matter."""
-    label = LABELS[record.label]
+def _note(asked: Question, record: Record) -> str:
     if asked.find in ("count", "most", "least", "compare"):
-        return label
-    if record.label != asked.label and (asked.relation != "each" or record.label != asked.other):
+        return LABELS[record.label]
+    if record.label != asked.label and not (record.label == asked.other and asked.relation == "each"):
         return ""
     if asked.find == "month":
         return month(record.date // 100)
-    return f"{label if asked.relation == 'each' else ''}{record.user}="
+    return f"{LABELS[record.label]}{record.user}" if asked.relation == "each" else f"{record.user} "
