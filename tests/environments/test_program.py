@@ -221,6 +221,32 @@ def test_openai_s_client_calls_tools_and_repeats_them() -> None:
     gateway.close()
 
 
+def test_hostile_requests_are_answered_and_disturb_no_other() -> None:
+    gateway = Gateway()
+    key = gateway.open(lambda call: call.reply.put(ChatAnswer(call.request, 0, "fine")))
+    path = f"POST /{key}/v1/chat/completions HTTP/1.1\r\n"
+
+    def send(text: str) -> bytes:
+        with socket.create_connection(("127.0.0.1", gateway.port), 5) as connection:
+            connection.settimeout(5)
+            connection.sendall(text.encode())
+            connection.shutdown(socket.SHUT_WR)
+            return connection.makefile("rb").readline()
+
+    assert b" 413 " in send(f"{path}Content-Length: 99999999999\r\n\r\n")
+    assert b" 413 " in send(f"{path}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    assert b" 413 " in send(f"{path}Content-Length: \u00b2\r\n\r\n")
+    assert b" 400 " in send(f"{path}Content-Length: 9\r\n\r\n{{")
+    nested = "[" * 200_000
+    assert b" 400 " in send(f"{path}Content-Length: {len(nested)}\r\n\r\n{nested}")
+    assert b" 431 " in send(f"{path}X: {'x' * 100_000}\r\n\r\n")
+    assert b" 404 " in send("GET /../../etc/passwd HTTP/1.1\r\n\r\n")
+    assert b" 404 " in send("POST /0/v1/chat/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+    good = request().decode()
+    assert b" 200 " in send(f"{path}Content-Length: {len(good)}\r\n\r\n{good}")
+    gateway.close()
+
+
 def test_a_call_that_waits_is_refused_at_the_end_of_its_session() -> None:
     openai = pytest.importorskip("openai")
     gateway = Gateway()
