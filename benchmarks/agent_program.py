@@ -39,11 +39,13 @@ PACKAGE = "smolagents==1.26.0"
 TASKS, TRACES, COMPUTED = 6000, 5000, 0.3
 ABOUT = (
     f"The agent program is a `CodeAgent` of {PACKAGE}, a package of others that is not changed: its model "
-    "writes Python, and the package runs it. The tasks are products of two-digit numbers. A tiny model was "
+    "writes Python, and the package runs it. A setting of the package replaces its system prompt of 8,000 "
+    "characters by two words. The tasks are products of two-digit numbers. A tiny model was "
     "trained on traces of which 30% let Python compute (`final_answer(37*48)`) and 70% state the product, "
     "which such a model can't learn. RL then runs the program for each episode, with 12 steps of 8 groups "
     "with 8 episodes. pass@1 is on 64 held-out tasks with 2 episodes each. What the weights learn is to copy "
-    "two numbers into code and to prefer code; the multiplication is Python's."
+    "two numbers into code and to prefer code; the multiplication is Python's. "
+    "After an error in its code, the agent changes earlier messages; such an episode fails and is left out."
 )
 
 
