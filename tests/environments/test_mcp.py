@@ -17,14 +17,15 @@ from perilune.verifiers.sessions import RemoteSession, Sessions
 
 pytest.importorskip("mcp.server.fastmcp")
 SERVER = Path(__file__).parent / "agents" / "tool_server.py"
-pytestmark = pytest.mark.skipif(not can_limit_ports(), reason="needs Landlock of Linux 6.7")
+CONFINED = can_limit_ports()
 
 
 def section(folder: Path, **more: Any) -> dict[str, Any]:
     rows = [{"prompt": f"{n} + 1?", "answer": str(n + 1)} for n in range(20)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = {"id": "jsonl", "path": str(folder / "tasks.jsonl")}
-    return {"id": "mcp", "file": str(SERVER), "tasks": tasks, "preload": ["mcp.server.fastmcp"], **more}
+    fixed = {"id": "mcp", "file": str(SERVER), "confined": CONFINED}
+    return fixed | {"tasks": tasks, "preload": ["mcp.server.fastmcp"], **more}
 
 
 def call(name: str, **arguments: Any) -> str:

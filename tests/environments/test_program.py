@@ -24,7 +24,7 @@ from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import RemoteSession, Sessions
 
 AGENT = Path(__file__).parent / "agents" / "asks_twice.py"
-pytestmark = pytest.mark.skipif(not can_limit_ports(), reason="needs Landlock of Linux 6.7")
+CONFINED = can_limit_ports()
 
 
 @pytest.fixture
@@ -37,7 +37,8 @@ def tasks(tmp_path: Path) -> Path:
 def section(tasks: Path, mode: str = "", **more: Any) -> dict[str, Any]:
     variables = {"MODE": mode, **more.pop("variables", {})}
     own = {"id": "jsonl", "path": str(tasks)}
-    return {"id": "program", "file": str(AGENT), "tasks": own, "variables": variables, **more}
+    fixed = {"id": "program", "file": str(AGENT), "confined": CONFINED}
+    return fixed | {"tasks": own, "variables": variables, **more}
 
 
 def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSession]:
@@ -130,6 +131,7 @@ def test_stop_texts_must_be_in_the_recipe(tasks: Path) -> None:
     environment.close()
 
 
+@pytest.mark.skipif(not CONFINED, reason="needs Landlock of Linux 6.7")
 def test_a_program_reaches_the_gateway_and_nothing_else(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "x")
     outside = tasks.parent / "outside"

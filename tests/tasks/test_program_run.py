@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from task_cases import episodes, metrics, run_task
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.sandbox.landlock import can_limit_ports
 
 AGENT = Path(__file__).parents[1] / "environments" / "agents" / "asks_twice.py"
-pytestmark = pytest.mark.skipif(not can_limit_ports(), reason="needs Landlock of Linux 6.7")
+CONFINED = can_limit_ports()
 
 
 def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> None:
@@ -22,6 +21,7 @@ def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> Non
     environment = {
         "id": "program",
         "file": str(AGENT),
+        "confined": CONFINED,
         "tasks": {"id": "jsonl", "path": str(tmp_path / "tasks.jsonl"), "match": "contains"},
         "variables": {"MODE": "crash:3"},
         "stop": ["i", "#", "7", "X"],  # so that a new model ends its turns

@@ -110,10 +110,12 @@ class Programs:
         preload: modules that Python programs share; they are imported once and forked with each program.
 
     Raises:
-        RequestError: when the programs shall be confined and the kernel cannot.
+        RequestError: when this is not Linux, or its kernel cannot confine programs that shall be.
     """
 
     def __init__(self, limits: ProgramLimits, preload: Sequence[str] = ()) -> None:
+        if sys.platform != "linux":
+            raise RequestError("programs can be started on Linux only", where="environment.id")
         if limits.confined and not can_limit_ports():
             raise RequestError(
                 "this machine's kernel cannot limit the ports of a program (Landlock, Linux 6.7)",
