@@ -74,7 +74,7 @@ def test_tools_are_listed_called_and_answers_scored(tmp_path: Path) -> None:
 
 
 def test_servers_are_apart_and_one_that_breaks_is_data(tmp_path: Path) -> None:
-    spec = section(tmp_path, seconds=2.0)
+    spec = section(tmp_path, seconds=4.0)
     spec["tasks"]["match"] = None
     first, second = play(spec, [call("note", text="a"), call("note", text="b")], [call("note", text="c")])
     assert (text(first), text(second)) == ("a,b", "c")

@@ -85,7 +85,7 @@ def test_rewards_of_the_recipe_weigh_the_tasks_own(tasks: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "cause"), [("crash", "crash"), ("hang", "timeout"), ("flood", "crash")])
 def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mode: str, cause: str) -> None:
-    spec = section(tasks, seconds=1.0)
+    spec = section(tasks, seconds=2.0 if mode == "hang" else 8.0)
     first = next(make_environment(spec).tasks("train", 0)).data["prompt"][0]["content"].strip()
     spec["variables"]["MODE"] = f"{mode}:{first}"
     broken, *others = play(spec, "a", "b", count=3)
