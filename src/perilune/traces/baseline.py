@@ -6,6 +6,7 @@ something else, the two differ.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +55,8 @@ def run_elsewhere(
         tokenizers = {one.tokenizer: tokenizer_of(one.tokenizer) for one in cassettes}
         write_suite(suite, cases, tokenizers, "")
         command = [str(python), "-m", "perilune.cli.main", "traces", "run", str(suite), "--json"]
-        done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, env=own, capture_output=True, timeout=SECONDS, check=False)
         try:
             results = strict_json(done.stdout)["results"]
             return {one["digest"]: {it["kind"] for it in one["differences"]} for one in results}

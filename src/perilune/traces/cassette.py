@@ -62,6 +62,7 @@ class Track(Frozen):
 
     Attributes:
         opening, prompt: the messages before the player's first turn, and their tokens.
+        stop: texts that end a turn.
     """
 
     player: int
@@ -69,6 +70,7 @@ class Track(Frozen):
     prompt: tuple[int, ...]
     turns: tuple[Turn, ...]
     verdict: Verdict
+    stop: tuple[str, ...] = ()
 
 
 class Sampling(Frozen):
@@ -201,6 +203,7 @@ def track_of(episode: Episode, player: int, sampling: Sampling, stop: Sequence[s
         prompt=episode.prompt_ids.tolist(),
         turns=tuple(turns),
         verdict=verdict_of(episode),
+        stop=tuple(stop),
     )
 
 

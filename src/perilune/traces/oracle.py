@@ -28,6 +28,7 @@ class Expectation(Frozen):
         texts: SHA-256 of each turn's text, which shows a tokenizer that decodes differently.
         seen: the messages before the first turn, then those after each turn.
         tokens: SHA-256 of the tokens of each of these.
+        stop: texts that end a turn.
     """
 
     player: int
@@ -35,6 +36,7 @@ class Expectation(Frozen):
     texts: tuple[str, ...]
     seen: tuple[Messages, ...]
     tokens: tuple[str, ...]
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ def expectation(track: Track) -> Expectation:
         texts=tuple(sha256_bytes(turn.text.encode("utf-8", "surrogatepass")) for turn in track.turns),
         seen=(track.opening, *(turn.messages for turn in track.turns)),
         tokens=tuple(_digest(ids) for ids in (track.prompt, *(turn.seen for turn in track.turns))),
+        stop=track.stop,
     )
 
 
@@ -115,6 +118,8 @@ def _of_player(before: Expectation, after: Expectation, name: str) -> list[Diffe
     found = []
     if len(before.texts) != len(after.texts):
         found.append(_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
+    if before.stop != after.stop:
+        found.append(_difference("stop", f"{name}stop texts", before.stop, after.stop))
     for turn, (old, new) in enumerate(zip(before.texts, after.texts, strict=False), 1):
         if old != new:
             found.append(_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))

@@ -1,0 +1,244 @@
+"""Regression suites from episodes: planted bugs caught, false alarms, exact replays, shrinking, time.
+
+    python benchmarks/traces.py [--shrink 1]
+
+Runs the recipes calculator and tools, and sums of the quickstart, with few steps; makes suites of their
+episodes and of scripted ones; then plants each bug of traces_planted.py in a copy of the source, and runs the
+suite there. Writes results/traces.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perilune.cli.inspect.recordings import record_targets
+from perilune.metrics.proportion import wilson
+from perilune.traces.cassette import Cassette
+from perilune.traces.causes import choose, clusters, held_out
+from perilune.traces.suite import Case, Suite, tokenizer_digest, write_suite
+from recipe_runs import HERE, document, write
+from traces_material import scripted
+from traces_planted import PLANTED, Planted
+
+SOURCE = HERE.parent / "src"
+RECIPES = HERE.parent / "recipes"
+STEPS = {  # traces, steps of sft, steps of rl
+    "calculator": (3000, 120, 8),
+    "tools": (1000, 100, 3),
+    "quickstart": (3000, 100, 3),
+}
+EVALUATED, TRAINED = "after_rl", "rl"  # stages of each recipe
+SCRIPTED = 36  # episodes of each scripted environment
+EACH = 4  # of each cause in the suite
+SIZE = 200  # cases of the suite that is timed
+
+
+def perilune(home: Path, *arguments: str, source: Path = SOURCE) -> tuple[int, Any, float]:
+    """Run a command of the source at `source`: exit code, JSON, seconds."""
+    command = [sys.executable, "-m", "perilune.cli.main", *arguments, "--json"]
+    own = {**os.environ, "PERILUNE_HOME": str(home), "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    done = subprocess.run(command, env=own, stdout=subprocess.PIPE, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, time.monotonic() - began
+
+
+def recorded_runs(home: Path) -> None:
+    """Run the recipes."""
+    keys = ("stages.traces.traces", "stages.sft.steps", "stages.rl.steps")
+    for name, values in STEPS.items():
+        settings = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
+        overrides = [word for one in settings for word in ("--set", one)]
+        code, _, _ = perilune(home, "run", str(RECIPES / f"{name}.yaml"), *overrides)
+        if code:
+            raise SystemExit(f"{name} failed")
+
+
+def make_suite(folder: Path) -> dict[str, Any]:
+    """The suite that is run against every bug: clusters of all episodes, made before any bug."""
+    recorded = record_targets(list(STEPS), "", 300)
+    own, named = scripted(SCRIPTED)
+    digests = {}
+    for name, tokenizer in named.items():
+        with tempfile.TemporaryDirectory() as saved:
+            tokenizer.save(saved)
+            digests[name] = tokenizer_digest(Path(saved))
+        recorded.tokenizers[digests[name]] = tokenizer
+    real = list(recorded.cassettes.values())
+    own = [one.model_copy(update={"tokenizer": digests[one.tokenizer]}) for one in own]
+    chosen = [(name, one) for name, part in choose(clusters([*real, *own]), EACH).items() for one in part]
+    pairs = [
+        (Case(digest=one.digest, cause=name, held_out=held_out(one.digest, 0.5)), one) for name, one in chosen
+    ]
+    write_suite(folder, pairs, recorded.tokenizers, "")
+    sampled = {one.digest for one in real}
+    return {
+        "recorded episodes": len(real),
+        "not recorded": sum(recorded.refused.values()),
+        "scripted episodes": len(own),
+        "causes": len({name for name, _ in chosen}),
+        "cases": len(pairs),
+        "cases of sampled episodes": sum(one.digest in sampled for _, one in chosen),
+    }
+
+
+def planted(folder: Path, bug: Planted) -> Path:
+    """A copy of the source with a bug."""
+    copy = folder / "src"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    path = copy / "perilune" / bug.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: {text.count(bug.old)} places in {bug.file}")
+    path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
+    return copy
+
+
+def caught(home: Path, suite: Path, folder: Path, bug: Planted, shrink: int) -> dict[str, Any]:
+    """Run the suite against a bug, and shrink some of the cases that fail."""
+    source = planted(folder, bug)
+    code, report, seconds = perilune(home, "traces", "run", str(suite), source=source)
+    failed = [one for one in report["results"] if not one["passed"]]
+    rescored, _, _ = perilune(home, "traces", "run", str(suite), "--mode", "rescore", source=source)
+    cassettes = Suite(suite).cassettes
+    failed.sort(key=lambda one: cassettes[one["digest"]].tokens)
+    chosen = failed[len(failed) // 2 :][:shrink]
+    shares = []
+    for number, one in enumerate(chosen):
+        small = folder / f"small-{number}"
+        shutil.rmtree(small, ignore_errors=True)
+        python = str(Path(sys.executable))
+        options = (one["digest"], "--baseline", python, "--out", str(small))
+        _, found, _ = perilune(home, "traces", "shrink", str(suite), *options, source=source)
+        shares.append(found["mean_share_of_tokens"])
+    kinds = sorted({it["kind"] for one in failed for it in one["differences"]})
+    return {
+        "bug": bug.name,
+        "caught": bool(code),
+        "cases that fail": len(failed),
+        "caught by either half alone": all(
+            any(one["held_out"] == half for one in failed) for half in (False, True)
+        ),
+        "caught by rescore alone": bool(rescored),
+        "differences": ", ".join(kinds),
+        "seconds": round(seconds, 1),
+        "share of tokens after shrinking": round(shares[0], 3) if shares else None,
+    }
+
+
+def false_alarms(home: Path, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Replays of the episodes of all runs without a bug; and episodes of evaluations, sampled again."""
+    counts = dict.fromkeys(("harness", "rescore"), 0)
+    failed, exact = 0, []
+    for name in STEPS:
+        perilune(home, "traces", "record", name, "--most", "300", "--out", str(folder / name))
+        for mode in counts:
+            _, report, _ = perilune(home, "traces", "run", str(folder / name), "--mode", mode)
+            counts[mode] += report["cases"]
+            failed += report["failed"]
+        evaluated = str(folder / f"{name}-evaluated")
+        perilune(home, "traces", "record", f"{name}/{EVALUATED}", "--most", "200", "--out", evaluated)
+        options = ("--mode", "exact", "--checkpoint", f"{name}/{TRAINED}")
+        _, report, seconds = perilune(home, "traces", "run", evaluated, *options)
+        equal = report["cases"] - report["failed"]
+        exact.append({"run": name, "episodes": report["cases"], "equal": equal, "seconds": round(seconds, 1)})
+    played = sum(counts.values())
+    bound = wilson(failed, played).high
+    return {**counts, "false alarms": failed, "upper bound of their share": round(bound, 5)}, exact
+
+
+def timed(home: Path, folder: Path) -> dict[str, Any]:
+    """Seconds of one run of a suite of sampled episodes, from the start of the command to its end."""
+    suites = [Suite(folder / name) for name in STEPS]
+    share = -(-SIZE // len(suites))
+    pairs = [
+        (case, suite.cassettes[case.digest])
+        for suite in suites
+        for case in suite.index.cases[:: max(1, len(suite.index.cases) // share)][:share]
+    ][:SIZE]
+    tokenizers = {one.tokenizer: suite.tokenizer(one.tokenizer) for suite in suites for one in _own(suite)}
+    write_suite(folder / "timed", pairs, tokenizers, "")
+    code, report, seconds = perilune(home, "traces", "run", str(folder / "timed"))
+    return {"cases": report["cases"], "exit code": code, "seconds": round(seconds, 1)}
+
+
+def _own(suite: Suite) -> list[Cassette]:
+    return list(suite.cassettes.values())
+
+
+def by_cause(home: Path, suite: Path, folder: Path) -> dict[str, Any]:
+    """All cases of a suite shrunk while they keep the cause of their outcome."""
+    _, found, seconds = perilune(home, "traces", "shrink", str(suite), "--out", str(folder / "small"))
+    _, again, _ = perilune(home, "traces", "run", str(folder / "small"))
+    before = sum(one["tokens"] for one in found["cassettes"])
+    after = sum(one["shrunk_tokens"] for one in found["cassettes"])
+    return {
+        "cases": len(found["cassettes"]),
+        "mean share of tokens": round(found["mean_share_of_tokens"], 3),
+        "share of all tokens": round(after / before, 3),
+        "cases that still pass": again["cases"] - again["failed"],
+        "seconds": round(seconds, 1),
+    }
+
+
+def main() -> None:
+    """Measure everything, and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shrink", type=int, default=1, help="failing cases to shrink for each bug")
+    parser.add_argument("--home", type=Path, help="a home that already has the runs")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "traces.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="perilune-traces-") as made:
+        folder = Path(made)
+        home = arguments.home or folder / "home"
+        os.environ["PERILUNE_HOME"] = str(home)
+        if arguments.home is None:
+            recorded_runs(home)
+        suite = make_suite(folder / "suite")
+        _, clean, _ = perilune(home, "traces", "run", str(folder / "suite"))
+        alarms, exact = false_alarms(home, folder)
+        alarms["in the suite itself"] = clean["failed"]
+        seconds = timed(home, folder)
+        causes = by_cause(home, folder / "suite", folder)
+        bugs = [caught(home, folder / "suite", folder, one, arguments.shrink) for one in PLANTED]
+    found = {"suite": suite, "planted bugs": bugs, "replays without a bug": alarms}
+    found |= {"exact replays": exact, "time of a suite": seconds, "shrinking by cause": causes}
+    write(arguments.out, described(found) | document("traces.py", sys.argv[1:], began))
+
+
+def described(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The result with its title and a paragraph."""
+    bugs: Sequence[Mapping[str, Any]] = found["planted bugs"]
+    shares = [share for one in bugs if (share := one["share of tokens after shrinking"]) is not None]
+    alarms, exact = found["replays without a bug"], found["exact replays"]
+    about = [
+        f"A suite of {found['suite']['cases']} cassettes was made before {len(bugs)} bugs were planted, one"
+        f" at a time, in a copy of the source. It caught {sum(one['caught'] for one in bugs)} of them.",
+        f"In {alarms['harness'] + alarms['rescore']} replays without a bug there were"
+        f" {alarms['false alarms']} false alarms.",
+        f"{sum(one['equal'] for one in exact)} of {sum(one['episodes'] for one in exact)} episodes of three"
+        " runs had the same tokens when they were sampled again.",
+        f"One failing case of each bug shrank to {sum(shares) / len(shares):.0%} of its tokens on average,"
+        " while the source with and without the bug still differed.",
+        "The authors of the suite chose the bugs. Most are in environments whose episodes were scripted,"
+        " because a tiny model cannot play them.",
+        "The scripts were not changed after the first run against the bugs.",
+    ]
+    return {"title": "Regression suites made of episodes", "about": " ".join(about), **found}
+
+
+if __name__ == "__main__":
+    main()
