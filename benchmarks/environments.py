@@ -189,7 +189,7 @@ def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
         while going:
             for one in going:
                 assert isinstance(one.result, Observation), one.result
-            sessions.step([(one, moves(one.result, len(one.actions)), True) for one in going])
+            sessions.step([(one, [moves(one.result, len(one.actions))], True) for one in going])
             steps += len(going)
             going = [one for one in going if not getattr(one.result, "done", True)]
         sessions.close(live)

@@ -36,7 +36,7 @@ def test_an_environment_is_played_in_a_confined_process():
         (live,) = sessions.open([(task, 3)])
         assert live.result == session.observation
         for said in ("0", "4", "8"):
-            sessions.step([(live, said, True)])
+            sessions.step([(live, [said], True)])
             assert replace(live.result, info={}) == session.step(said)  # without the checksum
         (found,) = scorer.score([(task, Transcript("8", earlier=("0", "4"), seed=3))])
     assert found == environment.score(task, Transcript("8", earlier=("0", "4"), seed=3))

@@ -17,7 +17,7 @@ from perilune.environments.core.protocol import Failure
 from perilune.models.adapters.lora import base_of
 from perilune.models.decoder import Decoder
 from perilune.rollout import worker as rollouts
-from perilune.rollout.rollout import Rollout
+from perilune.rollout.rollout import Part, Rollout
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers.sessions import Sessions
@@ -150,20 +150,20 @@ def _next(items: Any) -> Any:
 
 def rewards_of_neighbours(patch: Patch) -> None:
     """Each episode has the reward of the next of its group."""
-    right = RolloutWorker.group
+    right = RolloutWorker._group
 
-    def group(self: RolloutWorker, games: Any, *args: Any) -> Any:
-        outcomes = {id(game): Rollout.outcome(other, 0) for game, other in _next(games)}
+    def group(self: RolloutWorker, parts: Any, *args: Any) -> Any:
+        outcomes = {id(part): other.outcome for part, other in _next(parts)}
         episode = self._episode
 
-        def another(game: Rollout, player: int) -> Episode:
-            one, outcome = episode(game, player), outcomes[id(game)]
+        def another(part: Part) -> Episode:
+            one, outcome = episode(part), outcomes[id(part)]
             return replace(one, reward=outcome.reward) if hasattr(outcome, "reward") else one
 
         object.__setattr__(self, "_episode", another)
-        return right(self, games, *args)
+        return right(self, parts, *args)
 
-    patch.setattr(RolloutWorker, "group", group)
+    patch.setattr(RolloutWorker, "_group", group)
 
 
 def verdicts_of_neighbours(patch: Patch) -> None:
@@ -247,14 +247,20 @@ def end_of_sequence_dropped(patch: Patch) -> None:
 
 def aborted_are_judged(patch: Patch) -> None:
     """What the engine gave up is scored like an answer."""
-    right = Rollout.add_completion
+    right = Rollout.take
 
-    def add_completion(self: Rollout, asked: Any, completion: Any, text: str) -> None:
-        right(self, asked, replace(completion, finish_reason="length"), text)
-        turns = self.trajectory.turns
-        turns[-1] = replace(turns[-1], completion=completion)
+    def take(self: Rollout, sampled: Any) -> list[str]:
+        cut = {
+            turn: one._replace(completion=replace(one.completion, finish_reason="length"))
+            for turn, one in sampled.items()
+        }
+        actions = right(self, cut)
+        for turn in self.due:
+            turns = turn.trajectory.turns
+            turns[-1] = replace(turns[-1], completion=sampled[turn].completion)
+        return actions
 
-    patch.setattr(Rollout, "add_completion", add_completion)
+    patch.setattr(Rollout, "take", take)
     change_completions(patch, lambda one: replace(one, finish_reason="aborted"))
 
 

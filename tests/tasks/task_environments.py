@@ -9,6 +9,8 @@ from hashlib import sha256
 from typing import Any
 
 from perilune.environments import (
+    AgentProgram,
+    AgentTurn,
     EpisodeFailedError,
     EpisodeGenerator,
     Failure,
@@ -22,6 +24,8 @@ from perilune.environments import (
     Transcript,
     ask,
     end_episode,
+    sample,
+    together,
 )
 
 
@@ -166,3 +170,48 @@ class Waits(Talk):
 
     def wait(self, rng: KeyedRandom, turn: int) -> None:
         time.sleep(rng.integer(100, "wait", turn) / 1000)
+
+
+class Team(MultiTurn):
+    """The player starts sub-agents of several turns in three stages; worth the share of turns with a digit.
+
+    The task decides how many turns each takes. The first of a stage starts one of its own after its first
+    turn, and waits for it.
+    """
+
+    id = "team"
+    max_turns = 8
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.section = dict(section)
+
+    tasks = Digits.tasks
+
+    @staticmethod
+    def stages(task: Task) -> list[list[tuple[int, int]]]:
+        """The turns of each sub-agent of each stage, and those of its own sub-agent."""
+        digits = [int(digit, 16) for digit in task.task_id]
+        return [
+            [(digits[stage + one] % 3 + 1, digits[9 + stage] % 4 * (not one)) for one in range(stage + 1)]
+            for stage in range(3)
+        ]
+
+    def part(self, name: str, turns: int, nested: int) -> AgentProgram[list[str]]:
+        texts = []
+        for number in range(turns):
+            said = f"do {number} "
+            texts += yield [AgentTurn(name, ({"role": "user", "content": said},), "part", 6)]
+            if nested and not number:
+                texts += yield from self.part(f"{name}.0", nested, 0)
+        return texts
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        texts = [(yield ask("begin "))]
+        begun = 0
+        for stage in self.stages(task):
+            parts = [self.part(str(begun + place), *turns) for place, turns in enumerate(stage)]
+            for found in (yield from sample(together(parts))):
+                texts += found
+            begun += len(stage)
+            texts.append((yield ask(f"[{len(texts)}]")))
+        yield end_episode(sum(any(map(str.isdigit, text)) for text in texts) / len(texts))

@@ -83,9 +83,9 @@ def test_a_change_in_the_tape_shows(tapes: list[Cassette]) -> None:
 
 
 def test_a_change_of_the_harness_shows(tapes: list[Cassette]) -> None:
-    decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.group
+    decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.groups_of
 
-    def swapped(self: Any, rollouts: Any, player: int, params: Any) -> Any:
+    def swapped(self: Any, rollouts: Any, params: Any) -> Any:
         raise KeyError("group")
 
     with mock.patch.object(Tokenizer, "decode", lambda *args: decode(*args).replace("*", "+")):
@@ -94,9 +94,9 @@ def test_a_change_of_the_harness_shows(tapes: list[Cassette]) -> None:
         assert kinds(found(tapes[:1])) == {"tokens"}
     with mock.patch.object(EpisodeTotals, "add", lambda self, observation: None):
         assert kinds(found(tapes)) == {"reward", "term", "metric"}
-    with mock.patch.object(RolloutWorker, "group", swapped):
+    with mock.patch.object(RolloutWorker, "groups_of", swapped):
         assert [part[0].replayed for part in found(tapes)] == ["KeyError: 'group'"] * 4
-    assert RolloutWorker.group is group and not kinds(found(tapes))
+    assert RolloutWorker.groups_of is group and not kinds(found(tapes))
 
 
 def test_causes_cluster_and_the_smallest_stays(tapes: list[Cassette]) -> None:

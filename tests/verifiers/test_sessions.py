@@ -35,7 +35,7 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
     assert found(live) == mine.observation
     tally = EpisodeTotals(1)
     for action in ("a", "é\n", "end"):
-        sessions.step([(live, action, True)])
+        sessions.step([(live, [action], True)])
         assert found(live) == mine.step(action)
         tally.add(live.result)
     assert live.result.done
@@ -69,13 +69,13 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
 def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
     sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(task, 0) for task in TASKS[:3]])
-    sessions.step([(live, "a", True) for live in lives])
-    sessions.step([(lives[0], "b", True), (lives[1], action, True), (lives[2], "b", True)])
+    sessions.step([(live, ["a"], True) for live in lives])
+    sessions.step([(lives[0], ["b"], True), (lives[1], [action], True), (lives[2], ["b"], True)])
     failure = lives[1].result
     assert isinstance(failure, Failure) and failure.boundary == boundary and said in failure.reason
     for live in (lives[0], lives[2]):
         assert live.result.messages[0]["content"] == "2 after b"
-    sessions.step([(lives[0], "c", True), (lives[2], "end", True)])
+    sessions.step([(lives[0], ["c"], True), (lives[2], ["end"], True)])
     assert lives[0].result.messages[0]["content"] == "3 after c"
     assert found(lives[2]) == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
     sessions.close(lives)
@@ -84,7 +84,7 @@ def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
 def test_what_a_session_prints_disturbs_nothing(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 0)])
-    sessions.step([(live, "print", True)])
+    sessions.step([(live, ["print"], True)])
     assert live.result.messages[0]["content"] == "1 after print"
 
 
@@ -92,8 +92,8 @@ def test_many_sessions_outlive_many_deaths(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     before = scorer.restarts
     lives = sessions.open([(TASKS[i % 8], i) for i in range(100)])
-    sessions.step([(live, f"word {i}", True) for i, live in enumerate(lives)])
-    sessions.step([(live, "die" if i % 40 == 0 else "b", True) for i, live in enumerate(lives)])
+    sessions.step([(live, [f"word {i}"], True) for i, live in enumerate(lives)])
+    sessions.step([(live, ["die" if i % 40 == 0 else "b"], True) for i, live in enumerate(lives)])
     assert scorer.restarts == before + 3
     for i, live in enumerate(lives):
         if i % 40 == 0:
@@ -101,14 +101,14 @@ def test_many_sessions_outlive_many_deaths(scorer):
         else:
             assert live.result.messages[0]["content"] == "2 after b"
     alive = [live for live in lives if isinstance(live.result, Observation)]
-    sessions.step([(live, "end", True) for live in alive])
+    sessions.step([(live, ["end"], True) for live in alive])
     assert all(live.result.done and live.result.terms == {"turns": 2.0} for live in alive)
 
 
 def test_what_was_cut_off_is_not_played(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
-    sessions.step([(lives[0], "end", False), (lives[1], "die", False)])
+    sessions.step([(lives[0], ["end"], False), (lives[1], ["die"], False)])
     assert [found(live) for live in lives] == [Observation(done=True, truncated=True)] * 2
 
 
@@ -125,10 +125,10 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
     sessions = Sessions(scorer.processes, Same())
     (live,) = sessions.open([(TASKS[0], 0)])
     assert found(live) == Observation()
-    sessions.step([(live, "end", True)])
+    sessions.step([(live, ["end"], True)])
     assert found(live) == Observation(rewards=(1.0,), terms={"turns": 0.0}, done=True)
     (live,) = sessions.open([(TASKS[0], 0)])
-    sessions.step([(live, "nan", True)])
+    sessions.step([(live, ["nan"], True)])
     assert live.result.boundary == "verifier"
 
 
@@ -137,7 +137,7 @@ def test_an_environment_that_contains_itself_is_not_confined():
     with Scorer(spec, workers=2) as own:
         sessions = Sessions(own.processes, Echo(spec))
         lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
-        sessions.step([(live, "write", True) for live in lives])
+        sessions.step([(live, ["write"], True) for live in lives])
         assert [live.result.rewards for live in lives] == [(0.25, 0.25)] * 2
-        sessions.step([(lives[1], "end", True)])
+        sessions.step([(lives[1], ["end"], True)])
         assert lives[1].result.done

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.data.spans import Span
 from perilune.environments.core.protocol import Failure, Outcome, Task
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Episode:
         metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognised.
         routed_experts: uint8 or uint16 [P + T - 1, layers, experts per token], the experts that computed the
             prompt and all tokens but the last (`perilune.data.routes`); None if they were not recorded.
+        spans: of the player and its sub-agents; empty if it had none.
     """
 
     episode_id: str
@@ -88,6 +90,7 @@ class Episode:
     failure: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     routed_experts: NDArray[Any] | None = None
+    spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -154,6 +157,11 @@ class Episode:
             **tokens,
             **outcome_fields(outcome),
         )
+
+    @property
+    def is_sub_agent(self) -> bool:
+        """Whether it is the part of a trained sub-agent, and not of a player."""
+        return self.group_id.endswith("/agents")
 
     @property
     def truncated(self) -> bool:

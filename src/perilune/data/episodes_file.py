@@ -7,7 +7,9 @@ fixed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 
 from perilune.data.arrow import numbers_of, to_table
 from perilune.data.episode import Episode
+from perilune.data.spans import Span
 from perilune.errors import RequestError
 from perilune.files import write_atomic
 from perilune.redaction import redact_document
@@ -39,6 +42,18 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
         routes: dtype of the experts in `routed_experts`.
     """
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    span = pa.struct(
+        [
+            ("span_id", pa.string()),
+            ("name", pa.string()),
+            ("rounds", pa.list_(pa.int32())),
+            ("joined", pa.int32()),
+            ("prompt_tokens", pa.int64()),
+            ("tokens", pa.int64()),
+            ("policy_version", pa.int32()),
+            ("messages", pa.list_(message)),
+        ]
+    )
     return pa.schema(
         [
             ("episode_id", pa.string()),
@@ -63,6 +78,7 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("routed_experts", pa.list_(pa.type_for_alias(routes))),
             ("routed_experts_shape", pa.list_(pa.int32())),
             ("routed_experts_dtype", pa.string()),
+            ("spans", pa.list_(span)),
         ]
     )
 
@@ -129,6 +145,9 @@ def read_episodes(path: Path) -> list[Episode]:
         raise RequestError("the episodes file does not exist", where=str(path)) from None
     except (pa.ArrowInvalid, OSError) as error:
         raise RequestError(f"not a readable Parquet file: {error}", where=str(path)) from None
+    if "spans" not in table.column_names:  # a file of an earlier version
+        column = episode_schema().field("spans")
+        table = table.append_column(column, pa.nulls(len(table), column.type))
     for field in episode_schema():
         if field.name not in table.column_names:
             raise RequestError(f"no column '{field.name}'", where=str(path))
@@ -147,7 +166,7 @@ def _episodes(table: pa.Table) -> list[Episode]:
 
 
 def _row(episode: Episode) -> dict[str, Any]:
-    for message in episode.messages:
+    for message in chain(episode.messages, *(span.messages for span in episode.spans)):
         if set(message) != _MESSAGE_KEYS:
             raise ValueError(f"{episode.episode_id}: a message has the keys {sorted(message)}")
     experts = episode.routed_experts
@@ -161,11 +180,12 @@ def _row(episode: Episode) -> dict[str, Any]:
     row["routed_experts"] = None if experts is None else experts.reshape(-1)
     row["routed_experts_shape"] = None if experts is None else list(experts.shape)
     row["routed_experts_dtype"] = None if experts is None else experts.dtype.name
+    row["spans"] = [asdict(span) for span in episode.spans]
     return row
 
 
 def _redacted(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: redact_document(row[name]) for name in ("messages", "text", "failure")}
+    return row | {name: redact_document(row[name]) for name in ("messages", "text", "failure", "spans")}
 
 
 def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -188,4 +208,9 @@ def _episode(row: dict[str, Any]) -> Episode:
     fields = {name: value for name, value in row.items() if name in Episode.__slots__}
     fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
-    return Episode(**(fields | {"messages": tuple(row["messages"]), "routed_experts": experts}))
+    fields |= {"messages": tuple(row["messages"]), "spans": tuple(map(_span, row["spans"] or ()))}
+    return Episode(**(fields | {"routed_experts": experts}))
+
+
+def _span(row: Mapping[str, Any]) -> Span:
+    return Span(**{**row, "rounds": tuple(row["rounds"]), "messages": tuple(row["messages"])})

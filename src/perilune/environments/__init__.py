@@ -1,9 +1,11 @@
 """Environments: the protocol, built-in environments, and adapters to other packages."""
 
+from perilune.environments.core.agents import AgentProgram, sample, together
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import (
+    AgentTurn,
     Environment,
     EpisodeFailedError,
     Failure,
@@ -20,6 +22,8 @@ from perilune.environments.core.registry import environment_ids, make_environmen
 from perilune.environments.core.single_turn import SingleTurn
 
 __all__ = [
+    "AgentProgram",
+    "AgentTurn",
     "Environment",
     "EpisodeFailedError",
     "EpisodeGenerator",
@@ -40,4 +44,6 @@ __all__ = [
     "end_episode",
     "environment_ids",
     "make_environment",
+    "sample",
+    "together",
 ]

@@ -8,18 +8,16 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
-from perilune.environments.core.protocol import Failure
+from perilune.environments.core.protocol import Failure, Outcome
 from perilune.errors import REPORT_BUG, WorkFailedError
-from perilune.rollout.rollout import Rollout, Trajectory
+from perilune.rollout.rollout import Part, Rollout, Trajectory
 from perilune.verifiers.worker import TEXT_CHECKSUM, text_checksum
 
 ROUNDING = 1e-5  # nats by which rounding may lift a log-prob above 0
 
 
-def check_group(
-    group: Sequence[Episode], rollouts: Sequence[Rollout], player: int, params: SamplingParams | None
-) -> None:
-    """Compare the episodes of a group with the rollouts they were made from.
+def check_group(group: Sequence[Episode], parts: Sequence[Part], params: SamplingParams | None) -> None:
+    """Compare the episodes of a group with the parts of rollouts that they were made from.
 
     Args:
         params: the sampling parameters of our engine; None for a server, which may end a turn by its own
@@ -31,29 +29,27 @@ def check_group(
             does not mark the sampled tokens; when `params` cannot produce a turn; when a reward is not the
             verifier's, or hides a failure.
     """
-    if len(group) != len(rollouts):
-        raise WorkFailedError(
-            f"a group has {len(group)} episodes of {len(rollouts)} samples", remedy=REPORT_BUG
-        )
+    if len(group) != len(parts):
+        raise WorkFailedError(f"a group has {len(group)} episodes of {len(parts)} samples", remedy=REPORT_BUG)
     prompts = {one.prompt_ids.tobytes() for one in group if not one.failure}
-    if len({one.group_id for one in group}) > 1 or (player == 0 and len(prompts) > 1):
+    begins_alike = all(part.player == 0 and not part.agent for part in parts)
+    if len({one.group_id for one in group}) > 1 or (begins_alike and len(prompts) > 1):
         raise _error(group[0], "shares its group with an answer to another prompt")
-    for episode, rollout in zip(group, rollouts, strict=True):
-        trajectory = rollout.trajectories[player]
-        _check_tokens(episode, trajectory)
+    for episode, part in zip(group, parts, strict=True):
+        _check_tokens(episode, part.trajectory)
         if params is not None:
-            _check_possible(episode, trajectory, params)
-        _check_reward(episode, rollout, player)
+            _check_possible(episode, part.trajectory, params)
+        _check_reward(episode, part.outcome)
 
 
-def check_scored_text(rollout: Rollout, text: str) -> None:
-    """Check that the environment's result is about `text`, the turn that was just taken.
+def check_scored_text(rollout: Rollout, texts: Sequence[str]) -> None:
+    """Check that the environment's result is about `texts`, the turns that were just taken.
 
     Raises:
         WorkFailedError: when the result is about another text.
     """
     result = rollout.session.result
-    if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM) != text_checksum(text):
+    if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM) != text_checksum(texts):
         name = "/".join(map(str, (*rollout.key[1:], rollout.sample)))
         raise WorkFailedError(
             f"the environment scored another text than episode {name} sampled: is it another answer's score?",
@@ -107,8 +103,7 @@ def _check_possible(episode: Episode, trajectory: Trajectory, params: SamplingPa
             )
 
 
-def _check_reward(episode: Episode, rollout: Rollout, player: int) -> None:
-    outcome = rollout.outcome(player)
+def _check_reward(episode: Episode, outcome: Outcome) -> None:
     if isinstance(outcome, Failure):
         if episode.reward is not None or not episode.failure:
             raise _error(

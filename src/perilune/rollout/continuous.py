@@ -28,10 +28,11 @@ from perilune.data.routes import Routes, routes_from_json, routes_to_json
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Request, SamplingParams
 from perilune.environments.core.protocol import Task
+from perilune.errors import RequestError
 from perilune.rollout.cache_room import CacheRoom
 from perilune.rollout.checks import check_scored_text
 from perilune.rollout.groups import Groups
-from perilune.rollout.rollout import Rollout
+from perilune.rollout.rollout import DueTurn, Rollout, SampledTurn
 from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.verifiers.process import EnvironmentProcess
 from perilune.verifiers.sessions import Sessions
@@ -137,11 +138,15 @@ class _Turn:
     """A turn in progress: the tokens it continues, and those sampled so far."""
 
     group: Group
-    rollout: Rollout
+    due: DueTurn
     context: list[int]
     key: tuple[int, int, int]
     sample: int  # index of its random numbers
     tokens: TurnTokens
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.due.rollout
 
 
 class ContinuousRollouts:
@@ -271,11 +276,15 @@ class ContinuousRollouts:
             self._complete(turn)
 
     def _turn(self, group: Group, rollout: Rollout) -> _Turn:
-        if rollout.actions:
-            key, sample = rollout.turn_key, 0
-        else:
-            key, sample = rollout.key, rollout.sample
-        return _Turn(group, rollout, rollout.trajectory.context(), key, sample, TurnTokens())
+        (due,) = rollout.due
+        if due.agent:
+            raise RequestError(
+                "asynchronous training cannot sample sub-agents yet",
+                where=f"environment {self._worker.environment.id}",
+                remedy="remove asynchronous from the stage",
+            )
+        key, sample = (rollout.key, rollout.sample) if due.is_first else (due.key, 0)
+        return _Turn(group, due, due.trajectory.context(), key, sample, TurnTokens())
 
     def _request(self, turn: _Turn) -> None:
         """Ask the engine for the rest of a turn, or as much as the current version may sample of it."""
@@ -333,19 +342,19 @@ class ContinuousRollouts:
         rollout, completion = turn.rollout, turn.tokens.completion()
         text = self._worker.text(completion)
         turn.group.played.setdefault(rollout.sample, []).append(turn.tokens)
-        rollout.add_completion(turn.context, completion, text)
+        actions = rollout.take({turn.due: SampledTurn(turn.context, completion, text)})
         if rollout.is_over:
             self._end(turn.group, rollout)
             return
 
         def stepped() -> None:
-            check_scored_text(rollout, text)
+            check_scored_text(rollout, actions)
             rollout.advance()
             if not rollout.is_over:
                 self._worker.observe([rollout], self._params)
             self._next(turn.group, rollout)
 
-        self._lane_of(rollout).step(rollout, text, completion.finish_reason == "stop", stepped)
+        self._lane_of(rollout).step(rollout, actions, stepped)
 
     def _lane_of(self, rollout: Rollout) -> _Lane:
         return next(lane for lane in self._lanes if lane.process is rollout.session.process)
@@ -359,9 +368,7 @@ class ContinuousRollouts:
         self._room.end(group.key)
         self._begin_waiting()
         rollouts = [group.rollouts[one] for one in range(self._samples)]
-        players = rollouts[0].own_players
-        groups = [self._worker.group(rollouts, player, self._params) for player in players]
-        self._deliver(group, [one for one in groups if one])
+        self._deliver(group, self._worker.groups_of(rollouts, self._params))
 
 
 class _Lane:
@@ -397,9 +404,9 @@ class _Lane:
 
         self._work.put(work)
 
-    def step(self, rollout: Rollout, text: str, finished: bool, done: Event) -> None:
-        """Apply an action, then post `done`."""
-        self._work.put(_Move(rollout, text, finished, done))
+    def step(self, rollout: Rollout, actions: list[str], done: Event) -> None:
+        """Apply the actions of a round, then post `done`."""
+        self._work.put(_Move(rollout, actions, done))
 
     def close(self, rollout: Rollout) -> None:
         """Close the session of a rollout."""
@@ -431,7 +438,7 @@ class _Lane:
                 self._step([one])
 
     def _step(self, moves: Sequence[_Move]) -> None:
-        self._sessions.step([(one.rollout.session, one.text, one.finished) for one in moves])
+        self._sessions.step([(one.rollout.session, one.actions, one.rollout.has_finished) for one in moves])
         for one in moves:
             self._post(one.done)
 
@@ -439,8 +446,7 @@ class _Lane:
 @dataclass(frozen=True, slots=True)
 class _Move:
     rollout: Rollout
-    text: str
-    finished: bool
+    actions: list[str]
     done: Event
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.data.episode import FinishReason
 from perilune.data.routes import Routes, no_routes
+from perilune.data.spans import Span
 from perilune.engine.request import Completion
 from perilune.environments.core.episode_totals import EpisodeTotals
-from perilune.environments.core.protocol import Failure, Message, Observation, Outcome, Task
+from perilune.environments.core.protocol import AgentTurn, Failure, Message, Observation, Outcome, Task
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import continuation
 from perilune.verifiers.sessions import RemoteSession
@@ -35,14 +36,20 @@ class Turn:
 
 @dataclass(slots=True)
 class Trajectory:
-    """The messages and tokens of one player. Tokens are only ever appended.
+    """The messages and tokens of one player or sub-agent. Tokens are only ever appended.
 
     Attributes:
+        name: what a sub-agent is for.
+        rounds: the round of each turn.
+        is_full: whether the model has no room for another turn of a sub-agent, whose action is then empty.
         opening: the messages of the prompt.
         messages: all messages so far, as text.
         token_ids: tokens after the prompt, both sampled and observed.
     """
 
+    name: str = "agent"
+    rounds: list[int] = field(default_factory=list)
+    is_full: bool = False
     opening: tuple[Message, ...] = ()
     messages: list[Message] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
@@ -102,12 +109,78 @@ class Trajectory:
             known = end
         return routes
 
+    def span(self, span_id: str, parent: Trajectory | None) -> Span:
+        """The span of this agent. The player has no parent, and its messages are the episode's."""
+        is_sub_agent = "." in span_id
+        last = self.rounds[-1] if self.rounds else -1
+        joins = (number for number in parent.rounds if number > last) if is_sub_agent and parent else ()
+        sampled = int(self.mask().sum())
+        return Span(
+            span_id=span_id,
+            name=self.name,
+            rounds=tuple(self.rounds),
+            joined=next(iter(joins), -1),
+            prompt_tokens=len(self.prompt_ids) + len(self.token_ids) - sampled,
+            tokens=sampled,
+            policy_version=int(self.turns[-1].completion.policy_version[-1]) if self.has_sampled else -1,
+            messages=tuple(self.messages) if is_sub_agent else (),
+        )
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether its last turn has a token."""
+        return bool(self.turns) and len(self.turns[-1].completion.token_ids) > 0
+
     def mask(self) -> NDArray[np.bool_]:
         """bool[T], True on tokens that the policy sampled."""
         sampled = np.zeros(len(self.token_ids), np.bool_)
         for turn in self.turns:
             sampled[turn.start : turn.start + len(turn.completion.token_ids)] = True
         return sampled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DueTurn:
+    """A turn to sample.
+
+    Attributes:
+        agent: the sub-agent; "" for the player to move.
+        max_tokens: most tokens to sample; None for those of the sampling parameters.
+        number: number of the action among all of the episode.
+    """
+
+    rollout: Rollout
+    agent: str
+    trajectory: Trajectory
+    messages: tuple[Message, ...]
+    max_tokens: int | None
+    number: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first of the episode, which all of a group sample from one prompt."""
+        return not self.number and not self.agent
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Key of the turn's random numbers; no other turn of a run has the same key.
+
+        The first turns of a group are sampled together under the key of the rollout. In later turns the lanes
+        of step and task (32 bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12
+        for the sample. Further bits of the turn are the highest of the seed (64 bits).
+        """
+        seed, step, index = self.rollout.key
+        high, turn = divmod(self.number, 1024)
+        seed ^= high % (1 << 16) << 48
+        return seed, turn << 22 | step % (1 << 22), (self.rollout.sample % 4096) << 20 | index % (1 << 20)
+
+
+class SampledTurn(NamedTuple):
+    """What was sampled in a turn: the tokens that the engine continued, its completion, and the text."""
+
+    context: list[int]
+    completion: Completion
+    text: str
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +190,9 @@ class Rollout:
     Attributes:
         key: (seed, step, index of the task in the step).
         sample: number of the episode among those of its task.
+        agents: the trajectories of sub-agents, by player and id.
+        due: the turns to sample next, of the player to move and of sub-agents.
+        rounds: number of times that turns were sampled.
         opponents: players whose turns the opponents' engine samples.
         finish_reason: "length" when a limit ended the episode.
         failure: the error that ended the episode; it then has no score.
@@ -129,6 +205,9 @@ class Rollout:
     players: int
     trajectories: list[Trajectory] = field(init=False)
     totals: EpisodeTotals = field(init=False)
+    agents: dict[tuple[int, str], Trajectory] = field(default_factory=dict)
+    due: list[DueTurn] = field(default_factory=list)
+    rounds: int = 0
     opponents: frozenset[int] = frozenset()
     finish_reason: FinishReason = "stop"
     failure: Failure | None = None
@@ -145,11 +224,6 @@ class Rollout:
         return self.session.result
 
     @property
-    def trajectory(self) -> Trajectory:
-        """The trajectory of the player to move."""
-        return self.trajectories[self.observation.player]
-
-    @property
     def is_opponents_turn(self) -> bool:
         """Whether an opponent is to move."""
         return self.observation.player in self.opponents
@@ -160,31 +234,37 @@ class Rollout:
         return [player for player in range(self.players) if player not in self.opponents]
 
     @property
-    def new_messages(self) -> tuple[Message, ...]:
-        """Messages that the player to move has not observed yet."""
-        return self.observation.messages
+    def actions(self) -> list[str]:
+        """The actions of all players and sub-agents, in order."""
+        return self.session.actions
 
     @property
-    def actions(self) -> list[str]:
-        """The actions of all players, in order."""
-        return self.session.actions
+    def own_turns(self) -> int:
+        """Turns that the players took, without those of sub-agents."""
+        return sum(len(one.turns) for one in self.trajectories)
 
     @property
     def is_single_turn(self) -> bool:
         """Whether the environment has a single turn."""
         return not self.session.is_held
 
-    @property
-    def turn_key(self) -> tuple[int, int, int]:
-        """Key of the next turn's random numbers, see `turn_key`."""
-        return turn_key(self.key, self.sample, len(self.actions))
+    def take(self, sampled: Mapping[DueTurn, SampledTurn]) -> list[str]:
+        """Append what was sampled in the turns that are due; return all their actions."""
+        for turn in self.due:
+            if one := sampled.get(turn):
+                turn.trajectory.add_completion(one.context, one.completion, one.text)
+                turn.trajectory.rounds.append(self.rounds)
+                if not turn.agent:
+                    self.finish_reason = one.completion.finish_reason
+                if one.completion.finish_reason == "aborted":
+                    self.fail("model", "sampling of the turn was aborted")
+        self.rounds += 1
+        return [sampled[turn].text if turn in sampled else "" for turn in self.due]
 
-    def add_completion(self, context: list[int], completion: Completion, text: str) -> None:
-        """Append a turn of the player to move."""
-        self.trajectory.add_completion(context, completion, text)
-        self.finish_reason = completion.finish_reason
-        if completion.finish_reason == "aborted":
-            self.fail("model", "sampling of the turn was aborted")
+    @property
+    def has_finished(self) -> bool:
+        """Whether the player's own turn, if one was due, was not cut off."""
+        return self.due[0].agent != "" or self.finish_reason == "stop"
 
     def fail(self, boundary: str, reason: str) -> None:
         """End the episode without a score."""
@@ -204,20 +284,73 @@ class Rollout:
         if result.truncated:
             self.finish_reason = "length"
         self.is_over = result.done
+        self.due = [
+            DueTurn(self, turn.agent, self._trajectory(turn), turn.messages, turn.max_tokens, number)
+            for number, turn in enumerate(result.due, len(self.actions))
+        ]
+
+    def _trajectory(self, turn: AgentTurn) -> Trajectory:
+        player = self.observation.player
+        if not turn.agent:
+            return self.trajectories[player]
+        return self.agents.setdefault((player, turn.agent), Trajectory(turn.name))
+
+    def sub_agents(self, player: int) -> dict[str, Trajectory]:
+        """The trajectories of a player's sub-agents by id, in the order in which they began."""
+        return {agent: one for (owner, agent), one in self.agents.items() if owner == player}
+
+    def spans(self, player: int) -> tuple[Span, ...]:
+        """The spans of a player and its sub-agents; none if it had no sub-agent."""
+        own = self.sub_agents(player)
+        if not own:
+            return ()
+        by_id = {"": self.trajectories[player], **own}
+        return tuple(
+            one.span(f"{player}.{agent}" if agent else f"{player}", by_id.get(agent.rpartition(".")[0]))
+            for agent, one in by_id.items()
+        )
 
     def outcome(self, player: int) -> Outcome:
         """The player's score, or the failure."""
         return self.totals.score(player) if self.failure is None else self.failure
 
 
-def turn_key(key: tuple[int, int, int], sample: int, turn: int) -> tuple[int, int, int]:
-    """Key of the random numbers of a later turn; no other turn of a run has the same key.
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One agent's part of a rollout: what becomes an episode.
 
-    The first turns of a group are sampled together under `key`. In later turns the lanes of step and task (32
-    bits each) hold (turn, step) and (sample, task), with 10 bits for the turn and 12 for the sample.
-
-    Args:
-        turn: number of actions of all players before it, at least 1.
+    Attributes:
+        agent: a sub-agent of the player; "" for the player itself.
     """
-    seed, step, index = key
-    return seed, (turn % 1024) << 22 | step % (1 << 22), (sample % 4096) << 20 | index % (1 << 20)
+
+    rollout: Rollout
+    player: int
+    agent: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The agent's messages and tokens."""
+        own = self.rollout
+        return own.agents[self.player, self.agent] if self.agent else own.trajectories[self.player]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The score of the player, or the failure."""
+        return self.rollout.outcome(self.player)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of the player and its sub-agents; a sub-agent's episode has none."""
+        return () if self.agent else self.rollout.spans(self.player)
+
+    @property
+    def group_id(self) -> str:
+        """Id of the group of this agent: "step/index", with "/p1" for player 1 and "/agents"."""
+        _, step, index = self.rollout.key
+        player = f"/p{self.player}" if self.player else ""
+        return f"{step}/{index}{player}{'/agents' if self.agent else ''}"
+
+    @property
+    def episode_id(self) -> str:
+        """Id of the episode: that of its group, the sample, and the sub-agent."""
+        return f"{self.group_id}/{self.rollout.sample}{'.' if self.agent else ''}{self.agent}"

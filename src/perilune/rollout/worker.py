@@ -6,12 +6,13 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from perilune.data.episode import Episode, outcome_fields, outcome_metrics
+from perilune.data.spans import critical_steps, total_steps
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
@@ -28,7 +29,8 @@ from perilune.rollout.groups import Groups, gather_groups
 from perilune.rollout.learned_reward import LearnedReward
 from perilune.rollout.limits import episode_tokens
 from perilune.rollout.opponents import Opponents
-from perilune.rollout.rollout import Rollout, Trajectory
+from perilune.rollout.rollout import DueTurn, Part, Rollout, SampledTurn, Trajectory
+from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import RemoteSession, Sessions
@@ -57,6 +59,7 @@ class RolloutWorker:
     learned: LearnedReward | None = None
     ranks: Ranks = SINGLE_RANK
     opponents: Opponents | None = None
+    sub_agents: SubAgents = field(default_factory=SubAgents)
 
     def __post_init__(self) -> None:
         for environment in (self.environment, *getattr(self.environment, "parts", {}).values()):
@@ -109,8 +112,7 @@ class RolloutWorker:
         groups = [
             group
             for start in range(0, len(rollouts), samples)
-            for player in rollouts[start].own_players
-            if (group := self.group(rollouts[start : start + samples], player, params))
+            for group in self.groups_of(rollouts[start : start + samples], params)
         ]
         if self.learned is not None:
             groups = self.learned.rescore(groups)
@@ -140,7 +142,7 @@ class RolloutWorker:
                 self.observe(rollouts, params)
             watch.scoring += time.perf_counter() - began
             while due := [one for one in rollouts if not one.is_over]:
-                self._turn(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
+                self._play_round(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
                 if on_progress is not None:
                     on_progress(sum(one.is_over for one in rollouts), len(rollouts))
         finally:
@@ -168,7 +170,7 @@ class RolloutWorker:
         opponents = frozenset(self.opponents.players_of(key, players) if self.opponents else ())
         return Rollout(session.task, key, sample, session, players, opponents=opponents)
 
-    def _turn(
+    def _play_round(
         self,
         sessions: Sessions,
         due: Sequence[Rollout],
@@ -178,7 +180,7 @@ class RolloutWorker:
         watch: Stopwatch,
         on_progress: Progress | None,
     ) -> None:
-        """Sample one turn in each of the rollouts, and let the environment take it."""
+        """Sample the turns that are due in the rollouts, and let the environment take them."""
         began = time.perf_counter()
         with Waiting("sampling") as wait:
 
@@ -187,79 +189,113 @@ class RolloutWorker:
                 if on_progress is not None and len(due) == total and due[0].is_single_turn:
                     on_progress(finished, total)
 
-            contexts = [one.trajectory.context() for one in due]
-            completions = self.sample_turns(due, contexts, samples, params, progress)
+            turns = [turn for one in due for turn in one.due if not turn.trajectory.is_full]
+            contexts = [turn.trajectory.context() for turn in turns]
+            completions = self.sample_turns(turns, contexts, samples, params, progress)
         watch.sampling += time.perf_counter() - began
         watch.tokens += sum(len(one.token_ids) for one in completions)
 
         began = time.perf_counter()
-        moves = []
-        for rollout, context, completion in zip(due, contexts, completions, strict=True):
-            text = self.text(completion)
-            rollout.add_completion(context, completion, text)
-            if not rollout.is_over:
-                moves.append((rollout.session, text, completion.finish_reason == "stop"))
-        with self._scoring(len(moves)):
-            sessions.step(moves)
-            for rollout, completion in zip(due, completions, strict=True):
-                if not rollout.is_over:
-                    check_scored_text(rollout, self.text(completion))
-                    rollout.advance()
-            self.observe([one for one in due if not one.is_over], params)
+        texts = map(self.text, completions)
+        sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
+        actions = {rollout: rollout.take(sampled) for rollout in due}
+        going = [rollout for rollout in due if not rollout.is_over]
+        with self._scoring(sum(len(actions[rollout]) for rollout in going)):
+            sessions.step([(one.session, actions[one], one.has_finished) for one in going])
+            for rollout in going:
+                check_scored_text(rollout, actions[rollout])
+                rollout.advance()
+            self.observe([one for one in going if not one.is_over], params)
         watch.scoring += time.perf_counter() - began
 
     def sample_turns(
         self,
-        due: Sequence[Rollout],
+        turns: Sequence[DueTurn],
         contexts: Sequence[list[int]],
         samples: int,
         params: SamplingParams,
         progress: Progress,
     ) -> list[Completion]:
-        """The next turn of each rollout, sampled by the engine of the player to move."""
-        sampled: dict[Rollout, Completion] = {}
-        batches: dict[tuple[bool, tuple[str, ...]], list[tuple[Rollout, list[int]]]] = {}
-        for rollout, context in zip(due, contexts, strict=True):
-            key = rollout.is_opponents_turn, self._stop_texts(rollout.task)
-            batches.setdefault(key, []).append((rollout, context))
-        for (by_opponents, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
-            engine = self.opponents.engine if by_opponents and self.opponents else self.engine
-            own = self.with_stop(params, pairs[0][0].task)
-            if due[0].actions:
-                prompts = [Prompt(context, rollout.turn_key) for rollout, context in pairs]
-                groups = engine.sample(prompts, 1, own, progress)
-                sampled |= {rollout: one for (rollout, _), (one,) in zip(pairs, groups, strict=True)}
-            else:
-                first = {rollout.key: Prompt(context, rollout.key) for rollout, context in pairs}
+        """Sample each turn with the engine of its agent. The first turns of a group share a prompt."""
+        sampled: dict[DueTurn, Completion] = {}
+        batches: dict[tuple[int, bool, int, tuple[str, ...]], list[tuple[DueTurn, list[int]]]] = {}
+        for turn, context in zip(turns, contexts, strict=True):
+            own = self.params_of(turn, params)
+            key = self._engine_number(turn), turn.is_first, own.max_tokens, own.stop
+            batches.setdefault(key, []).append((turn, context))
+        for (number, is_first, _, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
+            engine, own = self._engines[number], self.params_of(pairs[0][0], params)
+            if is_first:
+                first = {turn.rollout.key: Prompt(context, turn.rollout.key) for turn, context in pairs}
                 groups = engine.sample(list(first.values()), samples, own, progress)
                 by_key = dict(zip(first, groups, strict=True))
-                sampled |= {rollout: by_key[rollout.key][rollout.sample] for rollout, _ in pairs}
-        return [sampled[rollout] for rollout in due]
+                sampled |= {turn: by_key[turn.rollout.key][turn.rollout.sample] for turn, _ in pairs}
+            else:
+                prompts = [Prompt(context, turn.key) for turn, context in pairs]
+                groups = engine.sample(prompts, 1, own, progress)
+                sampled |= {turn: one for (turn, _), (one,) in zip(pairs, groups, strict=True)}
+        return [sampled[turn] for turn in turns]
+
+    @property
+    def _engines(self) -> Sequence[SamplingBackend]:
+        """The engines of the policy, of the opponents, and of frozen sub-agents."""
+        return (
+            self.engine,
+            self.opponents.engine if self.opponents else self.engine,
+            self.sub_agents.engine or self.engine,
+        )
+
+    def _engine_number(self, turn: DueTurn) -> int:
+        return 1 if turn.rollout.is_opponents_turn else 2 if turn.agent else 0
 
     def observe(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
-        """Append new messages for the players to move; truncate rollouts without room for another turn."""
+        """Append new messages for the agents to move; truncate rollouts without room for another turn."""
         encoded: dict[tuple[tuple[str, str], ...], list[int]] = {}
         prompts: dict[tuple[int, int, int], list[int]] = {}
         for rollout in rollouts:
-            if rollout.is_over:
-                continue
-            trajectory, new = rollout.trajectory, rollout.new_messages
+            for turn in () if rollout.is_over else rollout.due:
+                if turn.agent:
+                    self._observe_agent(turn, params)
+                    continue
+                trajectory = turn.trajectory
+                if trajectory.prompt_ids:
+                    try:
+                        trajectory.add_observation(self.tokenizer, turn.messages)
+                    except RequestError as error:  # the tokenizer cannot encode the environment's text
+                        rollout.fail("environment", error.what)
+                else:
+                    opening = (*rollout.task.prompt, *turn.messages)
+                    text = tuple((message["role"], message["content"]) for message in opening)
+                    if text not in encoded:
+                        encoded[text] = self.tokenizer.encode_prompt(opening)
+                    trajectory.begin(opening, encoded[text])
+                    prompt = trajectory.prompt_ids
+                    if turn.is_first and prompts.setdefault(rollout.key, prompt) != prompt:
+                        rollout.fail("environment", "the same task and seed began differently")
+                if rollout.actions and not rollout.is_over and not self._has_room(turn, params):
+                    rollout.truncate()
+
+    def _observe_agent(self, turn: DueTurn, params: SamplingParams) -> None:
+        """Append new messages for a sub-agent. Its prompt may be the policy's text, so it may be refused."""
+        trajectory = turn.trajectory
+        if trajectory.is_full:
+            return
+        try:
             if trajectory.prompt_ids:
-                try:
-                    trajectory.add_observation(self.tokenizer, new)
-                except RequestError as error:  # the tokenizer cannot encode the environment's text
-                    rollout.fail("environment", error.what)
+                trajectory.add_observation(self.tokenizer, turn.messages)
             else:
-                opening = (*rollout.task.prompt, *new)
-                text = tuple((message["role"], message["content"]) for message in opening)
-                if text not in encoded:
-                    encoded[text] = self.tokenizer.encode_prompt(opening)
-                trajectory.begin(opening, encoded[text])
-                prompt = trajectory.prompt_ids
-                if not rollout.actions and prompts.setdefault(rollout.key, prompt) != prompt:
-                    rollout.fail("environment", "the same task and seed began differently")
-            if rollout.actions and not rollout.is_over and not self._has_room(rollout, params):
-                rollout.truncate()
+                trajectory.begin(turn.messages, self.tokenizer.encode_prompt(turn.messages))
+        except RequestError:
+            trajectory.is_full = True
+            return
+        trajectory.is_full = not self._fits(trajectory, self.params_of(turn, params))
+
+    def params_of(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
+        """The parameters of a turn. The environment's stop texts end a turn of the player only."""
+        own = params if turn.agent else self.with_stop(params, turn.rollout.task)
+        if turn.max_tokens is None or turn.max_tokens >= own.max_tokens:
+            return own
+        return replace(own, max_tokens=turn.max_tokens, min_tokens=min(own.min_tokens, turn.max_tokens))
 
     def with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
         """The parameters with the stop texts of the task's environment."""
@@ -277,14 +313,19 @@ class RolloutWorker:
         """The most tokens of an episode of the task, after its prompt."""
         return episode_tokens(part_of(self.environment, task), self.scorer.settings, params.max_tokens)
 
-    def _has_room(self, rollout: Rollout, params: SamplingParams) -> bool:
-        settings, positions = self.scorer.settings, self.engine.positions
-        tokens = len(rollout.trajectory.token_ids) + params.max_tokens
+    def _has_room(self, turn: DueTurn, params: SamplingParams) -> bool:
+        tokens = len(turn.trajectory.token_ids) + params.max_tokens
         return (
-            tokens <= self.most_tokens(rollout.task, params)
-            and len(rollout.actions) < (settings.max_turns or math.inf)
-            and (positions is None or len(rollout.trajectory.prompt_ids) + tokens <= positions)
+            tokens <= self.most_tokens(turn.rollout.task, params)
+            and turn.rollout.own_turns < (self.scorer.settings.max_turns or math.inf)
+            and self._fits(turn.trajectory, params)
         )
+
+    def _fits(self, trajectory: Trajectory, params: SamplingParams) -> bool:
+        """Whether the model has positions for another turn."""
+        positions = self.engine.positions
+        tokens = len(trajectory.prompt_ids) + len(trajectory.token_ids) + params.max_tokens
+        return positions is None or tokens <= positions
 
     def _scoring(self, moves: int) -> Waiting:
         return Waiting("scoring", STALL + 2 * moves * self.scorer.item_seconds)
@@ -292,28 +333,41 @@ class RolloutWorker:
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def group(self, rollouts: Sequence[Rollout], player: int, params: SamplingParams) -> tuple[Episode, ...]:
-        """The player's episodes. Rollouts in which it never moved are left out, but for failures.
+    def groups_of(self, rollouts: Sequence[Rollout], params: SamplingParams) -> Groups:
+        """The groups of the rollouts of one task: one for each player, and one for its trained sub-agents.
 
-        Failures are recorded once, for the first of the policy's players.
+        Rollouts in which a player never moved are left out, but for failures. Failures are recorded once, for
+        the first of the policy's players. A sub-agent has the reward of its player.
         """
-        moved = [
-            one
-            for one in rollouts
-            if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
-        ]
-        group = tuple(self._episode(one, player) for one in moved)
-        own = self.with_stop(params, rollouts[0].task)
-        check_group(group, moved, player, own if isinstance(self.engine, Engine) else None)
+        groups = []
+        for player in rollouts[0].own_players:
+            moved = [
+                Part(one, player)
+                for one in rollouts
+                if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
+            ]
+            groups.append(self._group(moved, self.with_stop(params, rollouts[0].task)))
+            if self.sub_agents.trained:
+                parts = [
+                    Part(one, player, agent)
+                    for one in rollouts
+                    for agent, trajectory in one.sub_agents(player).items()
+                    if trajectory.has_sampled and not one.failure
+                ]
+                groups.append(self._group(parts, params))
+        return [group for group in groups if group]
+
+    def _group(self, parts: Sequence[Part], params: SamplingParams) -> tuple[Episode, ...]:
+        group = tuple(map(self._episode, parts))
+        check_group(group, parts, params if isinstance(self.engine, Engine) else None)
         return group
 
-    def _episode(self, rollout: Rollout, player: int) -> Episode:
-        trajectory, outcome = rollout.trajectories[player], rollout.outcome(player)
-        _, step, index = rollout.key
-        group_id = f"{step}/{index}/p{player}" if player else f"{step}/{index}"
+    def _episode(self, part: Part) -> Episode:
+        rollout, trajectory, outcome = part.rollout, part.trajectory, part.outcome
+        last = trajectory.turns[-1].completion.finish_reason if part.agent else rollout.finish_reason
         return Episode(
-            episode_id=f"{group_id}/{rollout.sample}",
-            group_id=group_id,
+            episode_id=part.episode_id,
+            group_id=part.group_id,
             task_id=rollout.task.task_id,
             environment=environment_name(self.environment, rollout.task),
             seed=self.seed,
@@ -323,19 +377,26 @@ class RolloutWorker:
             loss_mask=trajectory.mask(),
             logprobs=trajectory.sampled("logprobs", 0.0, np.float32),
             policy_version=trajectory.sampled("policy_version", -1, np.int32),
-            finish_reason=rollout.finish_reason,
-            metrics=_metrics(rollout, trajectory, outcome),
+            finish_reason=last,
+            metrics=_metrics(part, outcome),
             routed_experts=trajectory.routes(),
+            spans=part.spans,
             **outcome_fields(outcome),
         )
 
 
-def _metrics(rollout: Rollout, trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
+def _metrics(part: Part, outcome: Outcome) -> dict[str, float]:
+    rollout = part.rollout
     figures = outcome_metrics(outcome)
     if not rollout.is_single_turn:
-        figures["turns"] = float(len(trajectory.turns))
+        figures["turns"] = float(len(part.trajectory.turns))
     if rollout.task.difficulty is not None:
         figures["difficulty"] = float(rollout.task.difficulty)
+    if spans := part.spans:
+        figures["sub_agents"] = float(len(spans) - 1)
+        figures["critical_steps"] = float(critical_steps(spans))
+        figures["total_steps"] = float(total_steps(spans))
+        figures["sub_agent_tokens"] = float(sum(span.tokens + span.prompt_tokens for span in spans[1:]))
     return figures
 
 

@@ -193,8 +193,10 @@ def _replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Re
     stop = worker.with_stop(params, rollout.task).stop
     tape, is_taped = worker.tapes[rollout], worker.until is None
     tracks = []
-    for player in range(rollout.players):
-        for episode in worker.group([rollout], player, params):
+    for group in worker.groups_of([rollout], params):
+        for episode in group:
+            *_, last = episode.group_id.split("/")
+            player = int(last[1:]) if last.startswith("p") else 0
             track = track_of(_as_recorded(episode), player, sampling, stop)
             tracks.append(_as_taped(tape, track) if is_taped else track)
     order = tuple(worker.order.get(rollout, ()))

@@ -9,7 +9,7 @@ import numpy as np
 
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
-from perilune.rollout.rollout import Rollout
+from perilune.rollout.rollout import DueTurn, Rollout
 from perilune.rollout.worker import Progress, RolloutWorker
 from perilune.traces.cassette import Cassette
 
@@ -57,28 +57,30 @@ class TapedWorker(RolloutWorker):
 
     def sample_turns(
         self,
-        due: Sequence[Rollout],
+        turns: Sequence[DueTurn],
         contexts: Sequence[list[int]],
         samples: int,
         params: SamplingParams,
         progress: Progress,
     ) -> list[Completion]:
-        """The next turn of each rollout: from its tape, or sampled."""
-        found: dict[Rollout, Completion] = {}
-        for one in due:
-            self.order.setdefault(one, []).append(one.observation.player)
-            if self.until is None or len(one.actions) < self.until:
+        """Each turn: from the tape of its rollout, or sampled."""
+        found: dict[DueTurn, Completion] = {}
+        for one in turns:
+            self.order.setdefault(one.rollout, []).append(one.rollout.observation.player)
+            if self.until is None or one.number < self.until:
                 found[one] = self._taped(one)
-        live = [(one, context) for one, context in zip(due, contexts, strict=True) if one not in found]
+        live = [(one, context) for one, context in zip(turns, contexts, strict=True) if one not in found]
         if live:
             parts = [list(part) for part in zip(*live, strict=True)]
             sampled = super().sample_turns(parts[0], parts[1], samples, params, progress)
             found |= dict(zip(parts[0], sampled, strict=True))
-        return [found[one] for one in due]
+        return [found[one] for one in turns]
 
-    def _taped(self, rollout: Rollout) -> Completion:
-        track = self.tapes[rollout].track(rollout.observation.player)
-        number = len(rollout.trajectory.turns)
+    def _taped(self, due: DueTurn) -> Completion:
+        if due.agent:
+            raise WorkFailedError("turns of sub-agents are not on a tape yet")
+        track = self.tapes[due.rollout].track(due.rollout.observation.player)
+        number = len(due.trajectory.turns)
         turn = track.turns[number] if track is not None and number < len(track.turns) else None
         count = len(turn.tokens) if turn else 0
         ending = "aborted" if turn is None else "stop" if turn.finished else "length"

@@ -179,12 +179,14 @@ def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, p
     players, most = getattr(environment, "players", 1), getattr(environment, "max_turns", 1)
     totals = EpisodeTotals(players)
     observations: list[Observation] = []
+    own_turns = 0
     while isinstance(live.result, Observation):
         observations.append(live.result)
         totals.add(live.result)
-        if live.result.done or len(live.actions) > most:
+        if live.result.done or own_turns > most:
             break
-        sessions.step([(live, player(live.result, len(live.actions)), True)])
+        own_turns += not live.result.due[0].agent
+        sessions.step([(live, [player(live.result, len(live.actions))], True)])
     sessions.close([live])
     *earlier, last = live.actions or [""]
     transcript = Transcript(last, earlier=tuple(earlier), seed=seed)
@@ -201,7 +203,7 @@ def _check_episode(
         result.expect("nothing fails", task, False, f"played as {name}: {outcome.boundary}: {outcome.reason}")
         return
     result.expect("nothing fails", task, True, "")
-    turns = len(played.transcript.actions)
+    turns = sum(1 for seen in played.observations if seen.due and not seen.due[0].agent)
     is_over = played.done and turns <= most
     result.expect("an episode ends within max_turns", task, is_over, f"played as {name}: {turns} of {most}")
     accepted = outcome.reward >= ACCEPTED

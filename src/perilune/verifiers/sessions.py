@@ -7,18 +7,28 @@ because one session hung or crashed it, the other sessions are replayed in the n
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from perilune.environments.core.mixture import part_of
-from perilune.environments.core.protocol import Environment, Failure, Message, Observation, Task, Transcript
+from perilune.environments.core.protocol import (
+    AgentTurn,
+    Environment,
+    Failure,
+    Message,
+    Observation,
+    Task,
+    Transcript,
+)
 from perilune.verifiers.process import Call, EnvironmentProcess
 from perilune.verifiers.scorer import ScoreCall, fields
 from perilune.verifiers.worker import TEXT_CHECKSUM, figures
 
 ROLES = frozenset({"system", "user", "tool"})
+AGENT_ID = re.compile(r"\d{1,9}(\.\d{1,9})*")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,19 +77,20 @@ class Sessions:
             self._ask([_Begin(one, self._players) for one in held], held)
         return sessions
 
-    def step(self, moves: Sequence[tuple[RemoteSession, str, bool]]) -> None:
-        """Apply one action in each of these sessions, and set their `result`.
+    def step(self, moves: Sequence[tuple[RemoteSession, Sequence[str], bool]]) -> None:
+        """Apply the actions of all turns that are due in each of these sessions, and set their `result`.
 
         Args:
-            moves: for each session, the action and whether it was finished.
+            moves: for each session, the actions and whether the first, the player's, was finished.
         """
         calls: list[Call] = []
-        for session, action, finished in moves:
-            session.actions.append(action)
+        for session, actions, finished in moves:
+            session.actions += actions
             if session.is_held:
-                calls.append(_Move(session, self._players, action, finished))
+                calls.append(_Move(session, self._players, actions, finished))
             else:
-                calls.append(_Answer(session.task, Transcript(action, finished, seed=session.seed)))
+                (answer,) = actions
+                calls.append(_Answer(session.task, Transcript(answer, finished, seed=session.seed)))
         self._ask(calls, [session for session, _, _ in moves])
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
@@ -108,6 +119,7 @@ class _Begin:
 
     session: RemoteSession
     players: int
+    latest: int = 0  # number of actions of the last round
     finished: bool = True
     boundary: str = "environment"
     is_verdict: bool = False
@@ -123,7 +135,8 @@ class _Begin:
             "session": one.number,
             "task": fields(one.task),
             "seed": one.seed,
-            "actions": one.actions,
+            "earlier": one.actions[: len(one.actions) - self.latest],
+            "actions": one.actions[len(one.actions) - self.latest :],
             "finished": self.finished,
         }
 
@@ -133,27 +146,28 @@ class _Begin:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Apply one action in the worker that holds the session, or replay the session in a new worker."""
+    """Apply actions in the worker that holds the session, or replay the session in a new worker."""
 
     session: RemoteSession
     players: int
-    action: str
+    actions: Sequence[str]
     finished: bool
     boundary: str = "environment"
     is_verdict: bool = False
 
     @property
     def _replay(self) -> _Begin:
-        return _Begin(self.session, self.players, self.finished)
+        return _Begin(self.session, self.players, len(self.actions), self.finished)
 
     @property
     def steps(self) -> int:
-        return 1 if self.session.generation == self.session.process.generation else self._replay.steps
+        is_held = self.session.generation == self.session.process.generation
+        return len(self.actions) if is_held else self._replay.steps
 
     def document(self, generation: int) -> Mapping[str, Any]:
         if self.session.generation != generation:
             return self._replay.document(generation)
-        return {"session": self.session.number, "action": self.action, "finished": self.finished}
+        return {"session": self.session.number, "actions": self.actions, "finished": self.finished}
 
     def read(self, answer: Mapping[str, Any]) -> Observation | Failure:
         observation = read_observation(answer["observation"], self.players)
@@ -207,6 +221,7 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
         truncated=bool(document["truncated"]),
         legal=None if legal is None else tuple(map(str, legal)),
         info=dict(document["info"]),
+        turns=tuple(_agent_turn(*turn) for turn in document["turns"]),
     )
     reason = next((reason for reason, applies in _INVALID.items() if applies(observation, players)), None)
     return observation if reason is None else Failure("environment", reason)
@@ -214,6 +229,21 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
 
 def _message(message: Mapping[str, Any]) -> Message:
     return {"role": str(message["role"]), "content": str(message["content"])}
+
+
+def _agent_turn(agent: Any, messages: Any, name: Any, most: Any) -> AgentTurn:
+    return AgentTurn(
+        str(agent), tuple(map(_message, messages)), str(name), None if most is None else max(1, int(most))
+    )
+
+
+def _agents_are_valid(turns: Sequence[AgentTurn]) -> bool:
+    agents = [turn.agent for turn in turns]
+    return (
+        len({*agents}) == len(agents)
+        and "" not in agents[1:]
+        and all(AGENT_ID.fullmatch(agent) for agent in agents if agent)
+    )
 
 
 _INVALID: Mapping[str, Callable[[Observation, int], bool]] = {
@@ -224,6 +254,9 @@ _INVALID: Mapping[str, Callable[[Observation, int], bool]] = {
     "the player to move does not exist": lambda one, players: not (one.done or 0 <= one.player < players),
     "the player to move has no legal action": lambda one, _: not one.done and one.legal == (),
     "a message has a role other than user, tool and system": lambda one, _: any(
-        message["role"] not in ROLES for message in one.messages
+        message["role"] not in ROLES for turn in one.due for message in turn.messages
+    ),
+    "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda one, _: (
+        not _agents_are_valid(one.turns)
     ),
 }

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NoReturn
 
@@ -140,7 +140,7 @@ class SessionHost:
             if "task" in item:
                 observation = self._begin(number, item)
             else:
-                observation = self._sessions[number].step(item["action"], item["finished"])
+                observation = _apply(self._sessions[number], item["actions"], item["finished"])
             return _observation_document(observation)
         except EpisodeFailedError as error:
             return {"failure": [error.failure.boundary, error.failure.reason[:_LONGEST_REASON]]}
@@ -151,9 +151,9 @@ class SessionHost:
         self._close(number)
         session = self._environment.reset(_task(item["task"]), item["seed"])
         self._sessions[number] = session
-        for number_of_action, action in enumerate(item["actions"], 1):
-            session.step(action, number_of_action < len(item["actions"]) or item["finished"])
-        return session.observation
+        for action in item["earlier"]:
+            session.step(action)
+        return _apply(session, item["actions"], item["finished"])
 
     def _close(self, number: int) -> None:
         session = self._sessions.pop(number, None)
@@ -161,16 +161,28 @@ class SessionHost:
             session.close()
 
 
+def _apply(session: Session, actions: Sequence[str], finished: bool) -> Observation:
+    """Apply the actions of one round. `finished` is about the first, the player's own.
+
+    Raises:
+        ValueError: when an observation before the last has results, which would be lost.
+    """
+    for left, action in zip(range(len(actions) - 1, -1, -1), actions, strict=True):
+        seen = session.step(action, finished or left < len(actions) - 1)
+        if left and (seen.done or seen.rewards or seen.terms or seen.metrics):
+            raise ValueError(f"a result came before the last {left} turns of a round")
+    return session.observation
+
+
 def _checksum(item: Mapping[str, Any]) -> int | None:
-    """CRC-32 of the text that `item` passes to the environment; None if there is none."""
-    text = item["transcript"]["text"] if "transcript" in item else (item.get("actions") or [None])[-1]
-    text = item.get("action", text)
-    return None if text is None else text_checksum(text)
+    """CRC-32 of the texts that `item` passes to the environment; None if there are none."""
+    texts = [item["transcript"]["text"]] if "transcript" in item else item.get("actions")
+    return text_checksum(texts) if texts else None
 
 
-def text_checksum(text: str) -> int:
-    """CRC-32 of a text, which may contain lone surrogates."""
-    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+def text_checksum(texts: Iterable[str]) -> int:
+    """CRC-32 of texts, which may contain lone surrogates."""
+    return zlib.crc32("\0".join(texts).encode("utf-8", "surrogatepass"))
 
 
 def _task(document: Mapping[str, Any]) -> Task:
@@ -181,7 +193,9 @@ def _observation_document(observation: Any) -> dict[str, Any]:
     """An observation as JSON. The receiver validates its fields."""
     if not isinstance(observation, Observation):
         raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
-    return {"observation": {name: getattr(observation, name) for name in Observation.__slots__}}
+    fields = {name: getattr(observation, name) for name in Observation.__slots__}
+    turns = [(turn.agent, turn.messages, turn.name, turn.max_tokens) for turn in observation.turns]
+    return {"observation": fields | {"turns": turns}}
 
 
 def _end(process: int) -> int:

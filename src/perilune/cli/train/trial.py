@@ -157,7 +157,7 @@ def _play(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
     opened = sessions.open([(game.task, game.seed) for game in games])
     for turn in range(max(len(game.actions) for game in games)):
         moves = [
-            (session, game.actions[turn], True)
+            (session, [game.actions[turn]], True)
             for session, game in zip(opened, games, strict=True)
             if turn < len(game.actions) and not getattr(session.result, "done", True)
         ]

@@ -93,8 +93,9 @@ class ScriptedSession:
         """Send the action of the player whose turn it is, and return the next observation."""
         if self.observation.done:
             raise ValueError("the episode is done")
-        self._left -= 1
-        played = action if finished else self._cut_off
+        is_own = not self.observation.due[0].agent
+        self._left -= is_own
+        played = action if finished or not is_own else self._cut_off
         self.observation = Observation(done=True, truncated=True) if played is None else self._next(played)
         if self.observation.done:
             self.close()
@@ -113,7 +114,9 @@ class ScriptedSession:
             raise TypeError(f"play yielded {type(seen).__name__}, not an Observation")
         if self._left or seen.done:
             return seen
-        return replace(seen, messages=(), player=0, done=True, truncated=True, legal=None, info={})
+        if seen.due[0].agent:
+            return seen
+        return replace(seen, messages=(), player=0, done=True, truncated=True, legal=None, info={}, turns=())
 
 
 def ask(content: str | None = None, *, player: int = 0, role: str = "user", **more: Any) -> Observation:

@@ -46,6 +46,24 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentTurn:
+    """A turn that an agent of the player is due to take.
+
+    Attributes:
+        agent: "" for the player itself. Sub-agents have ids of numbers, "2" for the third that the player
+            started, "2.0" for the first that this one started. Each has a context of its own.
+        messages: messages that the agent has not seen yet. The first ones of a sub-agent are its prompt.
+        name: what the sub-agent is for, such as "ask", in spans.
+        max_tokens: most tokens of the turn; None for as many as a turn of the player may have.
+    """
+
+    agent: str
+    messages: tuple[Message, ...]
+    name: str = "agent"
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """The result of the last action, and the new messages for the player whose turn it is.
 
@@ -61,6 +79,10 @@ class Observation:
         truncated: whether a limit ended it, not a rule of the environment.
         legal: all legal actions; None if they cannot be listed.
         info: JSON-serializable values for logs.
+        turns: turns that may be sampled at the same time, if sub-agents are due; `messages` is then empty.
+            The next actions are theirs, in this order; the player's own is the first. A limit on tokens never
+            ends the episode in a turn of a sub-agent: the action is what was sampled, and is empty if there
+            was no room for any.
     """
 
     messages: tuple[Message, ...] = ()
@@ -72,6 +94,14 @@ class Observation:
     truncated: bool = False
     legal: tuple[str, ...] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[AgentTurn, ...] = ()
+
+    @property
+    def due(self) -> tuple[AgentTurn, ...]:
+        """The turns to sample next: `turns`, or the player's own."""
+        if self.done:
+            return ()
+        return self.turns or (AgentTurn("", self.messages),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +111,7 @@ class Transcript:
     Attributes:
         text: the last action without special tokens. In a single-turn environment it is the answer.
         finished: False if the token limit cut off the last action before an end-of-sequence token.
-        earlier: all actions before the last one, of all players, in order.
+        earlier: all actions before the last one, of all players and sub-agents, in order.
         seed: seed of the session.
         player: index of the player whose score is requested.
         messages: the conversation as that player saw it, starting with the prompt; empty if it was not
@@ -168,7 +198,8 @@ class Environment(Protocol):
     Attributes:
         id: name of the environment in episodes, such as "reasoning_gym/chain_sum".
         players: number of players.
-        max_turns: maximum number of actions in an episode, of all players together.
+        max_turns: maximum number of actions in an episode, of all players together. Turns of sub-agents do
+            not count; the environment limits their number.
         confined: True if sessions only compute, so that the scorer's process may deny them everything else.
             False if they start processes, write files or use the network. Such an environment must itself
             confine the code that it runs.

@@ -23,8 +23,9 @@ def conversation(environment: Environment, task: Task, transcript: Transcript) -
             seen = session.observation
             if seen.done:
                 raise ValueError(f"the episode was done before action {index + 1}")
-            if seen.player == transcript.player:
-                messages += [*seen.messages, _assistant(action)]
+            (turn, *_) = seen.due
+            if seen.player == transcript.player and not turn.agent:
+                messages += [*turn.messages, _assistant(action)]
                 end = len(messages)
             if index < len(transcript.earlier):
                 session.step(action)

@@ -33,7 +33,7 @@ class EpochChecker:
         Raises:
             WorkFailedError: naming a task that repeats within its epoch.
         """
-        tasks = {one.group_id.partition("/p")[0]: one.task_id for group in groups for one in group[:1]}
+        tasks = {tuple(one.group_id.split("/")[:2]): one.task_id for group in groups for one in group[:1]}
         for task in tasks.values():
             if self._seen[task]:
                 self._generate(self._place + 1)

@@ -71,7 +71,7 @@ class LogprobChecker:
             gap = _gap(episode.logprobs[episode.loss_mask], expected)
             if not gap <= plain_limit(self.learner.decoder):
                 raise self._error(gap, episode, episode.logprobs[episode.loss_mask], "sampler", step)
-            if self.draws_are_known:
+            if self.draws_are_known and episode.group_id.count("/") == 1:  # of no further player or agent
                 self._check_draws(episode, first)
 
     def _check_draws(self, episode: Episode, distributions: Array) -> None:

@@ -19,6 +19,7 @@ from perilune.tasks.stage.outcomes import evaluation_summary
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
 from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
+from perilune.tasks.stage.sub_agents import open_sub_agents
 from perilune.tasks.stage.system_message import with_system
 from perilune.verifiers import Scorer
 
@@ -32,7 +33,9 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         _sampler(spec, workspace) as (sampler, figures),
     ):
         environment = make_environment(workspace.job.environment)
-        rollouts = RolloutWorker(sampler.engine, sampler.tokenizer, scorer, environment, seed)
+        rollouts = RolloutWorker(
+            sampler.engine, sampler.tokenizer, scorer, environment, seed, sub_agents=sampler.sub_agents
+        )
         tasks = with_system(heldout_tasks(environment, spec.tasks, seed), spec.system)
         total = spec.tasks * (spec.samples + 1)
         watch = Stopwatch()
@@ -112,5 +115,6 @@ def _sampler(
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
     memory = require_memory(needed, workspace.job.resources)
     engine = make_engine(policy.decoder, longest, policy.tokenizer)
-    sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids)
+    sub_agents = open_sub_agents(workspace, policy, longest)
+    sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids, sub_agents)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}

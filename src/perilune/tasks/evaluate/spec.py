@@ -19,6 +19,9 @@ class EvaluateSpec(SamplingSpec):
     )
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
     samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
+    sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
+        None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
+    )
     metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")
     engine: ServerSpec | None = Field(

@@ -26,6 +26,7 @@ from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import load_reference
 from perilune.tasks.stage.publishing import Publisher
+from perilune.tasks.stage.sub_agents import open_sub_agents
 from perilune.tasks.stage.training import StepReport, TrainingLoop
 
 MakeOpponents = Callable[[Player, Learner], NoOpponents]
@@ -48,7 +49,9 @@ def run(
         opened = stack.enter_context(
             open_player(workspace, spec.max_tokens, spec, spec.memory_plan, record_routes=spec.routing_replay)
         )
-        player = replace(opened, rollouts=replace(opened.rollouts, learned=_reward_model(spec, opened)))
+        sub_agents = open_sub_agents(workspace, opened.policy, opened.longest, trained=spec.train_sub_agents)
+        rollouts = replace(opened.rollouts, learned=_reward_model(spec, opened), sub_agents=sub_agents)
+        player = replace(opened, rollouts=rollouts)
         policy, device = player.policy, player.device
         load_start = partial(load_reference, workspace, device, policy, spec)
         reference = load_start() if spec.uses_reference else None

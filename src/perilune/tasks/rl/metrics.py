@@ -34,7 +34,7 @@ class Recorder:
     """Computes the metrics of each step, writes its episodes, and stops a run without signal.
 
     Create it after `TrainingLoop`: it reads the metrics of earlier attempts. Pass rates and rewards are means
-    over all scored episodes, including those of dead groups.
+    over all scored episodes of players, including those of dead groups.
 
     Args:
         own: metrics of the user.
@@ -71,6 +71,7 @@ class Recorder:
         """
         if not self._workspace.leads:
             return StepReport({})
+        everything, groups = groups, [one for one in groups if not one.episodes[0].is_sub_agent]
         episodes = [one for group in groups for one in group.episodes]
         outcomes = outcome_figures(episodes, f"step {step}")
         rewards = [one.reward for one in episodes if one.reward is not None]
@@ -94,7 +95,7 @@ class Recorder:
         if warning := self._form.observe(line):
             self._workspace.log(f"warning: step {step}: {warning}")
             self._workspace.event("rare_form", step=step)
-        write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(groups))
+        write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(everything))
         shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
         shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
         return StepReport(line, shown, timing, self._without_signal(step, dead))

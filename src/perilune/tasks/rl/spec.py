@@ -47,6 +47,12 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
         " it in sampling",
     )
 
+    sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
+        None, description="stage whose frozen checkpoint samples the turns of sub-agents; null: the policy"
+    )
+    train_sub_agents: bool = Field(
+        False, description="train on the turns of sub-agents too, each with the reward of its episode"
+    )
     asynchronous: AsynchronousSettings | None = Field(
         None, description="sample in separate processes while training; {} uses the defaults"
     )
@@ -67,11 +73,13 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
             learner=self,
             device=device,
         )
-        if self.asynchronous is None:
-            return plan
         sampling = stage_memory(
             config, samples=self.prompts * self.samples, max_tokens=longest, device=device
         )
+        if self.sub_agent_checkpoint is not None:
+            plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
+        if self.asynchronous is None:
+            return plan
         here = self.asynchronous.workers if self.asynchronous.ray is None else 0
         held = {**plan.persistent, OTHER_PROCESSES: here * sampling.total}
         if self.asynchronous.keeps_sent(self):
@@ -104,6 +112,20 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
                 "asynchronous.keep_sent is false, and only one update can be reversed."
                 " Keep the copy, or set updates_per_batch and epochs_per_batch to 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_sub_agents(self) -> RLSpec:
+        conflicts = {
+            "sub_agent_checkpoint": self.sub_agent_checkpoint is not None,
+            "reward_model": self.reward_model is not None,
+            "process_rewards": self.process_rewards is not None,
+            f"algorithm {self.algorithm.name}, which replaces dead groups,": self.algorithm.refills > 0,
+        }
+        if self.train_sub_agents and (found := [name for name, is_set in conflicts.items() if is_set]):
+            raise ValueError(f"train_sub_agents does not work with {found[0]} yet. Remove one of them")
+        if self.asynchronous and (self.train_sub_agents or self.sub_agent_checkpoint):
+            raise ValueError("asynchronous training cannot sample sub-agents yet. Remove asynchronous")
         return self
 
     @model_validator(mode="after")

@@ -62,5 +62,6 @@ class TaskDraw:
         """Tell the curriculum the results of a step; the groups with the probabilities of their tasks."""
         if self._curriculum is None:
             return groups
-        self._curriculum.observe({task.task_id: task for task, _ in drawn}, groups)
+        of_players = [group for group in groups if not group[0].is_sub_agent]
+        self._curriculum.observe({task.task_id: task for task, _ in drawn}, of_players)
         return with_probability(groups, {task.task_id: probability for task, probability in drawn})

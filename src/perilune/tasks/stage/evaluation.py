@@ -31,6 +31,7 @@ from perilune.metrics.held_out import (
     gap_warning,
     training_rate,
 )
+from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.stage.evaluation_settings import DATA, EVAL, HELDOUT, EvaluatedSpec, EvaluationSettings
@@ -151,7 +152,13 @@ def open_evaluation(
                 scorer = stack.enter_context(Scorer(section))
             environment = _environment(section)
             worker = RolloutWorker(
-                engine, policy.tokenizer, scorer, environment, job.seed, ranks=learner.ranks
+                engine,
+                policy.tokenizer,
+                scorer,
+                environment,
+                job.seed,
+                ranks=learner.ranks,
+                sub_agents=SubAgents(rollouts.sub_agents.engine if rollouts else None),
             )
             sets.append(TaskSet(name, worker, heldout_tasks(environment, settings.tasks, job.seed)))
         temperature = getattr(spec, "temperature", 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.errors import RequestError
+from perilune.rollout.sub_agents import SubAgents
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ class ServerSpec(Frozen):
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampling backend with its tokenizer."""
+    """A sampling backend with its tokenizer, and the policy of sub-agents."""
 
     engine: SamplingBackend
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
+    sub_agents: SubAgents = field(default_factory=SubAgents)
 
 
 def check_server(spec: ServerSpec, job: Job) -> None:

@@ -1,0 +1,63 @@
+"""Spans: what each agent of an episode did, when, and who used the result.
+
+The clock of an episode counts rounds. All turns that are due at the same time are sampled in one round, and a
+turn is due as soon as everything that it depends on is finished. So the number of rounds is the longest path
+through the turns of the episode: its critical steps. Where every sub-agent is joined at the stage that
+started it, this is sum over stages t of S_main(t) + max_i S_sub,i(t) (Kimi K2.5, arXiv 2602.02276).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of one agent in an episode.
+
+    Attributes:
+        span_id: "0" for the episode's player (its index), and for a sub-agent that of its parent, a dot and
+            a number: "0.2", "0.2.0".
+        name: "agent", or the purpose that the environment gave a sub-agent, such as "ask".
+        rounds: the rounds in which its turns were sampled, ascending.
+        joined: first turn of the parent after the last of this agent's, as a round; -1 if there was none.
+        prompt_tokens: tokens in its context that no policy sampled.
+        tokens: tokens that were sampled.
+        policy_version: version of the weights that sampled its last token; -1 if there is none.
+        messages: the conversation of a sub-agent; empty for the player, whose messages the episode has.
+    """
+
+    span_id: str
+    name: str
+    rounds: tuple[int, ...]
+    joined: int
+    prompt_tokens: int
+    tokens: int
+    policy_version: int
+    messages: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def parent(self) -> str:
+        """Id of the agent that started this one; "" for the player."""
+        return self.span_id.rpartition(".")[0]
+
+    @property
+    def begin(self) -> int:
+        """The round of its first turn; -1 without turns."""
+        return self.rounds[0] if self.rounds else -1
+
+    @property
+    def end(self) -> int:
+        """The round after its last turn; -1 without turns."""
+        return self.rounds[-1] + 1 if self.rounds else -1
+
+
+def critical_steps(spans: Sequence[Span]) -> int:
+    """Turns on the longest path through the episode."""
+    return len({number for span in spans for number in span.rounds})
+
+
+def total_steps(spans: Sequence[Span]) -> int:
+    """Turns of all agents."""
+    return sum(len(span.rounds) for span in spans)

@@ -1,0 +1,203 @@
+"""Sub-agents: their turns are sampled together, recorded as spans, and trained if the stage says so."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from task_cases import episodes, figures_of, metrics, run_task, summary
+from task_environments import Team
+from test_several_turns import PARAMS, TOKENIZER, Recording, engine_of
+
+from perilune.data.episode import Episode
+from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.data.spans import critical_steps, total_steps
+from perilune.environments import Task, Transcript
+from perilune.rollout.groups import Groups
+from perilune.rollout.sub_agents import SubAgents
+from perilune.rollout.timing import Stopwatch
+from perilune.rollout.worker import RolloutWorker, session_seed
+from perilune.verifiers import Scorer
+
+TEAM = {"id": "factory", "factory": "task_environments:Team"}
+
+
+def play(
+    count: int = 5, *, engine: Recording | None = None, skip: int = 0, sub_agents: SubAgents | None = None
+) -> tuple[Groups, dict[str, Task]]:
+    environment = Team(TEAM)
+    tasks = list(islice(environment.tasks("train", 0), skip, skip + count))
+    with Scorer(TEAM) as scorer:
+        rollouts = RolloutWorker(
+            engine or engine_of(TOKENIZER),
+            TOKENIZER,
+            scorer,
+            environment,
+            7,
+            sub_agents=sub_agents or SubAgents(),
+        )
+        groups = rollouts.play(tasks, samples=4, params=PARAMS, step=1, watch=Stopwatch(), first=skip)
+    return groups, {task.task_id: task for task in tasks}
+
+
+def longest_path(stages: list[list[tuple[int, int]]]) -> int:
+    """The published formula: turns of the player and the longest sub-agent of each stage."""
+    return 1 + sum(1 + max(turns + nested for turns, nested in stage) for stage in stages)
+
+
+def is_whole(one: Episode) -> bool:
+    return not one.truncated
+
+
+def test_critical_steps_are_those_of_the_formula_where_sub_agents_join_at_their_stage() -> None:
+    groups, tasks = play()
+    whole = [one for group in groups for one in group if is_whole(one)]
+    assert len(whole) > 8
+    for one in whole:
+        stages = Team.stages(tasks[one.task_id])
+        assert critical_steps(one.spans) == one.metrics["critical_steps"] == longest_path(stages)
+        turns = sum(turns + nested for stage in stages for turns, nested in stage)
+        assert total_steps(one.spans) == 1 + len(stages) + turns == one.metrics["total_steps"]
+        by_id = {span.span_id: span for span in one.spans}
+        for span in one.spans[1:]:
+            parent = by_id[span.parent]
+            assert parent.begin < span.begin < span.end
+            assert span.end <= span.joined or (span.joined == -1 and "." in span.parent)
+            assert span.joined in (*parent.rounds, -1)
+
+
+def test_all_turns_that_are_due_are_sampled_in_one_call() -> None:
+    engine = engine_of(TOKENIZER)
+    calls = []
+    right = engine.sample
+    engine.sample = lambda prompts, *args: calls.append(len(prompts)) or right(prompts, *args)  # type: ignore[method-assign,assignment,func-returns-value]
+    groups, tasks = play(1, engine=engine)
+    stages = Team.stages(*tasks.values())
+    assert len(calls) == longest_path(stages)
+    assert max(calls) > len(groups[0])
+
+
+def test_an_episode_does_not_depend_on_those_beside_it() -> None:
+    whole, _ = play()
+    part, _ = play(2, skip=2)
+    for group, again in zip(whole[2:4], part, strict=True):
+        for one, other in zip(group, again, strict=True):
+            assert one.spans == other.spans and one.reward == other.reward
+            assert np.array_equal(one.token_ids, other.token_ids)
+
+
+def test_no_two_turns_share_random_numbers() -> None:
+    engine = engine_of(TOKENIZER)
+    play(engine=engine)
+    drawn = [(prompt.key, sample) for prompt, found in engine.log for sample in range(len(found))]
+    assert len(set(drawn)) == len(drawn) > 100
+    assert all(0 <= lane < 2**32 for (_, *lanes), _ in drawn for lane in lanes)
+
+
+def actions_of(one: Episode, task: Task, seed: int) -> list[str]:
+    """The actions of an episode in the order in which the environment asks for them."""
+    texts = {
+        span.span_id: iter(
+            [turn["content"] for turn in (span.messages or one.messages) if turn["role"] == "assistant"]
+        )
+        for span in one.spans
+    }
+    session = Team(TEAM).reset(task, seed)
+    actions = []
+    while (due := session.observation.due) and not session.observation.done:
+        actions.append(next(texts[f"0.{due[0].agent}" if due[0].agent else "0"]))
+        session.step(actions[-1])
+    return actions
+
+
+def test_the_reward_can_be_judged_again() -> None:
+    groups, tasks = play()
+    for one in (one for group in groups for one in group if is_whole(one)):
+        step, index = map(int, one.group_id.split("/"))
+        seed = session_seed((one.seed, step, index))
+        *earlier, last = actions_of(one, tasks[one.task_id], seed)
+        transcript = Transcript(last, earlier=tuple(earlier), seed=seed)
+        assert Team(TEAM).score(tasks[one.task_id], transcript).reward == one.reward
+
+
+def test_spans_survive_the_file(tmp_path: Path) -> None:
+    groups, _ = play()
+    everything = [one for group in groups for one in group]
+    write_episodes(tmp_path / "a.parquet", everything)
+    assert [one.spans for one in read_episodes(tmp_path / "a.parquet")] == [one.spans for one in everything]
+
+
+def test_a_frozen_policy_samples_the_sub_agents() -> None:
+    frozen, policy = engine_of(TOKENIZER, seed=3), engine_of(TOKENIZER)
+    groups, _ = play(engine=policy, sub_agents=SubAgents(frozen))
+    spans = [span for group in groups for one in group for span in one.spans[1:]]
+    assert len(frozen.log) == sum(len(span.rounds) for span in spans) > 50
+    own = {tuple(prompt.token_ids) for prompt, _ in policy.log}
+    assert not own & {tuple(prompt.token_ids) for prompt, _ in frozen.log}
+
+
+def test_trained_sub_agents_have_episodes_with_the_reward_of_their_player() -> None:
+    groups, _ = play(sub_agents=SubAgents(trained=True))
+    for own, parts in zip(groups[::2], groups[1::2], strict=True):
+        assert parts[0].group_id == f"{own[0].group_id}/agents"
+        by_sample = {one.episode_id.rpartition("/")[2]: one for one in own}
+        spans = {}
+        for one in own:
+            sample = one.episode_id.rpartition("/")[2]
+            spans |= {f"{sample}.{span.span_id[2:]}": span for span in one.spans[1:]}
+        assert {one.episode_id.rpartition("/")[2] for one in parts} == {*spans}
+        for one in parts:
+            name = one.episode_id.rpartition("/")[2]
+            assert one.reward == by_sample[name.partition(".")[0]].reward
+            assert one.messages == spans[name].messages and one.sampled == spans[name].tokens
+
+
+def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutWorker, "_fits", lambda self, trajectory, params: trajectory.name != "part")
+    groups, tasks = play(2)
+    whole = [one for group in groups for one in group if is_whole(one)]
+    assert whole
+    for one in whole:
+        assert not one.failure and not any(span.tokens for span in one.spans[1:])
+        share = sum(
+            any(map(str.isdigit, turn["content"])) for turn in one.messages if turn["role"] == "assistant"
+        )
+        stages = Team.stages(tasks[one.task_id])
+        assert one.reward == share / (
+            1 + len(stages) + sum(map(sum, (turns for stage in stages for turns in stage)))
+        )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_stage_trains_with_sub_agents(tmp_path: Path, trained: bool) -> None:
+    bundle = run_task(
+        tmp_path,
+        "rl",
+        environment=TEAM,
+        steps=2,
+        prompts=3,
+        samples=4,
+        max_tokens=80,
+        train_sub_agents=trained,
+    )
+    rows = episodes(bundle)
+    own = rows[~rows["group_id"].str.endswith("/agents")]
+    assert (len(own) < len(rows)) == trained
+    assert summary(bundle)["logprob_gap_max"] < 1e-5
+    for line, (_, step) in zip(metrics(bundle), own.groupby("step"), strict=True):
+        assert line["reward"] == pytest.approx(step["reward"].mean())
+        assert line["groups"] == 3
+    assert any("sub_agents" in figures_of(pairs) for pairs in own["metrics"])
+
+
+def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -> None:
+    first = run_task(tmp_path / "first", "rl", environment=TEAM, steps=2, prompts=3, samples=4, max_tokens=80)
+    inputs = {"sub_agent_checkpoint": first / "artifacts" / "checkpoints" / "final"}
+    options = {"environment": TEAM, "tasks": 4, "samples": 2, "max_tokens": 80}
+    own = run_task(tmp_path / "own", "evaluate", **options)
+    frozen = run_task(tmp_path / "frozen", "evaluate", inputs=inputs, sub_agent_checkpoint="first", **options)
+    said = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(own)["spans"]]
+    other = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(frozen)["spans"]]
+    assert [len(one) for one in said] != [] and said != other
