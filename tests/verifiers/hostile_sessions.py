@@ -57,7 +57,7 @@ class Echo(MultiTurn):
             case "object":
                 return ask("x", info={"what": object()})
             case "role":
-                return ask("x", role="assistant")
+                return ask("x", role="robot")
             case "nobody":
                 return ask("x", player=5)
             case "overpaid":

@@ -58,7 +58,7 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
         ("stuck", "environment", "the player to move has no legal action"),
         ("nothing", "environment", "not an Observation"),
         ("object", "environment", "not JSON"),
-        ("role", "environment", "other than user, tool and system"),
+        ("role", "environment", "other than system, user, assistant and tool"),
         ("nobody", "environment", "the player to move does not exist"),
         ("overpaid", "environment", "there is not one reward per player"),
         ("long", "environment", "more than 65536 bytes"),

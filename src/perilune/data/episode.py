@@ -179,8 +179,8 @@ class Episode:
         """The messages of the prompt, before the policy's first message."""
         if self.loss_mask.all():  # one turn; the prompt may contain messages of the assistant
             return self.messages[:-1] if len(self.loss_mask) else self.messages
-        first = next(place for place, one in enumerate(self.messages) if one["role"] == "assistant")
-        return self.messages[:first]
+        places = [place for place, one in enumerate(self.messages) if one["role"] == "assistant"]
+        return self.messages[: places[-int(self.metrics.get("turns", len(places)))]]
 
     @property
     def sampled(self) -> int:

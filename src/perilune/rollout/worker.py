@@ -291,11 +291,17 @@ class RolloutWorker:
         trajectory.is_full = not self._fits(trajectory, self.params_of(turn, params))
 
     def params_of(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
-        """The parameters of a turn. The environment's stop texts end a turn of the player only."""
-        own = params if turn.agent else self.with_stop(params, turn.rollout.task)
+        """The parameters of a turn."""
+        make = self._agent_params if turn.agent else self.with_stop
+        own = make(params, turn.rollout.task)
         if turn.max_tokens is None or turn.max_tokens >= own.max_tokens:
             return own
         return replace(own, max_tokens=turn.max_tokens, min_tokens=min(own.min_tokens, turn.max_tokens))
+
+    def _agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
+        """The parameters of sub-agents. The environment's stop texts end their turns if it says so."""
+        stops = getattr(part_of(self.environment, task), "stops_agents", False)
+        return self.with_stop(params, task) if stops else params
 
     def with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
         """The parameters with the stop texts of the task's environment."""
@@ -354,7 +360,7 @@ class RolloutWorker:
                     for agent, trajectory in one.sub_agents(player).items()
                     if trajectory.has_sampled and not one.failure
                 ]
-                groups.append(self._group(parts, params))
+                groups.append(self._group(parts, self._agent_params(params, rollouts[0].task)))
         return [group for group in groups if group]
 
     def _group(self, parts: Sequence[Part], params: SamplingParams) -> tuple[Episode, ...]:

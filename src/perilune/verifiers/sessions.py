@@ -27,7 +27,7 @@ from perilune.verifiers.process import Call, EnvironmentProcess
 from perilune.verifiers.scorer import ScoreCall, fields
 from perilune.verifiers.worker import TEXT_CHECKSUM, figures
 
-ROLES = frozenset({"system", "user", "tool"})
+ROLES = frozenset({"system", "user", "assistant", "tool"})
 AGENT_ID = re.compile(r"\d{1,9}(\.\d{1,9})*")
 
 
@@ -253,7 +253,7 @@ _INVALID: Mapping[str, Callable[[Observation, int], bool]] = {
     "there is not one reward per player": lambda one, players: len(one.rewards) not in (0, players),
     "the player to move does not exist": lambda one, players: not (one.done or 0 <= one.player < players),
     "the player to move has no legal action": lambda one, _: not one.done and one.legal == (),
-    "a message has a role other than user, tool and system": lambda one, _: any(
+    "a message has a role other than system, user, assistant and tool": lambda one, _: any(
         message["role"] not in ROLES for turn in one.due for message in turn.messages
     ),
     "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda one, _: (

@@ -68,8 +68,8 @@ class Observation:
     """The result of the last action, and the new messages for the player whose turn it is.
 
     Attributes:
-        messages: messages with the roles "user", "tool" or "system" that this player has not seen yet. The
-            first observation follows the task's prompt. Empty when done.
+        messages: messages that this player has not seen yet. The first observation follows the task's prompt,
+            and may hold messages of the role "assistant" that the policy did not write. Empty when done.
         player: index of the player whose turn it is, from 0. Players who move simultaneously act one after
             another; none of them sees the others' actions before all have acted.
         rewards: one reward per player for the last action. Empty means 0 for every player.
