@@ -40,7 +40,9 @@ def play(spec: dict[str, Any], *actions: list[str]) -> list[RemoteSession]:
         sessions = Sessions(scorer.processes, environment)
         opened = sessions.open([(task, 0) for task in chosen])
         for turn in range(max(map(len, actions))):
-            sessions.step([(s, a[turn], True) for s, a in zip(opened, actions, strict=True) if turn < len(a)])
+            sessions.step(
+                [(s, [a[turn]], True) for s, a in zip(opened, actions, strict=True) if turn < len(a)]
+            )
         sessions.close(opened)
     return opened
 

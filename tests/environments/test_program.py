@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from perilune.environments import make_environment
-from perilune.environments.core.protocol import Failure, Observation, Score, Transcript
+from perilune.environments.core.protocol import AgentTurn, Failure, Observation, Score, Transcript
 from perilune.environments.core.registry import file_fields
 from perilune.environments.program.chat import ChatAnswer, RefusedCallError, read_request
+from perilune.environments.program.conversations import Conversations
 from perilune.environments.program.gateway import Call, Gateway
 from perilune.errors import RequestError
 from perilune.sandbox.landlock import can_limit_ports
@@ -49,7 +50,7 @@ def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSess
         opened = sessions.open([(task, 5) for task in chosen])
         for reply in replies:
             going = [one for one in opened if isinstance(one.result, Observation) and not one.result.done]
-            sessions.step([(one, reply, True) for one in going])
+            sessions.step([(one, [reply], True) for one in going])
         sessions.close(opened)
     return opened
 
@@ -118,6 +119,41 @@ def test_a_program_that_never_calls_is_a_failure(tasks: Path) -> None:
     assert silent.result == Failure("environment", "the program ended without a call of the model")
     (broken,) = play(section(tasks) | {"command": ["python", "-c", "import nowhere"], "file": None})
     assert isinstance(broken.result, Failure) and "No module named 'nowhere'" in broken.result.reason
+
+
+def test_an_edited_history_begins_another_conversation(tasks: Path) -> None:
+    environment = make_environment(section(tasks, "edit"))
+    task = next(environment.tasks("train", 0))
+    session = environment.reset(task, 0)
+    said = [("user", "something else"), ("assistant", " first"), ("user", " again ")]
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    assert session.step(" first").due == (AgentTurn("0", messages, "conversation"),)
+    assert session.step(task.data["data"]["answer"]).rewards == (1.0,)
+    environment.close()
+    (one,) = play(section(tasks, "edit", branches=False), "first")
+    assert isinstance(one.result, Failure) and "changed earlier messages" in one.result.reason
+
+
+def test_calls_made_together_have_the_same_turns_in_any_order() -> None:
+    def call(*contents: str) -> Call:
+        roles = ["user", "assistant"] * len(contents)
+        said = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        return Call(read_request(request(messages=said)))
+
+    calls = [call("c"), call("a", "b", "more"), call("c")]
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        conversations = Conversations(branches=True)
+        ((first, opening, turn),) = conversations.place([call("a")])
+        first.extend(ChatAnswer(opening.request, 0, " b\n"))
+        assert turn == AgentTurn("", ({"role": "user", "content": "a"},), "conversation")
+        found.append([turn for _, _, turn in conversations.place([calls[place] for place in order])])
+    assert found[0] == found[1] == found[2]
+    assert [(turn.agent, turn.messages[0]["content"]) for turn in found[0]] == [
+        ("", "more"),
+        ("0", "c"),
+        ("1", "c"),
+    ]
 
 
 def test_stop_texts_must_be_in_the_recipe(tasks: Path) -> None:

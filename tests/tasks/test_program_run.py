@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from task_cases import episodes, metrics, run_task
@@ -15,17 +16,34 @@ AGENT = Path(__file__).parents[1] / "environments" / "agents" / "asks_twice.py"
 CONFINED = can_limit_ports()
 
 
-def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> None:
+def section(folder: Path, mode: str) -> dict[str, Any]:
     rows = [{"prompt": f"{n} ", "answer": "x"} for n in range(40)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = {
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
         "id": "program",
         "file": str(AGENT),
         "confined": CONFINED,
-        "tasks": {"id": "jsonl", "path": str(tmp_path / "tasks.jsonl"), "match": "contains"},
-        "variables": {"MODE": "crash:3"},
+        "tasks": {"id": "jsonl", "path": str(folder / "tasks.jsonl"), "match": "contains"},
+        "variables": {"MODE": mode},
         "stop": ["i", "#", "7", "X"],  # so that a new model ends its turns
     }
+
+
+def test_conversations_of_its_own_making_are_learned_too(tmp_path: Path) -> None:
+    environment = section(tmp_path, "edit")
+    options = {"environment": environment, "steps": 2, "prompts": 4, "samples": 3, "max_tokens": 80}
+    bundle = run_task(tmp_path / "run", "rl", train_sub_agents=True, **options)
+    assert max(row.get("logprob_gap_max", 0.0) for row in metrics(bundle)) < 1e-5
+    played = episodes(bundle)
+    agents = played[played.group_id.str.endswith("/agents")]
+    assert any(dict(one)["advantage"] for one in agents.metrics)
+    for one in agents.itertuples():
+        assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
+        assert one.loss_mask.all() and not one.failure
+
+
+def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> None:
+    environment = section(tmp_path, "crash:3")
     options = {"environment": environment, "steps": 2, "prompts": 4, "samples": 3, "max_tokens": 80}
     bundle, again = (run_task(tmp_path / name, "rl", **options) for name in ("one", "two"))
     assert not compare_artifacts(bundle, again)

@@ -42,7 +42,7 @@ for turn in range(2):
     if mode == "flood" and applies:
         while True:
             print("x" * 100_000)
-    if mode == "edit" and turn:
+    if mode == "edit" and not turn:
         messages[0]["content"] = "something else"
     messages.append({"role": "user", "content": "again" if turn else " again "})
 if mode == "reach":

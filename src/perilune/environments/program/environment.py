@@ -18,17 +18,25 @@ from pydantic import Field
 from perilune.environments.core import registry
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator
-from perilune.environments.core.protocol import EpisodeFailedError, Observation, Task
-from perilune.environments.program.chat import ChatAnswer, Said
+from perilune.environments.core.protocol import AgentTurn, EpisodeFailedError, Observation, Task
+from perilune.environments.program.chat import ChatAnswer
+from perilune.environments.program.conversations import Conversations
 from perilune.environments.program.gateway import Call, Gateway
 from perilune.environments.program.launched import LaunchedEnvironment, LaunchSpec
 from perilune.sandbox.programs import Ending, Streams
+
+_TOGETHER = 0.02  # seconds without a call, after which the calls before are sampled
 
 
 class ProgramSpec(LaunchSpec):
     """The environment section of a recipe, for `id: program`."""
 
     id: Literal["program"] = Field("program", description="id of the environment")
+    branches: bool = Field(
+        True,
+        description="a call that continues no earlier conversation begins one, as a sub-agent; false: the"
+        " episode fails",
+    )
     answer: Literal["output", "last_line", "reply"] = Field(
         "output", description="what is scored: the standard output, its last line, or the model's last reply"
     )
@@ -46,26 +54,32 @@ class ProgramEnvironment(LaunchedEnvironment):
         self.spec = spec
         self.max_turns = spec.turns
         self.stop_texts = spec.stop
+        self.stops_agents = True
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Run the program. Its calls are turns."""
+        """Run the program. Its calls are turns; those made at the same time are sampled together."""
         run = _Run(self, task)
-        seen: tuple[Said, ...] = ()
-        turns, reply = 0, ""
+        conversations = Conversations(self.spec.branches)
+        made, reply = 0, ""
         try:
-            while isinstance(event := run.next(), Call):
-                said = event.request.said
-                if said[: len(seen)] != seen or len(said) == len(seen):
-                    raise EpisodeFailedError("environment", "the program changed earlier messages")
-                self._require_known(event.request.stop)
-                action = yield Observation(tuple(one.message() for one in said[len(seen) :]))
-                reply = _before(action, event.request.stop)
-                answer = ChatAnswer(event.request, turns, reply)
-                seen, turns = (*said, answer.said), turns + 1
-                event.reply.put(answer)
+            while isinstance(event := run.next(), list):
+                for call in event:
+                    self._require_known(call.request.stop)
+                due = conversations.place(event)
+                if made + len(due) > self.max_turns:
+                    yield Observation(done=True, truncated=True)
+                answers = []
+                for number, (conversation, call, _) in enumerate(due):
+                    action = yield _observation([turn for _, _, turn in due[number:]])
+                    reply = _before(action, call.request.stop)
+                    answers.append(ChatAnswer(call.request, made, reply))
+                    conversation.extend(answers[-1])
+                    made += 1
+                for (_, call, _), answer in zip(due, answers, strict=True):
+                    call.reply.put(answer)
         finally:
             run.close()
-        yield self._end(task, event, turns, reply)
+        yield self._end(task, event, made, reply)
 
     def close(self) -> None:
         """End all programs, the gateway, and the process that scores."""
@@ -122,16 +136,30 @@ class _Run:
             self._gateway.close_session(self._key)
             raise
 
-    def next(self) -> Call | Ending | None:
-        """The next call, or the end of the program; None when neither comes in time."""
+    def next(self) -> list[Call] | Ending | None:
+        """The next calls, or the end of the program; None when neither comes in time."""
+        calls: list[Call] = []
         with contextlib.suppress(Empty):
-            return self._events.get(timeout=self._seconds)
-        return None
+            while True:
+                event = self._events.get(timeout=_TOGETHER if calls else self._seconds)
+                if isinstance(event, Ending):
+                    return event
+                calls.append(event)
+        return calls or None
 
     def close(self) -> None:
         """End the program."""
         self._gateway.close_session(self._key)
         self._program.end()
+
+
+def _observation(turns: Sequence[AgentTurn]) -> Observation:
+    first = turns[0]
+    return (
+        Observation(first.messages)
+        if len(turns) == 1 and not first.agent
+        else Observation(turns=tuple(turns))
+    )
 
 
 def _before(text: str, stop: Sequence[str]) -> str:
