@@ -45,7 +45,8 @@ ABOUT = (
     "which such a model can't learn. RL then runs the program for each episode, with 12 steps of 8 groups "
     "with 8 episodes. pass@1 is on 64 held-out tasks with 2 episodes each. What the weights learn is to copy "
     "two numbers into code and to prefer code; the multiplication is Python's. "
-    "After an error in its code, the agent changes earlier messages; such an episode fails and is left out."
+    "After an error in its code, the agent changes earlier messages. Its next call is then a sub-agent's, "
+    "whose turns are learned as well."
 )
 
 
