@@ -21,7 +21,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 STORY = ("collect", "sft", "rl", "evaluate")
 ITS_ENVIRONMENT = "environment: reasoning_gym/"
 MOST_NAMES = 73  # that one person can be asked to know for the story; a name means the same in every task
-MOST_MORE = 12  # that each further task or environment may add
+MOST_MORE = 13  # that each further task or environment may add
 
 
 def test_the_page_and_the_schema_are_in_step() -> None:
