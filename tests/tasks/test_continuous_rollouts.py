@@ -170,3 +170,14 @@ def test_groups_wait_until_the_cache_has_room(monkeypatch: pytest.MonkeyPatch) -
     hasty, more = computed(512)
     assert more > 1.5 * least
     assert same(groups, patient) and same(groups, hasty)
+
+
+def test_an_episode_with_sub_agents_fails_alone() -> None:
+    team = {"id": "factory", "factory": "task_environments:Team", "episodes": {"max_failures": 1.0}}
+    with Scorer(team) as scorer:
+        session = Session(engine_of(TOKENIZER), scorer, team)
+        session.admit(0, 1)
+        episodes = [one for group in session.all(2) for one in group]
+    failed = [one for one in episodes if one.failure]
+    assert failed and all("cannot sample sub-agents yet" in one.failure for one in failed)
+    assert all(one.truncated for one in episodes if not one.failure)  # in its first turn

@@ -28,7 +28,6 @@ from perilune.data.routes import Routes, routes_from_json, routes_to_json
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Request, SamplingParams
 from perilune.environments.core.protocol import Task
-from perilune.errors import RequestError
 from perilune.rollout.cache_room import CacheRoom
 from perilune.rollout.checks import check_scored_text
 from perilune.rollout.groups import Groups
@@ -253,13 +252,20 @@ class ContinuousRollouts:
         if len(group.rollouts) < self._samples:
             return
         rollouts = [group.rollouts[one] for one in range(self._samples)]
-        self._worker.observe(rollouts, self._params)
+        self._observe(rollouts)
         if group.recorded or group.spans or any(one.is_over for one in rollouts):
             for one in rollouts:
                 self._next(group, one)
             return
         turns = [self._turn(group, one) for one in rollouts]
         self._ask(turns, self._worker.with_stop(self._params, group.task), samples=self._samples)
+
+    def _observe(self, rollouts: Sequence[Rollout]) -> None:
+        """Give agents their new messages. An episode with sub-agents fails."""
+        self._worker.observe(rollouts, self._params)
+        for one in rollouts:
+            if not one.is_over and any(turn.agent for turn in one.due):
+                one.fail("environment", "asynchronous training cannot sample sub-agents yet")
 
     def _next(self, group: Group, rollout: Rollout) -> None:
         """Sample the next turn of a rollout, or end it."""
@@ -277,12 +283,6 @@ class ContinuousRollouts:
 
     def _turn(self, group: Group, rollout: Rollout) -> _Turn:
         (due,) = rollout.due
-        if due.agent:
-            raise RequestError(
-                "asynchronous training cannot sample sub-agents yet",
-                where=f"environment {self._worker.environment.id}",
-                remedy="remove asynchronous from the stage",
-            )
         key, sample = (rollout.key, rollout.sample) if due.is_first else (due.key, 0)
         return _Turn(group, due, due.trajectory.context(), key, sample, TurnTokens())
 
@@ -351,7 +351,7 @@ class ContinuousRollouts:
             check_scored_text(rollout, actions)
             rollout.advance()
             if not rollout.is_over:
-                self._worker.observe([rollout], self._params)
+                self._observe([rollout])
             self._next(turn.group, rollout)
 
         self._lane_of(rollout).step(rollout, actions, stepped)
