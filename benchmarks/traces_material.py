@@ -136,12 +136,7 @@ def _drafts(name: str, section: dict[str, Any], named: str, tokenizer: Tokenizer
                 environment=section,
                 tokenizer=named,
                 checkpoint=None,
-                task=TaskRecord(
-                    task_id=task.task_id,
-                    prompt=tuple(dict(one) for one in task.prompt),
-                    data=dict(task.data),
-                    difficulty=task.difficulty,
-                ),
+                task=TaskRecord.of(task),
                 sampling=sampling,
                 order=(),
                 tracks=tuple(_track(player, own, tokenizer) for player, own in sorted(turns.items())),

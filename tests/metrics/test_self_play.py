@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.tasks.selfplay.health import alarms, effective_number, game_figures, player_of
+from perilune.tasks.selfplay.health import alarms, effective_number, game_figures
 
 
 def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:
@@ -29,7 +29,7 @@ def test_figures_of_games() -> None:
         episode("3/2", "c", None),
     ]
     found = game_figures(games)
-    assert [player_of(one) for one in games] == [0, 1, 0, 1, 0]
+    assert [one.player for one in games] == [0, 1, 0, 1, 0]
     assert found == {
         "illegal": 0.5, "turns": 2.0, "unfinished": 0.0, "drawn": 0.5, "openings": pytest.approx(2.0),
         "seat/0/reward": 0.5, "seat/0/won": 0.5, "seat/1/reward": -0.5, "seat/1/won": 0.0,

@@ -40,9 +40,7 @@ def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str
         environment=section,
         tokenizer=NAME,
         checkpoint=None,
-        task=TaskRecord(
-            task_id=task.task_id, prompt=task.prompt, data=dict(task.data), difficulty=task.difficulty
-        ),
+        task=TaskRecord.of(task),
         sampling=Sampling(key=(0, 1, index), sample=0, max_tokens=400, temperature=1.0, stop_token_ids=(1,)),
         order=(),
         tracks=(Track(player=0, opening=(), prompt=(), turns=tuple(turns), verdict=EMPTY),),

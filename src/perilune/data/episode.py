@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
@@ -159,6 +160,12 @@ class Episode:
         )
 
     @property
+    def player(self) -> int:
+        """The index of the player: 1 in the group "12/3/p1", 0 in "12/3"."""
+        last = self.group_id.removesuffix("/agents").rpartition("/")[2]
+        return int(last[1:]) if last.startswith("p") else 0
+
+    @property
     def is_sub_agent(self) -> bool:
         """Whether it is the part of a trained sub-agent, and not of a player."""
         return self.group_id.endswith("/agents")
@@ -181,6 +188,11 @@ class Episode:
             return self.messages[:-1] if len(self.loss_mask) else self.messages
         places = [place for place, one in enumerate(self.messages) if one["role"] == "assistant"]
         return self.messages[: places[-int(self.metrics.get("turns", len(places)))]]
+
+    def runs(self) -> list[tuple[bool, int, int]]:
+        """(is the policy's, start, end) of each run of equal values in the loss mask."""
+        ends = [0, *(1 + np.flatnonzero(np.diff(self.loss_mask))).tolist(), len(self.loss_mask)]
+        return [(bool(self.loss_mask[start]), start, end) for start, end in pairwise(ends) if end > start]
 
     @property
     def sampled(self) -> int:

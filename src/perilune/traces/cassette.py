@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from perilune.data.episode import Episode
@@ -107,6 +106,12 @@ class TaskRecord(Frozen):
     data: dict[str, Any]
     difficulty: float | None = None
 
+    @classmethod
+    def of(cls, task: Task) -> TaskRecord:
+        """The record of a task."""
+        prompt = tuple(dict(one) for one in task.prompt)
+        return cls(task_id=task.task_id, prompt=prompt, data=dict(task.data), difficulty=task.difficulty)
+
     def task(self) -> Task:
         """The task."""
         return Task(self.task_id, self.prompt, self.data, self.difficulty)
@@ -161,7 +166,7 @@ class Cassette(Frozen):
         return canonical_json(redact_document(self.model_dump(mode="json")))
 
 
-def track_of(episode: Episode, player: int, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
+def track_of(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
     """The part of a player from its episode.
 
     A turn ended by itself if it has fewer than `sampling.max_tokens` tokens, a stop token or a stop text.
@@ -173,19 +178,19 @@ def track_of(episode: Episode, player: int, sampling: Sampling, stop: Sequence[s
         RequestError: when two turns have no observation between them, so that their tokens cannot be told
             apart.
     """
-    spans = _spans(episode.loss_mask)
+    runs = [(start, end) for is_sampled, start, end in episode.runs() if is_sampled]
     written = [place for place, one in enumerate(episode.messages) if one["role"] == "assistant"]
-    if len(spans) > len(written):
+    if len(runs) > len(written):
         raise RequestError("two turns cannot be told apart", where=episode.episode_id)
-    first = written[-len(spans)] if spans else len(episode.messages)
+    first = written[-len(runs)] if runs else len(episode.messages)
     starts = [place for place in written if place >= first]
     ends = [*starts[1:], len(episode.messages)]
     turns = []
-    for number, ((begin, end), place) in enumerate(zip(spans, starts, strict=True)):
+    for number, ((begin, end), place) in enumerate(zip(runs, starts, strict=True)):
         tokens = episode.token_ids[begin:end].tolist()
         text = episode.messages[place]["content"]
-        until = spans[number + 1][0] if number + 1 < len(spans) else len(episode.token_ids)
-        is_last = number + 1 == len(spans)
+        until = runs[number + 1][0] if number + 1 < len(runs) else len(episode.token_ids)
+        is_last = number + 1 == len(runs)
         finished = len(tokens) < sampling.max_tokens or tokens[-1] in sampling.stop_token_ids
         finished = finished or any(one in text for one in stop)
         turns.append(
@@ -198,7 +203,7 @@ def track_of(episode: Episode, player: int, sampling: Sampling, stop: Sequence[s
             )
         )
     return Track(
-        player=player,
+        player=episode.player,
         opening=_messages(episode.messages[:first]),
         prompt=episode.prompt_ids.tolist(),
         turns=tuple(turns),
@@ -221,12 +226,6 @@ def verdict_of(episode: Episode) -> Verdict:
 def environment_digest(section: Mapping[str, Any]) -> str:
     """SHA-256 of an environment section."""
     return sha256_bytes(canonical_json(section))
-
-
-def _spans(mask: Any) -> list[tuple[int, int]]:
-    """The runs of True in a mask: (first, after the last)."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
 def _messages(messages: Sequence[Mapping[str, str]]) -> Messages:

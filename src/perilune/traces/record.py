@@ -67,15 +67,11 @@ def record(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> R
     Raises:
         RequestError: when the environment cannot be made.
     """
-    rollouts: dict[tuple[str, str], list[Episode]] = {}
-    for episode in episodes:
-        step, index, *_, sample = episode.episode_id.split("/")
-        rollouts.setdefault((f"{step}/{index}", sample), []).append(episode)
     environment = make_environment(origin.environment)
     tasks = find_tasks(environment, {one.task_id for one in episodes}, origin.seed, origin.system)
     refused: Counter[str] = Counter()
     drafts = []
-    for members in rollouts.values():
+    for members in rollouts_of(episodes):
         task = tasks.get(members[0].task_id)
         if task is None:
             refused["the environment no longer has its task"] += 1
@@ -94,6 +90,16 @@ def record(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> R
         else:
             kept.append(cassette)
     return Recording(tuple(kept), dict(refused))
+
+
+def rollouts_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
+    """The episodes of all players of each rollout, without those of sub-agents."""
+    found: dict[tuple[str, str, str], list[Episode]] = {}
+    for one in episodes:
+        if not one.is_sub_agent:
+            step, index, *_, sample = one.episode_id.split("/")
+            found.setdefault((step, index, sample), []).append(one)
+    return list(found.values())
 
 
 def find_tasks(environment: Environment, ids: set[str], seed: int, system: str = "") -> dict[str, Task]:
@@ -130,15 +136,10 @@ def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: 
         environment=dict(origin.section),
         tokenizer=origin.tokenizer,
         checkpoint=origin.checkpoint if versions == {0} else None,
-        task=TaskRecord(
-            task_id=task.task_id,
-            prompt=tuple(dict(one) for one in task.prompt),
-            data=dict(task.data),
-            difficulty=task.difficulty,
-        ),
+        task=TaskRecord.of(task),
         sampling=sampling,
         order=(),
-        tracks=tuple(track_of(one, _player(one), sampling, stop) for one in members),
+        tracks=tuple(track_of(one, sampling, stop) for one in members),
     )
 
 
@@ -156,9 +157,3 @@ def _completed(draft: Cassette, replay: Replay) -> Cassette:
             track.model_copy(update={"verdict": track.verdict.model_copy(update={"metrics": metrics})})
         )
     return draft.model_copy(update={"order": replay.order, "tracks": tuple(tracks)})
-
-
-def _player(episode: Episode) -> int:
-    """The player, from an id such as "3/0/p1/2"."""
-    parts = episode.episode_id.split("/")
-    return int(parts[2][1:]) if len(parts) == 4 else 0

@@ -195,9 +195,7 @@ def _replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Re
     tracks = []
     for group in worker.groups_of([rollout], params):
         for episode in group:
-            *_, last = episode.group_id.split("/")
-            player = int(last[1:]) if last.startswith("p") else 0
-            track = track_of(_as_recorded(episode), player, sampling, stop)
+            track = track_of(_as_recorded(episode), sampling, stop)
             tracks.append(_as_taped(tape, track) if is_taped else track)
     order = tuple(worker.order.get(rollout, ()))
     if rollout.finish_reason != "aborted" and len(order) != sum(len(one.turns) for one in tracks):

@@ -45,7 +45,7 @@ def turns_of(episode: Episode) -> list[dict[str, Any]] | None:
     if episode.loss_mask.all():
         return None
     turns = message_turns(episode.messages[len(episode.opening) :])
-    bounds = _runs(episode)
+    bounds = episode.runs()
     owners = [one["role"] == ASSISTANT for one in turns]
     if owners == [own for own, _, _ in bounds]:
         for turn, (_, start, end) in zip(turns, bounds, strict=True):
@@ -61,21 +61,10 @@ def pieces_of(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
     messages = episode.messages[len(episode.opening) :]
     texts = iter([one["content"] for one in messages if one["role"] == ASSISTANT])
     pieces: list[Piece] = []
-    for own, start, end in _runs(episode):
+    for own, start, end in episode.runs():
         part = token_ids[start:end]
         found = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.loose(part)
         if found is None:
             return None
         pieces += found
     return pieces
-
-
-def _runs(episode: Episode) -> list[tuple[bool, int, int]]:
-    """(is the policy's, start, end) of each run of equal mask values."""
-    runs = []
-    start = 0
-    for own, group in groupby(episode.loss_mask.tolist()):
-        end = start + len(list(group))
-        runs.append((own, start, end))
-        start = end
-    return runs

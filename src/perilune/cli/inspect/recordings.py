@@ -10,14 +10,13 @@ from tempfile import TemporaryDirectory
 
 from perilune.bundle.job import Job
 from perilune.cli.inspect.report import view_of
-from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.sampling import end_tokens
 from perilune.traces.cassette import Cassette
-from perilune.traces.record import Origin, record
+from perilune.traces.record import Origin, record, rollouts_of
 from perilune.traces.replay import Replayer
 from perilune.traces.suite import tokenizer_digest
 from perilune.traces.where import parse_where
@@ -46,7 +45,7 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
     with Replayer(recorded.tokenizers.__getitem__) as replayer:
         for stage in (stage for target in targets for stage in view_of(target).stages):
             for path, origin in _files(stage, recorded):
-                fitting = [own for own in _rollouts(read_episodes(path)) if any(map(condition, own))]
+                fitting = [own for own in rollouts_of(read_episodes(path)) if any(map(condition, own))]
                 seen += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
                 for start in range(0, len(chosen), CHUNK):
@@ -61,15 +60,6 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
             remedy="perilune data inspect FILE.parquet lists the episodes' figures",
         )
     return recorded
-
-
-def _rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """The episodes of all players of each rollout."""
-    found: dict[tuple[str, str, str], list[Episode]] = {}
-    for one in episodes:
-        step, index, *_, sample = one.episode_id.split("/")
-        found.setdefault((step, index, sample), []).append(one)
-    return list(found.values())
 
 
 def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]]:

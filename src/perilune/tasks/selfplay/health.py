@@ -30,12 +30,6 @@ class Alarm:
         return self.name not in NARROW
 
 
-def player_of(episode: Episode) -> int:
-    """The player of an episode: 1 for the group "12/3/p1", 0 for "12/3"."""
-    last = episode.group_id.rpartition("/")[2]
-    return int(last[1:]) if last.startswith("p") else 0
-
-
 def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     """Metrics of a step's games.
 
@@ -53,11 +47,11 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     if judged:
         figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
         figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)
-    first = [_first_move(one) for one in judged if player_of(one) == 0]
+    first = [_first_move(one) for one in judged if one.player == 0]
     if first:
         figures["openings"] = effective_number(Counter(first))
-    for player in sorted({player_of(one) for one in judged}):
-        own = [one.reward or 0.0 for one in judged if player_of(one) == player]
+    for player in sorted({one.player for one in judged}):
+        own = [one.reward or 0.0 for one in judged if one.player == player]
         figures[f"seat/{player}/reward"] = math.fsum(own) / len(own)
         figures[f"seat/{player}/won"] = sum(reward > 0 for reward in own) / len(own)
     return figures
