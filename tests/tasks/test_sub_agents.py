@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from task_cases import episodes, figures_of, metrics, run_task, summary
 from task_environments import Team
-from test_several_turns import PARAMS, TOKENIZER, Recording, engine_of
+from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
@@ -19,6 +19,8 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
+from perilune.traces.record import Origin, record
+from perilune.traces.replay import Replayer
 from perilune.verifiers import Scorer
 
 TEAM = {"id": "factory", "factory": "task_environments:Team"}
@@ -168,6 +170,30 @@ def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.Monkey
         assert one.reward == share / (
             1 + len(stages) + sum(map(sum, (turns for stage in stages for turns in stage)))
         )
+
+
+def test_a_recording_leaves_out_what_no_tape_holds() -> None:
+    groups, _ = play(sub_agents=SubAgents(trained=True))
+    origin = Origin(
+        run="r",
+        stage="s",
+        file="f",
+        environment=TEAM,
+        section=TEAM,
+        seed=0,
+        max_tokens=PARAMS.max_tokens,
+        temperature=1.0,
+        stop_token_ids=ENDS,
+        positions=None,
+        tokenizer="t",
+        checkpoint=None,
+    )
+    with Replayer(lambda _: TOKENIZER) as replayer:
+        found = record([one for group in groups for one in group], origin, replayer)
+    own = [one for group in groups for one in group if not one.is_sub_agent]
+    with_agents = sum(bool(one.spans) for one in own)
+    assert len(found.cassettes) == len(own) - with_agents
+    assert sum(found.refused.values()) == with_agents > 0
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -41,7 +41,8 @@ class Trajectory:
     Attributes:
         name: what a sub-agent is for.
         rounds: the round of each turn.
-        is_full: whether the model has no room for another turn of a sub-agent, whose action is then empty.
+        is_refused: whether a sub-agent cannot take its next turn, because its messages cannot be encoded or the
+            model has no room for them. Its actions are then empty.
         opening: the messages of the prompt.
         messages: all messages so far, as text.
         token_ids: tokens after the prompt, both sampled and observed.
@@ -49,7 +50,7 @@ class Trajectory:
 
     name: str = "agent"
     rounds: list[int] = field(default_factory=list)
-    is_full: bool = False
+    is_refused: bool = False
     opening: tuple[Message, ...] = ()
     messages: list[Message] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from perilune.data.episode import Episode, outcome_fields, outcome_metrics
-from perilune.data.spans import critical_steps, total_steps
+from perilune.data.spans import Span, critical_steps, total_steps
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
@@ -189,7 +189,7 @@ class RolloutWorker:
                 if on_progress is not None and len(due) == total and due[0].is_single_turn:
                     on_progress(finished, total)
 
-            turns = [turn for one in due for turn in one.due if not turn.trajectory.is_full]
+            turns = [turn for one in due for turn in one.due if not turn.trajectory.is_refused]
             contexts = [turn.trajectory.context() for turn in turns]
             completions = self.sample_turns(turns, contexts, samples, params, progress)
         watch.sampling += time.perf_counter() - began
@@ -246,7 +246,9 @@ class RolloutWorker:
         )
 
     def _engine_number(self, turn: DueTurn) -> int:
-        return 1 if turn.rollout.is_opponents_turn else 2 if turn.agent else 0
+        if turn.rollout.is_opponents_turn:
+            return 1
+        return 2 if turn.agent and self.sub_agents.engine else 0
 
     def observe(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
         """Append new messages for the agents to move; truncate rollouts without room for another turn."""
@@ -278,7 +280,7 @@ class RolloutWorker:
     def _observe_agent(self, turn: DueTurn, params: SamplingParams) -> None:
         """Append new messages for a sub-agent. Its prompt may be the policy's text, so it may be refused."""
         trajectory = turn.trajectory
-        if trajectory.is_full:
+        if trajectory.is_refused:
             return
         try:
             if trajectory.prompt_ids:
@@ -286,9 +288,9 @@ class RolloutWorker:
             else:
                 trajectory.begin(turn.messages, self.tokenizer.encode_prompt(turn.messages))
         except RequestError:
-            trajectory.is_full = True
+            trajectory.is_refused = True
             return
-        trajectory.is_full = not self._fits(trajectory, self.params_of(turn, params))
+        trajectory.is_refused = not self._fits(trajectory, self.params_of(turn, params))
 
     def params_of(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
         """The parameters of a turn."""
@@ -370,6 +372,7 @@ class RolloutWorker:
 
     def _episode(self, part: Part) -> Episode:
         rollout, trajectory, outcome = part.rollout, part.trajectory, part.outcome
+        spans = part.spans
         last = trajectory.turns[-1].completion.finish_reason if part.agent else rollout.finish_reason
         return Episode(
             episode_id=part.episode_id,
@@ -384,21 +387,21 @@ class RolloutWorker:
             logprobs=trajectory.sampled("logprobs", 0.0, np.float32),
             policy_version=trajectory.sampled("policy_version", -1, np.int32),
             finish_reason=last,
-            metrics=_metrics(part, outcome),
+            metrics=_metrics(part, outcome, spans),
             routed_experts=trajectory.routes(),
-            spans=part.spans,
+            spans=spans,
             **outcome_fields(outcome),
         )
 
 
-def _metrics(part: Part, outcome: Outcome) -> dict[str, float]:
+def _metrics(part: Part, outcome: Outcome, spans: Sequence[Span]) -> dict[str, float]:
     rollout = part.rollout
     figures = outcome_metrics(outcome)
     if not rollout.is_single_turn:
         figures["turns"] = float(len(part.trajectory.turns))
     if rollout.task.difficulty is not None:
         figures["difficulty"] = float(rollout.task.difficulty)
-    if spans := part.spans:
+    if spans:
         figures["sub_agents"] = float(len(spans) - 1)
         figures["critical_steps"] = float(critical_steps(spans))
         figures["total_steps"] = float(total_steps(spans))
