@@ -18,18 +18,18 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from perilune.sandbox import kernel
+from perilune.sandbox.control_socket import read_requests
 from perilune.sandbox.landlock import give_up_files
 from perilune.sandbox.limits import lower
 from perilune.sandbox.watch import descendants
 
 DESCRIPTORS = 4  # input, output, errors, report
 _OPEN_FILES = 256
-_READ = 65536
 
 
 def main(preload: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ def main(preload: Sequence[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     for name in preload:
         importlib.import_module(name)
-    for request, descriptors in _requests(control):
+    for request, descriptors in read_requests(control, DESCRIPTORS):
         keeper = os.fork()
         if keeper == 0:
             control.close()
@@ -48,18 +48,6 @@ def main(preload: Sequence[str]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         control.sendall(json.dumps({"keeper": keeper}).encode() + b"\n")
-
-
-def _requests(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    buffer, descriptors = b"", list[int]()
-    while True:
-        data, received, _, _ = socket.recv_fds(control, _READ, DESCRIPTORS)
-        if not data:
-            return
-        buffer, descriptors = buffer + data, descriptors + received
-        if buffer.endswith(b"\n"):
-            yield json.loads(buffer), descriptors
-            buffer, descriptors = b"", []
 
 
 def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, report: int) -> NoReturn:

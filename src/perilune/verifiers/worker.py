@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NoReturn
 
@@ -35,11 +35,11 @@ from perilune.environments.core.protocol import (
 )
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
+from perilune.sandbox.control_socket import read_requests
 from perilune.verifiers.confinement import Confinement, ScorerLimits
 
 TEXT_CHECKSUM = "text_checksum"  # key of an answer: CRC-32 of the text that was scored
 _LONGEST_REASON = 300
-_COMMAND = 65536  # bytes per read
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     sink = os.open(os.devnull, os.O_RDWR)
     os.dup2(sink, 0)
     os.dup2(sink, 1)  # a scorer's output is discarded; the parent reads a bounded part of standard error
-    commands = _commands(control)
+    commands = read_requests(control, 2)
     opening, _ = next(commands)
     try:
         environment = make_environment(opening["spec"], checked=False)
@@ -203,20 +203,6 @@ def _end(process: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             kill(process, signal.SIGKILL)
     return os.waitpid(process, 0)[1]
-
-
-def _commands(control: socket.socket) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Commands with their descriptors. Each command is answered before the next one arrives."""
-    buffer = b""
-    descriptors: list[int] = []
-    while True:
-        data, received, _, _ = socket.recv_fds(control, _COMMAND, 2)
-        if not data:
-            return
-        buffer, descriptors = buffer + data, descriptors + received
-        if buffer.endswith(b"\n"):
-            yield json.loads(buffer), descriptors
-            buffer, descriptors = b"", []
 
 
 def _send(control: socket.socket, document: Mapping[str, Any]) -> None:

@@ -1,0 +1,28 @@
+"""Requests over a control socket, which bring descriptors: JSON, one a line, answered one after another."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+_READ = 65536
+
+
+def read_requests(control: socket.socket, most: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yield each request with its descriptors, until the socket closes.
+
+    Args:
+        most: descriptors of one request.
+    """
+    buffer = b""
+    descriptors: list[int] = []
+    while True:
+        data, received, _, _ = socket.recv_fds(control, _READ, most)
+        if not data:
+            return
+        buffer, descriptors = buffer + data, descriptors + received
+        if buffer.endswith(b"\n"):
+            yield json.loads(buffer), descriptors
+            buffer, descriptors = b"", []
