@@ -20,7 +20,7 @@ from perilune.engine.engine import Engine
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.rollout.cache_room import CacheRoom
-from perilune.rollout.continuous import ContinuousRollouts, Group, Spans, TurnTokens
+from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens, VersionRuns
 from perilune.rollout.groups import Groups
 from perilune.rollout.worker import RolloutWorker
 from perilune.verifiers import Scorer
@@ -75,14 +75,14 @@ def same(one: Groups, other: Groups) -> bool:
     return to_bytes(e for group in one for e in group) == to_bytes(e for group in other for e in group)
 
 
-def spans_of(episode: Episode) -> Spans:
-    spans: Spans = []
+def version_runs_of(episode: Episode) -> VersionRuns:
+    version_runs: VersionRuns = []
     for version in episode.policy_version[episode.loss_mask].tolist():
-        if spans and spans[-1][0] == version:
-            spans[-1] = (version, spans[-1][1] + 1)
+        if version_runs and version_runs[-1][0] == version:
+            version_runs[-1] = (version, version_runs[-1][1] + 1)
         else:
-            spans.append((version, 1))
-    return spans
+            version_runs.append((version, 1))
+    return version_runs
 
 
 def test_an_episode_is_that_of_a_batch(start: Callable[[], Session]) -> None:
@@ -110,14 +110,14 @@ def swapped(start: Callable[[], Session], after: int) -> Session:
 
 def test_the_versions_of_its_tokens_determine_an_episode(start: Callable[[], Session]) -> None:
     first = swapped(start, 5).all(6)
-    versions = {tuple(v for v, _ in spans_of(one)) for group in first for one in group}
+    versions = {tuple(v for v, _ in version_runs_of(one)) for group in first for one in group}
     assert (0, 1) in versions  # weights changed within an episode
-    mixed = [one for group in first for one in group if len(spans_of(one)) > 1]
+    mixed = [one for group in first for one in group if len(version_runs_of(one)) > 1]
     assert any(missing_rows(one.routed_experts)[: len(one.prompt_ids) + 5].any() for one in mixed)
 
-    spans = {index: [spans_of(one) for one in group] for index, group in enumerate(first)}
+    version_runs = {index: [version_runs_of(one) for one in group] for index, group in enumerate(first)}
     again = start()
-    again.admit(4, 0, 5, 3, 1, 2, spans=spans)
+    again.admit(4, 0, 5, 3, 1, 2, version_runs=version_runs)
     again.until(lambda: again.rollouts.is_idle)
     again.rollouts.update_weights(mixture(seed=1)._source.state_dict(), 1)
     assert same(again.all(6), first)

@@ -5,7 +5,7 @@ turn is one request to the engine, and the environment's steps run in threads, s
 its own episode.
 
 An episode is a function of its key and of the version that sampled each of its tokens. So an episode can be
-resumed from its tokens, and repeated from the versions alone (`Spans`).
+resumed from its tokens, and repeated from the versions alone (`VersionRuns`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from perilune.verifiers.sessions import Sessions
 TOGETHER = 0.05  # seconds that answers scored in one call may take
 
 Event = Callable[[], None]
-Spans = list[tuple[int, int]]
+VersionRuns = list[tuple[int, int]]
 """The versions that sample an episode's tokens, each with its number of tokens, in order."""
 
 
@@ -104,7 +104,7 @@ class Group:
     Attributes:
         key: (step, index): its place in the order of admission.
         recorded: the turns of each sample that were sampled before, to continue from.
-        spans: the versions that must sample each sample; None to use the current weights.
+        version_runs: the versions that must sample each sample; None to use the current weights.
         rollouts, played, over: the open episodes and their finished turns by sample, and the number of
             finished episodes.
     """
@@ -112,13 +112,13 @@ class Group:
     key: tuple[int, int]
     task: Task
     recorded: list[list[TurnTokens]] | None = None
-    spans: list[Spans] | None = None
+    version_runs: list[VersionRuns] | None = None
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     played: dict[int, list[TurnTokens]] = field(default_factory=dict)
     over: int = 0
 
-    def played_spans(self, samples: int) -> list[Spans]:
-        """The spans of the finished turns of each sample."""
+    def played_version_runs(self, samples: int) -> list[VersionRuns]:
+        """The version runs of the finished turns of each sample."""
         versions = ([turn.versions for turn in self.played.get(one, [])] for one in range(samples))
         return [
             [(version, sum(1 for _ in run)) for version, run in groupby(chain.from_iterable(one))]
@@ -223,7 +223,7 @@ class ContinuousRollouts:
 
     def _needs_room(self, group: Group) -> bool:
         """Whether a group waits for room: single turns queue in the engine, and a schedule has its order."""
-        return group.spans is None and self._worker.has_turns(group.task)
+        return group.version_runs is None and self._worker.has_turns(group.task)
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
         """Continue with new weights: `state`, or the decoder's current ones. See `Engine.update_weights`."""
@@ -253,7 +253,7 @@ class ContinuousRollouts:
             return
         rollouts = [group.rollouts[one] for one in range(self._samples)]
         self._observe(rollouts)
-        if group.recorded or group.spans or any(one.is_over for one in rollouts):
+        if group.recorded or group.version_runs or any(one.is_over for one in rollouts):
             for one in rollouts:
                 self._next(group, one)
             return
@@ -312,12 +312,12 @@ class ContinuousRollouts:
 
     def _left(self, turn: _Turn) -> int:
         """The tokens that the current version may sample of the turn's episode."""
-        if turn.group.spans is None:
+        if turn.group.version_runs is None:
             return self._params.max_tokens
         sample = turn.rollout.sample
         earlier = sum(len(one.token_ids) for one in turn.group.played.get(sample, []))
         position = earlier + len(turn.tokens.token_ids)
-        for version, count in turn.group.spans[sample]:
+        for version, count in turn.group.version_runs[sample]:
             if position < count:
                 return count - position if version == self._engine.version else 0
             position -= count

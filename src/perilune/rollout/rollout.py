@@ -41,7 +41,7 @@ class Trajectory:
     Attributes:
         name: what a sub-agent is for.
         rounds: the round of each turn.
-        is_refused: whether a sub-agent cannot take its next turn, because its messages cannot be encoded or the
+        is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
             model has no room for them. Its actions are then empty.
         opening: the messages of the prompt.
         messages: all messages so far, as text.

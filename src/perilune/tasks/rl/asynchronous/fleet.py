@@ -24,7 +24,7 @@ from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.learn.adaptation import trainable
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
-from perilune.rollout.continuous import Spans
+from perilune.rollout.continuous import VersionRuns
 from perilune.rollout.groups import Groups, map_groups
 from perilune.tasks.rl.asynchronous.channel import Channel, LocalChannel
 from perilune.tasks.rl.asynchronous.ray_channel import RayCluster
@@ -43,7 +43,7 @@ class Finished(NamedTuple):
     """A finished group: its episodes by player, and for each sample the versions of its tokens."""
 
     groups: Groups
-    spans: list[Spans]
+    version_runs: list[VersionRuns]
 
 
 @dataclass(eq=False)
@@ -191,7 +191,7 @@ class Fleet:
             key = tuple(message["group"])
             path = Path(self._folder.name, message["file"])
             if process.groups.pop(key, None) is not None:
-                self.finished[key] = Finished(map_groups(path), message["spans"])
+                self.finished[key] = Finished(map_groups(path), message["version_runs"])
             path.unlink()
             self._lost_in_a_row = 0
         elif "holds" in message:

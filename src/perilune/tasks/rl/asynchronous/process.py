@@ -2,10 +2,11 @@
 
 It reads JSON lines from standard input and answers on standard output; its log is standard error:
 
-    {"weights": name, "version": v, "checksum": c}    -> {"holds": v}
-    {"admit": group}                                  -> {"group": key, "file": name, "spans": spans} later
-    {"snapshot": name}                                -> {"snapshot": name} with the turns sampled so far
-    {"settle": n}                                     -> {"settled": n} once nothing more can happen
+    {"weights": name, "version": v, "checksum": c}  -> {"holds": v}
+    {"admit": group}                                -> {"group": key, "file": name, "version_runs": runs}
+                                                       later
+    {"snapshot": name}                              -> {"snapshot": name} with the turns sampled so far
+    {"settle": n}                                   -> {"settled": n} once nothing more can happen
 
 Messages name files in FOLDER: weights, finished groups and snapshots. The process ends when its standard
 input ends, so it never outlives the learner; it then removes FOLDER, because a killed learner cannot.
@@ -109,7 +110,7 @@ class RolloutProcess:
 
     def _admit(self, message: Mapping[str, Any]) -> None:
         known = message["recorded"]
-        spans = message["spans"]
+        version_runs = message["version_runs"]
         self._rollouts.admit(
             Group(
                 tuple(message["key"]),
@@ -117,7 +118,7 @@ class RolloutProcess:
                 None
                 if known is None
                 else [[TurnTokens.from_json(turn) for turn in sample] for sample in known],
-                None if spans is None else [[(v, n) for v, n in sample] for sample in spans],
+                None if version_runs is None else [[(v, n) for v, n in sample] for sample in version_runs],
             )
         )
 
@@ -125,8 +126,8 @@ class RolloutProcess:
         step, index = group.key
         path = self._folder / f"{step}-{index}.arrow"
         write_atomic(path, groups_to_bytes(groups))
-        spans = group.played_spans(self._samples)
-        self._send({"group": group.key, "file": path.name, "spans": spans})
+        version_runs = group.played_version_runs(self._samples)
+        self._send({"group": group.key, "file": path.name, "version_runs": version_runs})
 
     def _snapshot(self, name: str) -> None:
         recorded = [

@@ -70,12 +70,12 @@ class AsynchronousSampler(GroupSource):
         self._recorded: Mapping[str, Any] = known.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
-        self._spans = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
+        self._version_runs = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
         weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
         self._fleet = Fleet(self._workspace, self._settings, weights)
-        for number, (stream, spans) in known.get("finished", {}).items():
+        for number, (stream, version_runs) in known.get("finished", {}).items():
             groups = groups_from_bytes(base64.b64decode(stream))
-            self._fleet.finished[self._key(int(number))] = Finished(groups, spans)
+            self._fleet.finished[self._key(int(number))] = Finished(groups, version_runs)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
         )
@@ -101,8 +101,8 @@ class AsynchronousSampler(GroupSource):
         episodes = [one for group in groups for one in group]
         watch.tokens += sum(int(one.loss_mask.sum()) for one in episodes)
         require_few_failures(episodes, self._player.rollouts.scorer.settings, f"step {step}")
-        spans = {number: finished.spans for number, (_, finished) in batch.items()}
-        log_batch(self._workspace.artifacts / SCHEDULE, step, spans)
+        version_runs = {number: finished.version_runs for number, (_, finished) in batch.items()}
+        log_batch(self._workspace.artifacts / SCHEDULE, step, version_runs)
         if (learned := self._player.rollouts.learned) is not None:
             groups = learned.rescore(groups)
         if self._process_rewards.settings is not None:
@@ -130,8 +130,8 @@ class AsynchronousSampler(GroupSource):
         """Put what a resumed run needs into the learner's memory: groups that no step has trained on."""
         recorded = self._fleet.snapshot()
         finished = {
-            str(self._number(key)): (base64.b64encode(groups_to_bytes(groups)).decode(), spans)
-            for key, (groups, spans) in self._fleet.finished.items()
+            str(self._number(key)): (base64.b64encode(groups_to_bytes(groups)).decode(), version_runs)
+            for key, (groups, version_runs) in self._fleet.finished.items()
         }
         self._learner.memory[MEMORY] = {
             "admitted": self._admitted,
@@ -178,17 +178,17 @@ class AsynchronousSampler(GroupSource):
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        spans = None
+        version_runs = None
         if self._schedule is not None:
-            spans = self._spans.get(number)
-            if spans is None:
+            version_runs = self._version_runs.get(number)
+            if version_runs is None:
                 return  # no step trained on it
         self._fleet.admit(
             {
                 "key": self._key(number),
                 "task": fields(self._waiting[number][0]),
                 "recorded": self._recorded.get(str(number)),
-                "spans": spans,
+                "version_runs": version_runs,
             }
         )
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines
-from perilune.rollout.continuous import Spans
+from perilune.rollout.continuous import VersionRuns
 
-Batch = dict[int, list[Spans]]
-"""The groups of one step by number, in order, with the spans of each sample."""
+Batch = dict[int, list[VersionRuns]]
+"""The groups of one step by number, in order, with the version runs of each sample."""
 
 
 def log_batch(path: Path, step: int, batch: Batch) -> None:
