@@ -212,7 +212,7 @@ def main() -> None:
         alarms, exact = false_alarms(home, folder)
         alarms["in the suite itself"] = clean["failed"]
         seconds = timed(home, folder)
-        causes = by_cause(home, folder / "suite", folder)
+        causes = by_cause(home, folder / "timed", folder)
         bugs = [caught(home, folder / "suite", folder, one, arguments.shrink) for one in PLANTED]
     found = {"suite": suite, "planted bugs": bugs, "replays without a bug": alarms}
     found |= {"exact replays": exact, "time of a suite": seconds, "shrinking by cause": causes}
