@@ -66,12 +66,22 @@ class Attempt:
     @cached_property
     def metrics(self) -> Columns:
         """artifacts/metrics.jsonl as columns, with None for missing values."""
-        return columns_of(self._lines("artifacts/metrics.jsonl"))
+        return columns_of(self.metric_lines)
+
+    @cached_property
+    def metric_lines(self) -> list[Mapping[str, Any]]:
+        """artifacts/metrics.jsonl."""
+        return self._lines("artifacts/metrics.jsonl")
 
     @cached_property
     def timings(self) -> Columns:
         """artifacts/timings.jsonl as columns."""
-        return columns_of(self._lines("artifacts/timings.jsonl"))
+        return columns_of(self.timing_lines)
+
+    @cached_property
+    def timing_lines(self) -> list[Mapping[str, Any]]:
+        """artifacts/timings.jsonl."""
+        return self._lines("artifacts/timings.jsonl")
 
     @cached_property
     def hardware(self) -> list[Mapping[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +13,9 @@ from perilune.cli.inspect.run_table import doubts, interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json, wrapped, write
 from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.metrics.health.verdict import Health
 
 
 def runs(
@@ -74,14 +78,21 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     from perilune.cli.train.estimate import compared, kept_estimate
     from perilune.control.queries.lookup import find_run, run_document
     from perilune.metrics.training import training_figures
+    from perilune.ui.attempt import Attempt
+    from perilune.ui.health import health_of
 
     control = open_control()
-    document = run_document(control, find_run(control, run))
+    document = run_document(control, found := find_run(control, run))
+    here = not control.reconciler.placements.capabilities(found.id).elsewhere
+    health = health_of(Attempt(Path(document["directory"])), here=here)
+    document["health"] = health.document()
     if as_json:
         print_json(document)
         return
     echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
     echo(f"  state      {document['state']}{reason(document)}")
+    for line in _health(health):
+        echo(wrapped(f"  {line}", indent=13))
     for condition in document["conditions"]:
         echo(f"  error      {condition['about']}: {condition['message']}")
     for attempt in document["attempts"]:
@@ -106,6 +117,11 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         echo(f"  {line}")
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
+
+
+def _health(found: Health) -> list[str]:
+    """The verdict, and what to do."""
+    return [f"health     {found.line}", *(f"           {one.remedy}" for one in found.findings[:1])]
 
 
 def _held_out(found: Mapping[str, Any] | None) -> list[str]:

@@ -1,0 +1,330 @@
+"""The sicknesses of a training run. Each rule finds one, with the step since when it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from perilune.metrics.health.series import BASELINE, Series, Values, at_least, median, shifted
+
+DEAD = 0.5  # share of dead groups
+SOLVED = 0.8  # pass rate from which groups are dead because their tasks are solved
+TRUNCATED = 0.25  # share of answers
+FAILED = 0.05  # share of episodes without a score
+GAP_CPU, GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
+WAITING = 0.8  # share of a step that the learner waits for episodes
+SLOW = 6.0  # times the median step
+Z = 1.2816  # one-sided 90% of a normal distribution
+FALLEN = 0.4  # of the mean reward
+JUMP = 3.0  # standard deviations, in two steps running
+SURE = 4.0  # standard errors of a trend
+WINDOW = 8  # steps of a mean of a trend
+
+Status = Literal["healthy", "watch", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sickness.
+
+    Attributes:
+        name: a short name, such as "dead groups".
+        since: the step at which it began; None if it is not a matter of steps.
+        why: the observation, with figures.
+        remedy: what to do.
+    """
+
+    name: str
+    status: Status
+    since: int | None
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the rules read.
+
+    Attributes:
+        metrics, timings: the lines of metrics.jsonl and timings.jsonl.
+        samples: samples of a group; 1 if unknown.
+        oldest: bound on the age of a token in updates, if the run has one.
+        cpu: whether the run computes on a CPU.
+        open_seconds: time since the last line of a live run; None for a run that has ended.
+        silent_seconds: time since the last heartbeat of a live run; None if that is not known.
+    """
+
+    metrics: Series
+    timings: Series = field(default_factory=lambda: Series([]))
+    samples: int = 1
+    oldest: float | None = None
+    cpu: bool = True
+    open_seconds: float | None = None
+    silent_seconds: float | None = None
+
+
+def dead_groups(run: Evidence) -> Iterator[Finding]:
+    """Most groups have equal rewards, and not because their tasks are solved."""
+    dead, groups = run.metrics.column("dead_groups"), run.metrics.column("groups")
+    passed = run.metrics.column("pass_rate")
+    flags = []
+    for place, value in enumerate(dead):
+        number = sum(one or 1.0 for one in groups[max(0, place - 1) : place + 1])
+        is_solved = (passed[place] or 0.0) >= SOLVED
+        flags.append(value is not None and not is_solved and _surely_above(value, number, DEAD))
+    since = run.metrics.since(flags)
+    if since is not None:
+        low = (_last(passed) or 0.0) < 0.5
+        cause = "almost no answer is right" if low else "almost every answer is right"
+        yield Finding(
+            "dead groups",
+            "watch",
+            since,
+            f"{_last(dead):.0%} of the groups have equal rewards and give no gradient: {cause}",
+            "easier tasks, a curriculum, or more SFT" if low else "harder tasks, or a curriculum",
+        )
+
+
+def truncation(run: Evidence) -> Iterator[Finding]:
+    """The token limit cuts off many answers."""
+    values = run.metrics.column("truncated")
+    since = run.metrics.since(at_least(values, TRUNCATED))
+    if since is not None:
+        yield Finding(
+            "truncation",
+            "watch",
+            since,
+            f"the token limit cuts off {_last(values):.0%} of the answers",
+            "raise max_tokens, or penalise length with a reward term",
+        )
+
+
+def logprob_gap(run: Evidence) -> Iterator[Finding]:
+    """Engine and learner disagree on the same tokens and weights."""
+    largest, limit = run.metrics.column("logprob_gap_max"), GAP_CPU if run.cpu else GAP
+    if not run.cpu:
+        largest = run.metrics.column("logprob_gap_mean")
+    since = run.metrics.since(at_least(largest, limit))
+    if since is not None:
+        yield Finding(
+            "log-prob gap",
+            "broken",
+            since,
+            f"engine and learner differ by {_last(largest):.2g} nats; the limit is {limit:g}",
+            "stop: the policy gradient is biased. perilune doctor; compare dtypes and kernels",
+        )
+
+
+def reward_hack(run: Evidence) -> Iterator[Finding]:
+    """The reward rises while what it stands for falls: the gold score, or else the pass rate."""
+    reward = run.metrics.column("reward")
+    for name, label in (("gold", "gold score"), ("pass_rate", "pass rate")):
+        truth = run.metrics.column(name)
+        if not any(value is not None for value in truth):
+            continue
+        down = shifted(truth, sigmas=JUMP, least=0.1, sticky=-1)
+        up = shifted(reward, sigmas=JUMP, least=0.02, sticky=1)
+        jumps = zip(down, up, strict=True)
+        since = run.metrics.since([fell < 0 < rose for fell, rose in jumps])
+        if since is None:
+            since = run.metrics.since(_parting(reward, truth))
+        if since is not None:
+            yield Finding(
+                "reward hack",
+                "broken",
+                since,
+                f"the reward rises to {_last(reward):.3g} while the {label} falls to {_last(truth):.3g}",
+                "stop, and read the episodes with the highest reward; perilune environments audit RECIPE",
+            )
+        return  # the pass rate is a stand-in for a missing gold score
+
+
+def reward_error(run: Evidence) -> Iterator[Finding]:
+    """The verifier fails, returns one value for all answers, or changed although the answers did not."""
+    metrics = run.metrics
+    failures, groups = metrics.column("failures"), metrics.column("groups")
+    shares = [
+        None if failed is None or not number else failed / (number * run.samples)
+        for failed, number in zip(failures, groups, strict=True)
+    ]
+    remedy = "run the verifier on one episode by hand, and read the log: perilune logs RUN"
+    since = metrics.since(at_least(shares, FAILED))
+    if since is not None:
+        yield Finding(
+            "reward error", "broken", since, f"{_last(shares):.0%} of the episodes got no score", remedy
+        )
+    reward = metrics.column("reward")
+    varied = list(accumulate((one not in (None, 0.0) for one in metrics.column("reward_std")), max))
+    jumped = shifted(reward, sigmas=JUMP, least=0.1, share=FALLEN, sticky=-1)
+    constant = [
+        value == 0.0 and before and jump != 0
+        for value, before, jump in zip(metrics.column("reward_std"), varied, jumped, strict=True)
+    ]
+    since = metrics.since(constant)
+    if since is not None:
+        why = f"every answer gets the reward {_last(reward):.3g}, and rewards differed before"
+        yield Finding("reward error", "broken", since, why, remedy)
+        return
+    changed = [
+        shifted(metrics.column("length"), sigmas=JUMP, least=1.0, sticky=0),
+        shifted(metrics.column("entropy"), sigmas=JUMP, least=0.02, sticky=0),
+    ]
+    unexplained = _unexplained(jumped, [any(signs) for signs in zip(*changed, strict=True)])
+    since = metrics.since(unexplained)
+    if since is not None:
+        why = f"the reward fell at once to {_last(reward):.3g}; length and entropy did not change"
+        yield Finding("reward error", "broken", since, why, remedy)
+
+
+def stale_data(run: Evidence) -> Iterator[Finding]:
+    """Tokens are older than the bound, or suddenly older than before."""
+    ages, oldest = run.metrics.column("staleness"), run.metrics.column("staleness_max")
+    if run.oldest is not None:
+        since = run.metrics.since([value is not None and value > run.oldest for value in oldest])
+        bound = f"the bound is {run.oldest:g}"
+    else:
+        usual = median(ages[:BASELINE]) or 0.0
+        since = run.metrics.since(at_least(ages, 3 * usual + 1))
+        bound = f"it was {usual:g}"
+    if since is not None:
+        yield Finding(
+            "stale data",
+            "watch",
+            since,
+            f"tokens are {_last(ages):.3g} updates old on average, {_last(oldest) or 0:.3g} at most; {bound}",
+            "more rollout processes, a smaller staleness, or shorter answers",
+        )
+
+
+def starvation(run: Evidence) -> Iterator[Finding]:
+    """The learner waits for episodes, or the engine samples far fewer tokens a second than before."""
+    times = run.timings
+    sampling, ready = times.column("sampling"), times.column("groups_ready")
+    total = _totals(times)
+    waits = [
+        None if spent is None or groups is None or groups >= 1 or not whole else spent / whole
+        for spent, groups, whole in zip(sampling, ready, total, strict=True)
+    ]
+    rates = [rate or None for rate in times.column("tokens_per_second")]
+    usual = median(rates[:BASELINE])
+    slow = [rate is not None and usual is not None and rate < usual / 4 for rate in rates]
+    found = (
+        (times.since(at_least(waits, WAITING)), f"the learner waits {_last(waits) or 0:.0%} of a step"),
+        (
+            times.since(slow),
+            f"the engine samples {_last(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}",
+        ),
+    )
+    for since, why in found:
+        if since is not None:
+            remedy = "more rollout processes, or fewer other programs on the machine: perilune top"
+            yield Finding("starvation", "watch", since, why, remedy)
+            return
+
+
+def stall(run: Evidence) -> Iterator[Finding]:
+    """The process is gone, a step takes very long, or steps have become slow."""
+    if run.silent_seconds is not None and run.silent_seconds > 15:
+        yield Finding(
+            "no heartbeat",
+            "broken",
+            None,
+            f"the worker has been silent for {_duration(run.silent_seconds)}",
+            "it was killed or its machine stopped: perilune explain RUN, then perilune retry RUN",
+        )
+        return
+    total = _totals(run.timings)
+    whole = [
+        None if one is None else one + (more or 0.0)
+        for one, more in zip(total, run.timings.column("evaluation"), strict=True)
+    ]
+    usual = median(total)
+    longest = max((one for one in whole if one is not None), default=0.0)
+    if usual is None:
+        return
+    if run.open_seconds is not None and run.open_seconds > max(SLOW * usual, 2 * longest, 10.0):
+        why = f"no step for {_duration(run.open_seconds)}; the median step takes {_duration(usual)}"
+        step = run.metrics.steps[-1] + 1 if run.metrics.steps else None
+        yield Finding(
+            "stall", "broken", step, why, "read the log: perilune logs RUN; or perilune explain RUN"
+        )
+        return
+    since = run.timings.since(at_least(total, SLOW * (median(total[:BASELINE]) or math.inf)))
+    if since is not None:
+        why = f"steps take {_duration(_last(total) or 0.0)}, more than {SLOW:g} times as long as at the start"
+        yield Finding("stall", "watch", since, why, "look at the load of the machine: perilune top")
+
+
+def _unexplained(jumped: Sequence[int], changed: Sequence[bool]) -> list[bool]:
+    """Where values are below their baseline since a step at which the answers did not change."""
+    flags: list[bool] = []
+    began = 0
+    for place, sign in enumerate(jumped):
+        if sign < 0 and not (flags and jumped[place - 1] < 0):
+            began = place
+        flags.append(sign < 0 and not any(changed[began : min(place, began + 1) + 1]))
+    return flags
+
+
+def _parting(reward: Values, truth: Values) -> list[bool]:
+    """Where the truth is surely below its best mean, and the reward surely above its mean at that time."""
+    flags: list[bool] = []
+    best: tuple[float, float, float, float] | None = None
+    for place in range(len(truth)):
+        recent = [
+            [one for one in values[max(0, place + 1 - WINDOW) : place + 1] if one is not None]
+            for values in (truth, reward)
+        ]
+        if min(map(len, recent)) < WINDOW:
+            flags.append(False)
+            continue
+        means = [math.fsum(one) / WINDOW for one in recent]
+        errors = [
+            math.fsum((value - mean) ** 2 for value in one) / WINDOW**2
+            for mean, one in zip(means, recent, strict=True)
+        ]
+        now = (means[0], errors[0], means[1], errors[1])
+        if best is None or now[0] > best[0]:
+            best = now
+        fall, rise = best[0] - now[0], now[2] - best[2]
+        flags.append(
+            fall > max(SURE * math.sqrt(best[1] + now[1]), 0.1 * abs(best[0]))
+            and rise > SURE * math.sqrt(best[3] + now[3])
+        )
+    return flags
+
+
+def _surely_above(share: float, number: float, limit: float) -> bool:
+    """Whether the lower Wilson bound (one-sided 90%) of a share is above `limit`."""
+    centre = share + Z * Z / (2 * number)
+    spread = Z * math.sqrt(share * (1 - share) / number + Z * Z / (4 * number * number))
+    return (centre - spread) / (1 + Z * Z / number) > limit
+
+
+def _totals(timings: Series) -> list[float | None]:
+    parts = [timings.column(name) for name in ("sampling", "scoring", "learning", "other")]
+    return [math.fsum(one or 0.0 for one in row) or None for row in zip(*parts, strict=True)]
+
+
+def _last(values: Values) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+Rule = Callable[[Evidence], Iterator[Finding]]
+RULES: Sequence[Rule] = (
+    stall,
+    logprob_gap,
+    reward_error,
+    reward_hack,
+    stale_data,
+    truncation,
+    dead_groups,
+    starvation,
+)

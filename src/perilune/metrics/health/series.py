@@ -1,0 +1,95 @@
+"""Series of a run by step, and when a condition or a change began that still holds."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+CONFIRM = 2  # consecutive steps before a condition counts, and before its end counts
+BASELINE = 12  # undisturbed steps that a step is compared with
+LEAST_BASELINE = 5
+CENTRE = 4  # of these, the latest, make the mean
+
+Values = Sequence[float | None]
+
+
+class Series:
+    """Columns of the steps of a run. Step 0, which has only evaluations, is left out."""
+
+    def __init__(self, rows: Sequence[Mapping[str, object]]) -> None:
+        by_step = {step: row for row in rows if isinstance(step := row.get("step"), int) and step > 0}
+        self.steps = sorted(by_step)
+        self._rows = [by_step[step] for step in self.steps]
+
+    def column(self, name: str) -> list[float | None]:
+        """The values of a metric by step; None where it is missing or not finite."""
+        return [_number(row.get(name)) for row in self._rows]
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of the metrics that begin with `prefix`."""
+        return sorted({name for row in self._rows for name in row if name.startswith(prefix)})
+
+    def since(self, flags: Sequence[bool]) -> int | None:
+        """The step at which the condition began that holds at the last step; None if none holds.
+
+        A condition begins with `CONFIRM` consecutive steps, and ends with as many without it.
+        """
+        onset: int | None = None
+        streak = gap = 0
+        for place, flag in enumerate(flags):
+            streak, gap = (streak + 1, 0) if flag else (0, gap + 1)
+            if onset is None and streak == CONFIRM:
+                onset = place - CONFIRM + 1
+            elif gap == CONFIRM:
+                onset = None
+        return None if onset is None else self.steps[onset]
+
+
+def shifted(values: Values, *, sigmas: float, least: float, sticky: int, share: float = 0.0) -> list[int]:
+    """Where values have left their baseline: 1 above it, -1 below it, 0 within.
+
+    The baseline is the mean of the last `CENTRE` values that belong to it. The noise comes from the
+    differences of successive values (von Neumann), so a trend does not hide a jump.
+
+    Args:
+        sigmas: distance in standard deviations of a value around the baseline.
+        least: smallest distance that counts, in the unit of the values.
+        share: smallest distance that counts, as a share of the baseline.
+        sticky: values on this side stay outside until they return; others become part of the baseline.
+    """
+    normal: deque[float] = deque(maxlen=BASELINE)
+    found: list[int] = []
+    for value in values:
+        sign = 0
+        if value is not None and len(normal) >= LEAST_BASELINE:
+            centre = math.fsum(list(normal)[-CENTRE:]) / CENTRE
+            steps = [(after - before) ** 2 for before, after in pairwise(normal)]
+            noise = math.sqrt(math.fsum(steps) / len(steps) / 2 * (1 + 1 / CENTRE))
+            limit = max(least, share * abs(centre), sigmas * noise)
+            if sticky and found[-CONFIRM:] == [sticky] * CONFIRM:  # on the way back, chance must not end it
+                limit /= 2
+            if abs(value - centre) > limit:
+                sign = int(math.copysign(1, value - centre))
+        if value is not None and (sign == 0 or sign != sticky):
+            normal.append(value)
+        found.append(sign)
+    return found
+
+
+def at_least(values: Values, limit: float) -> list[bool]:
+    """Where values are known and at least `limit`."""
+    return [value is not None and value >= limit for value in values]
+
+
+def median(values: Values) -> float | None:
+    """The median of the known values; None without any."""
+    known = sorted(value for value in values if value is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

@@ -1,0 +1,46 @@
+"""The verdict on a run: its findings, the gravest first, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from perilune.metrics.health.rules import RULES, Evidence, Finding, Status
+
+GRAVITY: tuple[Status, ...] = ("broken", "watch", "healthy")
+
+CAUSES = {"reward error": ("dead groups",), "starvation": ("stall",)}  # and effects, which are not told too
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The health of a run: `status` is that of its gravest finding."""
+
+    status: Status
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The verdict as one line: "watch: truncation since step 12: ...; what to do"."""
+        if not self.findings:
+            return self.status
+        first = self.findings[0]
+        since = "" if first.since is None else f" since step {first.since}"
+        return f"{self.status}: {first.name}{since}: {first.why}"
+
+    def document(self) -> dict[str, Any]:
+        """The verdict as JSON."""
+        return {
+            "status": self.status,
+            "line": self.line,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def assess(run: Evidence) -> Health:
+    """The health of a run from its lines. Pure: the same lines and times give the same verdict."""
+    found = [finding for rule in RULES for finding in rule(run)]
+    effects = {effect for finding in found for effect in CAUSES.get(finding.name, ())}
+    found = [one for one in found if one.name not in effects or one.status == "broken"]
+    found.sort(key=lambda one: GRAVITY.index(one.status))
+    return Health(found[0].status if found else "healthy", tuple(found))

@@ -1,0 +1,50 @@
+"""The health of an attempt, from its files alone: it may be running, finished or dead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.metrics.health.rules import Evidence
+from perilune.metrics.health.series import Series
+from perilune.metrics.health.verdict import Health, assess
+from perilune.ui.attempt import Attempt
+
+
+def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:
+    """The verdict on the stage of an attempt; healthy if it has not written a step.
+
+    Args:
+        here: whether it runs on this machine, so that its files show a missing heartbeat.
+        now: seconds since the epoch.
+    """
+    spec = attempt.job.get("spec") or {}
+    clock = time.time() if now is None else now
+    live = attempt.root is not None and not attempt.verdict and attempt.began is not None
+    return assess(
+        Evidence(
+            metrics=Series(attempt.metric_lines),
+            timings=Series(attempt.timing_lines),
+            samples=int(spec.get("samples") or 1),
+            oldest=_oldest(spec),
+            cpu=not (attempt.precheck.get("torch") or {}).get("cuda"),
+            open_seconds=_age(attempt.root, "artifacts/timings.jsonl", clock) if live and here else None,
+            silent_seconds=_age(attempt.root, "runtime/heartbeat.json", clock) if live and here else None,
+        )
+    )
+
+
+def _oldest(spec: Mapping[str, Any]) -> float | None:
+    """The bound on the age of a token in updates, if the stage has one."""
+    explicit = (spec.get("off_policy") or {}).get("max_staleness")
+    if explicit is not None:
+        return float(explicit)
+    ahead = (spec.get("asynchronous") or {}).get("staleness")
+    return None if ahead is None else 4.0 * (ahead + 1) * int(spec.get("epochs_per_batch") or 1)
+
+
+def _age(root: Path | None, name: str, now: float) -> float | None:
+    path = None if root is None else root / name
+    return max(0.0, now - path.stat().st_mtime) if path is not None and path.exists() else None

@@ -1,0 +1,186 @@
+"""The verdict on a run: silent on healthy runs, and each sickness named within two steps of its onset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.metrics.health.rules import Evidence
+from perilune.metrics.health.series import Series, shifted
+from perilune.metrics.health.verdict import Health, assess
+
+Row = dict[str, Any]
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "benchmarks" / "results"
+RUNS = json.loads((HERE / "healthy_runs.json").read_text())["runs"]
+WITHIN = 2  # steps from the onset to the verdict
+ONSETS = (15, 31)
+
+
+def rows_of(columns: Mapping[str, list[Any]]) -> list[Row]:
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def evidence(run: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+    return rows_of(run["metrics"]), rows_of(run["timings"])
+
+
+def verdicts(metrics: list[Row], timings: list[Row], steps: Iterable[int]) -> Iterator[tuple[int, Health]]:
+    """The verdict after these steps, as a page that watches the run shows it."""
+    for step in steps:
+        yield step, assess(Evidence(Series(metrics[:step]), Series(timings[:step]), samples=8))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['algorithm']}-{run['seed']}")
+def test_a_healthy_run_gives_no_alarm_at_any_step(run: Mapping[str, Any]) -> None:
+    metrics, timings = evidence(run)
+    assert len(RUNS) == 20
+    # An alarm ends after two steps without its cause, so every second step sees each of them.
+    for step, one in verdicts(metrics, timings, range(2, len(metrics) + 1, 2)):
+        assert one.status == "healthy", (step, one.line)
+
+
+def dead(row: Row, time: Row) -> None:
+    row |= {"dead_groups": 0.9375, "reward": 0.05, "pass_rate": 0.05, "reward_std": 0.2, "length": 9.0}
+
+
+def truncated(row: Row, time: Row) -> None:
+    row["truncated"] = 0.3
+
+
+def gap(row: Row, time: Row) -> None:
+    row["logprob_gap_max"] = 0.02
+
+
+def hack(row: Row, time: Row) -> None:
+    row |= {"reward": row["reward"] + 1.5, "pass_rate": 0.02, "length": 4.0, "entropy": 0.5}
+
+
+def slow(row: Row, time: Row) -> None:
+    time["learning"] = 3.0
+
+
+def starving(row: Row, time: Row) -> None:
+    time |= {"sampling": 0.9, "learning": 0.05, "scoring": 0.0, "other": 0.0, "groups_ready": 0.0}
+
+
+def stale(row: Row, time: Row) -> None:
+    row |= {"staleness": 6.0, "staleness_max": 9.0}
+
+
+def zeroed(row: Row, time: Row) -> None:
+    row |= {"reward": 0.0, "pass_rate": 0.0, "reward_std": 0.0, "dead_groups": 1.0}
+
+
+def halved(row: Row, time: Row) -> None:
+    row |= {"reward": row["reward"] * 0.2, "pass_rate": row["pass_rate"] * 0.2}
+
+
+def failing(row: Row, time: Row) -> None:
+    row["failures"] = 16
+
+
+PLANTED: dict[str, tuple[str, str, Callable[[Row, Row], None]]] = {
+    "dead groups": ("dead groups", "watch", dead),
+    "truncation": ("truncation", "watch", truncated),
+    "log-prob gap": ("log-prob gap", "broken", gap),
+    "hack": ("reward hack", "broken", hack),
+    "slow steps": ("stall", "watch", slow),
+    "starvation": ("starvation", "watch", starving),
+    "stale data": ("stale data", "watch", stale),
+    "reward always 0": ("reward error", "broken", zeroed),
+    "reward 0 for most": ("reward error", "broken", halved),
+    "verifier fails": ("reward error", "broken", failing),
+}
+
+
+@pytest.mark.parametrize("onset", ONSETS)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_sickness_is_named_within_two_steps(planted: str, onset: int) -> None:
+    name, status, spoil = PLANTED[planted]
+    for run in RUNS[::4]:
+        metrics, timings = evidence(run)
+        for row, time in zip(metrics[onset - 1 :], timings[onset - 1 :], strict=True):
+            spoil(row, time)
+        steps = range(onset, onset + 6)
+        named = [(step, one) for step, one in verdicts(metrics, timings, steps) if one.status != "healthy"]
+        step, first = named[0]
+        assert first.findings[0].name == name, (run["seed"], first.line)
+        assert first.findings[0].since == onset
+        assert first.status == status
+        assert step - onset < WITHIN
+        assert [at for at, _ in named] == [*range(step, onset + 6)]  # it stays named while it lasts
+
+
+def test_the_verdict_ends_with_the_sickness() -> None:
+    metrics, timings = evidence(RUNS[0])
+    for row in metrics[20:30]:
+        truncated(row, {})
+    found = dict(verdicts(metrics, timings, (30, 31, 32)))
+    assert found[30].line.startswith("watch: truncation since step 21: the token limit cuts off 30%")
+    assert found[31].status == "watch"  # one good step may be chance
+    assert found[32].status == "healthy"
+
+
+def test_solved_tasks_are_no_dead_groups() -> None:
+    rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": 0.97} for step in range(1, 9)]
+    assert assess(Evidence(Series(rows))).status == "healthy"
+
+
+def test_runs_that_overoptimised_their_reward_are_named_before_the_gold_score_is_lost() -> None:
+    curves = json.loads((RESULTS / "overoptimisation.json").read_text())["curves"]
+    assert sorted(map(len, curves.values())) == [3, 3]
+    for one in (run for runs in curves.values() for run in runs):
+        gold, rows = one["gold"], []
+        for step, (reward, score) in enumerate(zip(one["reward"], gold, strict=True), 1):
+            rows.append({"step": step, "reward": reward, "gold": score})
+            health = assess(Evidence(Series(rows)))
+            if health.status != "healthy":
+                break
+        assert health.findings[0].name == "reward hack"
+        assert step > gold.index(max(gold[:step]))
+        assert step < len(gold) * 0.6
+
+
+def test_a_live_run_stalls_or_loses_its_heartbeat() -> None:
+    metrics, timings = evidence(RUNS[0])
+    running = Evidence(Series(metrics), Series(timings), samples=8, open_seconds=1.0, silent_seconds=0.4)
+    assert assess(running).status == "healthy"
+    stalled = assess(replace(running, open_seconds=30.0))
+    assert stalled.line.startswith("broken: stall since step 61: no step for 30 s; the median step takes 0.1")
+    lost = assess(replace(running, open_seconds=30.0, silent_seconds=40.0))
+    assert lost.line == "broken: no heartbeat: the worker has been silent for 40 s"
+
+
+def test_the_gravest_finding_comes_first_and_all_are_told() -> None:
+    metrics, timings = evidence(RUNS[0])
+    for row, time in zip(metrics[30:], timings[30:], strict=True):
+        truncated(row, time)
+        gap(row, time)
+    document = assess(Evidence(Series(metrics), Series(timings), samples=8)).document()
+    assert [one["name"] for one in document["findings"]] == ["log-prob gap", "truncation"]
+    assert document["status"] == "broken"
+    assert document["line"].startswith("broken: log-prob gap since step 31")
+    assert all(one["remedy"] for one in document["findings"])
+
+
+def test_a_jump_leaves_the_baseline_and_a_drift_moves_it() -> None:
+    drift = [0.1 + 0.01 * step for step in range(40)]
+    assert not any(shifted(drift, sigmas=4.0, least=0.1, sticky=1))
+    jump = [0.5, 0.52, 0.48, 0.5, 0.51, 0.5, 0.9, None, *[0.9] * 5, 0.5, 0.1]
+    assert shifted(jump, sigmas=4.0, least=0.1, sticky=1) == [0] * 6 + [1, 0, *[1] * 5, 0, -1]
+    assert shifted(jump, sigmas=4.0, least=0.1, sticky=0)[6:13] == [1, 0, *[0] * 5]  # usual by then
+
+
+def test_damaged_lines_are_read_as_missing_values() -> None:
+    rows: list[Mapping[str, object]] = [
+        {"step": step, "reward": "high", "truncated": True, "dead_groups": float("nan")} for step in range(9)
+    ]
+    assert assess(Evidence(Series([*rows, {"step": "x"}, {}]))).status == "healthy"
