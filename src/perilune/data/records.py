@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
 from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json, write_json_lines
 
+_AGENT = "agent"  # in `details`
 _ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -64,6 +65,15 @@ class TraceRecord:
     def prompt(self) -> str:
         """The text of all messages before the last answer."""
         return "\n".join(message["content"] for message in self.messages[:-1])
+
+    def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, str]]) -> TraceRecord:
+        """The record of a sub-agent's conversation in the same episode."""
+        return replace(self, messages=messages, details={**(self.details or {}), _AGENT: agent})
+
+    @property
+    def is_sub_agent(self) -> bool:
+        """Whether it is the conversation of a sub-agent."""
+        return _AGENT in (self.details or {})
 
     @property
     def is_mixed(self) -> bool:

@@ -125,12 +125,12 @@ def _traces(
     from perilune.data.generators.teacher import prepare, verify_candidates
     from perilune.data.records import TraceRecord
     from perilune.data.sources import Row
-    from perilune.environments.core.replay import conversation
+    from perilune.environments.core.replay import agent_conversations
     from perilune.tasks.datasets.collect import prepend_systems
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
     prepare(teacher, environment)
-    converse = partial(conversation, environment)
+    converse = partial(agent_conversations, environment)
     coming = prepend_systems(
         teacher.candidates(environment.tasks("train", job.seed), job.seed), job.spec["system"]
     )

@@ -22,7 +22,7 @@ from perilune.data.generators.teacher import (
 from perilune.data.records import TraceRecord, write_records
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import agent_conversations
 from perilune.files import write_json_lines
 from perilune.verifiers import Scorer
 
@@ -72,6 +72,8 @@ def collect_traces(
 ) -> CollectedTraces:
     """Collect at most `count` records of the environment in `section`, scored in a separate process.
 
+    The records of an episode's sub-agents do not count.
+
     Args:
         extra: the teacher's settings besides its shares, for the provenance.
         transform: changes candidates before they are scored.
@@ -90,16 +92,18 @@ def collect_traces(
             scorer.score,
             environment=environment.id,
             seed=seed,
-            converse=partial(conversation, environment),
+            converse=partial(agent_conversations, environment),
             provenance=provenance,
         )
+        episodes = 0
         for one in verified:
             if isinstance(one, Rejected):
                 found.rejected.append(one)
             else:
                 found.kept.append(one)
-            show(len(found.kept), len(found.rejected))
-            if len(found.kept) == count or len(found.rejected) > MOST_REJECTED * count:
+                episodes += not one.is_sub_agent
+            show(episodes, len(found.rejected))
+            if episodes == count or len(found.rejected) > MOST_REJECTED * count:
                 return found
     found.exhausted = True
     return found
@@ -138,6 +142,6 @@ class TeacherGenerator:
             self._score,
             environment=self._environment.id,
             seed=self._seed,
-            converse=partial(conversation, self._environment),
+            converse=partial(agent_conversations, self._environment),
             provenance=self.provenance,
         )

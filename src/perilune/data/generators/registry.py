@@ -31,6 +31,7 @@ _BUILT_IN = {
     "oolong": "perilune.data.generators.oolong:OolongTeacher",
     "planning": "perilune.data.generators.planning:PlanningTeacher",
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
+    "recursive": "perilune.data.generators.recursive:RecursiveTeacher",
     "tools": "perilune.data.generators.tools:ToolsTeacher",
 }
 

@@ -17,7 +17,7 @@ from perilune.environments.core.rewards import GOLD
 BATCH = 512  # candidates verified together
 
 ScoreBatch = Callable[[Sequence[tuple[Task, Transcript]]], Sequence[Outcome]]
-Converse = Callable[[Task, Transcript], Sequence[Message]]
+Converse = Callable[[Task, Transcript], Mapping[str, Sequence[Message]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,13 @@ def verify_candidates(
 ) -> Iterator[TraceRecord | Rejected]:
     """Score candidates in order; those with a score of at least `keep_from` become records.
 
-    Duplicates of a conversation (unless it is mixed) or of a task are rejected; the first one is kept.
+    Duplicates of a conversation (unless it is mixed) or of a task are rejected; the first one is kept. A
+    record for each new conversation of its sub-agents precedes that of a candidate.
 
     Args:
         score: scores a batch, normally `Scorer.score`.
-        converse: turns a transcript into a conversation, normally
-            `perilune.environments.core.replay.conversation`. The default is prompt and answer.
+        converse: turns a transcript into conversations by agent, normally
+            `perilune.environments.core.replay.agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.
     """
     pending = iter(candidates)
@@ -127,9 +128,9 @@ def verify_candidates(
             if verdict < least:
                 yield Rejected(candidate, f"score {verdict:g} is below {least:g}")
                 continue
-            messages = (converse or _answered)(candidate.task, candidate.transcript)
+            conversations = dict((converse or _answered)(candidate.task, candidate.transcript))
             record = TraceRecord(
-                messages,
+                conversations.pop(""),
                 environment=environment,
                 task_id=candidate.task.task_id,
                 score=verdict,
@@ -141,10 +142,12 @@ def verify_candidates(
             if (record.digest in digests and not record.is_mixed) or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue
-            digests.add(record.digest)
             tasks.add(record.task_id)
-            yield record
+            for own in (*(record.of_sub_agent(*pair) for pair in conversations.items()), record):
+                if own is record or own.digest not in digests:
+                    digests.add(own.digest)
+                    yield own
 
 
-def _answered(task: Task, transcript: Transcript) -> Sequence[Message]:
-    return [*task.prompt, {"role": "assistant", "content": transcript.text}]
+def _answered(task: Task, transcript: Transcript) -> Mapping[str, Sequence[Message]]:
+    return {"": [*task.prompt, {"role": "assistant", "content": transcript.text}]}

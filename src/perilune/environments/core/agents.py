@@ -64,10 +64,18 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
         while True:
             actions = []
             for place in range(len(turns)):
-                actions.append((yield Observation(player=player, turns=tuple(turns[place:]))))
+                actions.append((yield observe_turns(turns[place:], player)))
             turns = program.send(actions)
     except StopIteration as end:
         result: T = end.value
         return result
     finally:
         program.close()
+
+
+def observe_turns(turns: Sequence[AgentTurn], player: int = 0) -> Observation:
+    """The observation of these turns, of which the player's own is the first."""
+    (first, *more) = turns
+    if more or first.agent or first.max_tokens is not None:
+        return Observation(player=player, turns=tuple(turns))
+    return Observation(first.messages, player)

@@ -36,7 +36,7 @@ ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
 PROGRAM, TASKS = "program", "tasks"
-BORROWING = (PROGRAM, "mcp")  # ids of the environments whose field `tasks` is an environment
+BORROWING = (PROGRAM, "mcp", "recursive")  # ids of the environments whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
@@ -54,6 +54,7 @@ _BUILT_IN = {
     "planning": "perilune.environments.builtin.planning:PlanningEnvironment",
     PROGRAM: "perilune.environments.program.environment:ProgramEnvironment",
     "planning_repair": "perilune.environments.builtin.planning:PlanningRepairEnvironment",
+    "recursive": "perilune.environments.interpreter:RecursiveEnvironment",
     "reasoning_gym": "perilune.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "textarena": "perilune.environments.adapters.textarena:TextArenaEnvironment",
     "tools": "perilune.environments.builtin.tools:ToolsEnvironment",

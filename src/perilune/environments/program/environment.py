@@ -16,9 +16,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.core import registry
+from perilune.environments.core.agents import observe_turns
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator
-from perilune.environments.core.protocol import AgentTurn, EpisodeFailedError, Observation, Task
+from perilune.environments.core.protocol import EpisodeFailedError, Observation, Task
 from perilune.environments.program.chat import ChatAnswer
 from perilune.environments.program.conversations import Conversations
 from perilune.environments.program.gateway import Call, Gateway
@@ -70,7 +71,7 @@ class ProgramEnvironment(LaunchedEnvironment):
                     yield Observation(done=True, truncated=True)
                 answers = []
                 for number, (conversation, call, _) in enumerate(due):
-                    action = yield _observation([turn for _, _, turn in due[number:]])
+                    action = yield observe_turns([turn for _, _, turn in due[number:]])
                     reply = _before(action, call.request.stop)
                     answers.append(ChatAnswer(call.request, made, reply))
                     conversation.extend(answers[-1])
@@ -151,15 +152,6 @@ class _Run:
         """End the program."""
         self._gateway.close_session(self._key)
         self._program.end()
-
-
-def _observation(turns: Sequence[AgentTurn]) -> Observation:
-    first = turns[0]
-    return (
-        Observation(first.messages)
-        if len(turns) == 1 and not first.agent
-        else Observation(turns=tuple(turns))
-    )
 
 
 def _before(text: str, stop: Sequence[str]) -> str:

@@ -6,39 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments.core import registry
+from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
 from perilune.environments.core.multi_turn import MultiTurn
-from perilune.environments.core.protocol import (
-    EpisodeFailedError,
-    Failure,
-    Message,
-    Observation,
-    Split,
-    Task,
-    Transcript,
-)
+from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
 from perilune.errors import RequestError
 from perilune.sandbox.programs import Ending, Program, ProgramLimits, Programs, Streams
 
-if TYPE_CHECKING:
-    from perilune.verifiers.scorer import Scorer
-
 TASK, FILE = "{task}", "{file}"  # in `command`
-
-
-class TasksSection(BaseModel):
-    """The section of the environment that the tasks come from."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    id: str = Field(
-        description="id of a single-turn environment, whose prompts are the tasks; it scores the answers. The"
-        " section also takes its other keys"
-    )
 
 
 class LaunchSpec(BaseModel):
@@ -90,34 +69,20 @@ class LaunchedEnvironment(MultiTurn):
     confined = False  # it starts programs, which are confined
 
     def __init__(self, name: str, spec: LaunchSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        self._launch, self._section = spec, sections[registry.TASKS]
+        self._launch = spec
         self.concurrent = spec.parallel
         if FILE in " ".join(spec.command) and spec.file is None:
             raise RequestError(
                 "the command names {file}, and there is no file", where="environment.file", remedy="set file"
             )
         self._lock = Lock()  # sessions play in several threads
-        self._tasks = registry.make_environment(self._section, checked=False)
-        if getattr(self._tasks, "max_turns", 1) > 1 or getattr(self._tasks, "players", 1) > 1:
-            raise RequestError(
-                f"{self._tasks.id} has several turns; `tasks` needs an environment with one answer",
-                where="environment.tasks.id",
-            )
-        self.id = f"{name}/{self._tasks.id}"
-
-    def check_files(self) -> None:
-        """Check the files of the tasks."""
-        if hasattr(self._tasks, "check_files"):
-            self._tasks.check_files()
-
-    def characters(self) -> dict[str, str]:
-        """The characters of the tasks."""
-        found: dict[str, str] = getattr(self._tasks, "characters", dict)()
-        return found
+        self._borrowed = BorrowedTasks(sections[registry.TASKS])
+        self.id = f"{name}/{self._borrowed.environment.id}"
+        self.check_files, self.characters = self._borrowed.check_files, self._borrowed.characters
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """The other environment's tasks. Their prompts become part of the first observation."""
-        for task in self._tasks.tasks(split, seed):
+        for task in self._borrowed.draw(split, seed):
             data = {"prompt": list(task.prompt), "data": dict(task.data)}
             yield Task(task.task_id, (), data, task.difficulty)
 
@@ -132,12 +97,9 @@ class LaunchedEnvironment(MultiTurn):
             EpisodeFailedError: when it cannot be scored.
         """
         own = Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
-        with self._lock:
-            (outcome,) = self._scorer.score([(own, Transcript(answer))])
-        if isinstance(outcome, Failure):
-            raise EpisodeFailedError(outcome.boundary, outcome.reason)
-        figures = {**outcome.metrics, **(metrics or {})}
-        return Observation(rewards=(outcome.reward,), terms=outcome.terms, metrics=figures, done=True)
+        score = self._borrowed.score(own, answer)
+        figures = {**score.metrics, **(metrics or {})}
+        return Observation(rewards=(score.reward,), terms=score.terms, metrics=figures, done=True)
 
     def start(
         self,
@@ -182,21 +144,15 @@ class LaunchedEnvironment(MultiTurn):
 
     def close(self) -> None:
         """End all programs, and the process that scores."""
-        for name in ("_programs", "_scorer"):
-            if name in vars(self):
-                vars(self).pop(name).close()
+        self._borrowed.close()
+        if "_programs" in vars(self):
+            vars(self).pop("_programs").close()
 
     @cached_property
     def _programs(self) -> Programs:
         spec = self._launch
         limits = ProgramLimits(memory_bytes=spec.memory_mb << 20, confined=spec.confined)
         return Programs(limits, spec.preload)
-
-    @cached_property
-    def _scorer(self) -> Scorer:
-        from perilune.verifiers.scorer import Scorer
-
-        return Scorer(self._section)
 
 
 def _filled(word: str, places: Mapping[str, str]) -> str:

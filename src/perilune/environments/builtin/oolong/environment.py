@@ -55,3 +55,15 @@ class OolongEnvironment(SingleTurn):
         return field is not None and second_opinion.is_right(
             data["style"], context_lines(data), question(data), field
         )
+
+    def context(self, task: Task) -> str:
+        """The lines, for an agent that explores them with code."""
+        return "".join(context_lines(task.data))
+
+    def question(self, task: Task) -> str:
+        """The question without the lines."""
+        return question(task.data)
+
+    def reply(self, task: Task, answer: str) -> str:
+        """The text that `score` takes for this answer."""
+        return marked(task.data, answer)

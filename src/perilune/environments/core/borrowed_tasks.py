@@ -1,0 +1,86 @@
+"""The tasks of another environment, which also scores the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.core import registry
+from perilune.environments.core.protocol import EpisodeFailedError, Failure, Score, Split, Task, Transcript
+from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.verifiers.scorer import Scorer
+
+
+class TasksSection(BaseModel):
+    """The section of the environment that the tasks come from."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str = Field(
+        description="id of a single-turn environment, whose prompts are the tasks; it scores the answers. The"
+        " section also takes its other keys"
+    )
+
+
+class BorrowedTasks:
+    """The environment of the field `tasks`. It scores in a process of its own.
+
+    Args:
+        section: of that environment, with the rewards and the prompting of the one that borrows.
+
+    Raises:
+        RequestError: when the environment has several turns or players.
+    """
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self._section = section
+        self._lock = Lock()  # sessions play in several threads
+        self.environment = registry.make_environment(section, checked=False)
+        if getattr(self.environment, "max_turns", 1) > 1 or getattr(self.environment, "players", 1) > 1:
+            raise RequestError(
+                f"{self.environment.id} has several turns; `tasks` needs an environment with one answer",
+                where="environment.tasks.id",
+            )
+
+    def check_files(self) -> None:
+        """Check the files of the tasks."""
+        if hasattr(self.environment, "check_files"):
+            self.environment.check_files()
+
+    def characters(self) -> dict[str, str]:
+        """The characters of the tasks."""
+        found: dict[str, str] = getattr(self.environment, "characters", dict)()
+        return found
+
+    def draw(self, split: Split, seed: int) -> Iterator[Task]:
+        """The environment's tasks."""
+        return self.environment.tasks(split, seed)
+
+    def score(self, task: Task, answer: str) -> Score:
+        """The score of an answer to one of these tasks.
+
+        Raises:
+            EpisodeFailedError: when it cannot be scored.
+        """
+        with self._lock:
+            (outcome,) = self._scorer.score([(task, Transcript(answer))])
+        if isinstance(outcome, Failure):
+            raise EpisodeFailedError(outcome.boundary, outcome.reason)
+        return outcome
+
+    def close(self) -> None:
+        """End the process that scores."""
+        if "_scorer" in vars(self):
+            vars(self).pop("_scorer").close()
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        from perilune.verifiers.scorer import Scorer
+
+        return Scorer(self._section)

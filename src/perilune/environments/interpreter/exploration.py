@@ -1,0 +1,160 @@
+"""How agents explore contexts with code, and ask sub-agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
+from perilune.environments.core.agents import AgentProgram, together
+from perilune.environments.core.protocol import AgentTurn, Message
+from perilune.environments.interpreter import asks, prompts
+from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
+
+
+class ExplorationSettings(BaseModel):
+    """The fields of an environment section that say how agents explore."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: prompts.Style = Field(
+        "natural", description="compact: a few characters, for tiny models; all text but ';...' is code"
+    )
+    turns: int = Field(8, ge=1, le=64, description="maximum turns of each agent that explores")
+    depth: int = Field(
+        1,
+        ge=0,
+        le=4,
+        description="how deep asks may be nested. 0: no asks; 1: asks are single turns; 2: an ask with a"
+        " context of its own explores it with code, and so on",
+    )
+    asks: int = Field(4096, ge=1, le=10_000_000, description="maximum asks of an episode")
+    calls: int = Field(
+        8, ge=1, le=1000, description="maximum calls of ask and ask_all in a block, one after another"
+    )
+    ask_tokens: int | None = Field(
+        None, ge=1, description="maximum tokens of the answer to an ask; null: the stage's max_tokens"
+    )
+
+
+@dataclass(slots=True)
+class Agent:
+    """An agent that explores.
+
+    Attributes:
+        agent: its id; "" for the player.
+        depth: how deep the agents that it asks may be nested.
+        children: agents that it has asked.
+    """
+
+    agent: str
+    context: str
+    depth: int
+    children: int = 0
+
+    def child(self) -> str:
+        """The id of the next agent that it asks."""
+        self.children += 1
+        return f"{self.agent}.{self.children - 1}".lstrip(".")
+
+
+class Exploration:
+    """The agents of one episode.
+
+    Args:
+        most_output: characters of a block's output that an agent sees.
+
+    Attributes:
+        counts: metrics: blocks of code, asks, asks with an empty answer (unanswered), agents that explored
+            a context of their own, and killed blocks by cause (contained/...).
+    """
+
+    def __init__(self, code: CodeRunner, settings: ExplorationSettings, most_output: int) -> None:
+        self._code, self._settings, self._most_output = code, settings, most_output
+        self.counts = dict.fromkeys(("blocks", "asks", "unanswered", "agents"), 0.0)
+
+    @property
+    def strategy(self) -> str:
+        """Whether the agents wrote code, and asked."""
+        if not self.counts["blocks"]:
+            return "guess"
+        return {0: "code", 1: "one ask"}.get(int(self.counts["asks"]), "many asks")
+
+    def explore(self, agent: Agent, messages: Sequence[Message]) -> AgentProgram[str]:
+        """The answer of an agent; empty if it does not answer within its turns.
+
+        Args:
+            messages: its prompt; none for the player, whose prompt is the task's.
+        """
+        functions = asks.FUNCTIONS if agent.depth else ()
+        interpreter = Interpreter(self._code, {"C": agent.context}, functions, self._settings.calls)
+        style = self._settings.prompt
+        for _ in range(self._settings.turns):
+            (text,) = yield [AgentTurn(agent.agent, tuple(messages), "explore")]
+            action = read_action(text, compact=style == "compact")
+            if isinstance(action, Answer):
+                return action.text
+            if isinstance(action, Call) and action.name == "python":
+                block = yield from self._run(agent, interpreter, action.arguments["code"])
+                if block.answer is not None:
+                    return block.answer
+                output = prompts.shown(style, block, self._most_output)
+            else:
+                why = action.why if isinstance(action, Misunderstood) else f"there is no tool {action.name}"
+                output = f"error: {why}"
+            messages = [{"role": "tool", "content": output}]
+        return ""
+
+    def _run(self, agent: Agent, interpreter: Interpreter, code: str) -> AgentProgram[BlockResult]:
+        """Run a block, and answer its calls."""
+        self._count("blocks")
+        running = interpreter.run(code)
+        try:
+            call = next(running)
+            while True:
+                try:
+                    answers = yield from self._answer_all(agent, asks.questions(call))
+                    result = Result(answers[0] if call.function == "ask" else answers)
+                except asks.InvalidCallError as error:
+                    result = Result(error=str(error))
+                call = running.send(result)
+        except StopIteration as end:
+            block: BlockResult = end.value
+        if block.cause:
+            self._count(f"contained/{block.cause}")
+        return block
+
+    def _answer_all(self, agent: Agent, asked: Sequence[asks.Question]) -> AgentProgram[list[str]]:
+        """The answers of sub-agents, which work at the same time.
+
+        Raises:
+            InvalidCallError: when the episode has not enough asks left.
+        """
+        left = self._settings.asks - int(self.counts["asks"])
+        if len(asked) > left:
+            raise asks.InvalidCallError(
+                f"{len(asked)} asks are needed, and {left} of {self._settings.asks} are left in this episode"
+            )
+        self._count("asks", len(asked))
+        answers = yield from together([self._answer(agent.child(), agent.depth - 1, one) for one in asked])
+        self._count("unanswered", sum(not answer for answer in answers))
+        return answers
+
+    def _answer(self, child: str, depth: int, asked: asks.Question) -> AgentProgram[str]:
+        """The answer of a sub-agent, which explores its context if `depth` is not 0."""
+        if asked.context and depth:
+            self._count("agents")
+            text = prompts.opening(self._settings.prompt, asked.context, asked.text, depth)
+            return (yield from self.explore(Agent(child, asked.context, depth), [_user(text)]))
+        text = "\n".join(filter(None, (asked.context, asked.text)))
+        (answer,) = yield [AgentTurn(child, (_user(text),), "ask", self._settings.ask_tokens)]
+        return answer
+
+    def _count(self, name: str, number: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0.0) + number
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,170 @@
+"""A Python interpreter for an agent, whose code may call functions that the environment implements.
+
+Nothing waits inside the sandbox. A run ends at the first call without a result. The environment computes it,
+and all blocks run again with the results so far. So an episode needs no process between its turns, and the
+same blocks and results always give the same output. Equal runs are made once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from perilune.environments.core.protocol import EpisodeFailedError
+from perilune.environments.interpreter import inside
+from perilune.errors import PeriluneError
+from perilune.sandbox import Execution, Sandbox, SandboxLimits
+
+_REMEMBERED = 512  # runs; samples of a group often write the same code
+_LARGEST_TEXT = 1 << 16  # characters of texts in a run that is remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function that the environment implements.
+
+    Attributes:
+        arguments, named: JSON values, which the agent's code chose.
+    """
+
+    function: str
+    arguments: Sequence[Any]
+    named: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a call.
+
+    Attributes:
+        value: JSON value that the function returns.
+        error: message of the RuntimeError that it raises instead; empty for none.
+    """
+
+    value: Any = None
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """The form that the sandbox reads."""
+        return {"error": self.error} if self.error else {"value": self.value}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """What a block of code did.
+
+    Attributes:
+        output: what it printed, or its traceback.
+        answer: `answer["content"]` as text if `answer["ready"]` is true, else None.
+        cause: why it was ended, as in `Execution.cause`, or "calls" for too many of them. Its variables are
+            then lost.
+    """
+
+    output: str
+    answer: str | None = None
+    cause: str = ""
+
+
+class CodeRunner:
+    """Runs programs in a sandbox, and remembers the outcome of small ones."""
+
+    def __init__(self, limits: SandboxLimits, allow_missing: Sequence[str] = ()) -> None:
+        self._sandbox = Sandbox(limits, allow_missing=allow_missing)
+        self._program = Path(inside.__file__).read_text()
+        self._remembered = lru_cache(maxsize=_REMEMBERED)(self._execute)
+
+    def run(self, state: str, texts: tuple[tuple[str, str], ...]) -> Execution:
+        """Run `inside.py` with a state and the files that it names.
+
+        Raises:
+            EpisodeFailedError: if the sandbox itself fails or lacks a wall.
+        """
+        is_small = sum(len(text) for _, text in texts) + len(state) < _LARGEST_TEXT
+        return (self._remembered if is_small else self._execute)(state, texts)
+
+    def close(self) -> None:
+        """Stop the sandbox."""
+        self._sandbox.close()
+
+    def _execute(self, state: str, texts: tuple[tuple[str, str], ...]) -> Execution:
+        files = {inside.STATE: state, **dict(texts)}
+        try:
+            return self._sandbox.run(self._program, {name: text.encode() for name, text in files.items()})
+        except PeriluneError as error:
+            raise EpisodeFailedError("sandbox", error.what) from None
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """The variables of one agent, which last from block to block.
+
+    Attributes:
+        texts: variables that hold texts from the beginning.
+        functions: names of the functions that blocks may call.
+        most_calls: most calls of a block; each runs all blocks again.
+    """
+
+    runner: CodeRunner
+    texts: Mapping[str, str]
+    functions: Sequence[str]
+    most_calls: int
+    _blocks: list[str] = field(default_factory=list)
+    _results: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
+
+    def run(self, code: str) -> Generator[Call, Result, BlockResult]:
+        """Run a block: yield its calls one after another, receive their results, and return what it did.
+
+        Raises:
+            EpisodeFailedError: if the sandbox itself fails.
+        """
+        known = len(self._results)
+        self._blocks.append(code)
+        while True:
+            execution = self._execute()
+            outcome = _outcome(execution)
+            if execution.cause:
+                return self._undo(known, execution.output, execution.cause)
+            call = _call(outcome, self.functions)
+            if call is None:
+                answer = outcome.get("answer")
+                return BlockResult(execution.output, answer if isinstance(answer, str) else None)
+            if len(self._results) - known == self.most_calls:
+                return self._undo(known, "", "calls")
+            result = yield call
+            self._results.append(([call.function, call.arguments, call.named], result.as_json()))
+
+    def _undo(self, known: int, output: str, cause: str) -> BlockResult:
+        """Forget the last block, so that later ones can run."""
+        self._blocks.pop()
+        del self._results[known:]
+        return BlockResult(output, cause=cause)
+
+    def _execute(self) -> Execution:
+        files = {f"{name}.txt": text for name, text in self.texts.items()}
+        state = {
+            "blocks": self._blocks,
+            "texts": {name: f"{name}.txt" for name in self.texts},
+            "functions": list(self.functions),
+            "results": self._results,
+        }
+        return self.runner.run(json.dumps(state), tuple(files.items()))
+
+
+def _outcome(execution: Execution) -> dict[str, Any]:
+    """outcome.json, which the agent's code may have written; empty if it is no JSON object."""
+    try:
+        found = json.loads(execution.files.get(inside.OUTCOME, b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _call(outcome: Mapping[str, Any], functions: Sequence[str]) -> Call | None:
+    match outcome.get("call"):
+        case [str(name), list(arguments), dict(named)] if name in functions:
+            return Call(name, arguments, named)
+    return None

@@ -1,0 +1,55 @@
+"""The texts that an agent with an interpreter sees."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Literal
+
+from perilune.environments.interpreter.interpreter import BlockResult
+
+Style = Literal["natural", "compact"]
+
+_SAMPLE_LINES, _SAMPLE_CHARACTERS = 2, 200
+_COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
+_OPENING = """\
+The Python variable C is a str of {characters} characters in {lines} lines, too long to show. It begins:
+{sample}
+
+{question}
+
+To explore C, write one fenced block of Python and nothing after it; you are told what it prints. Variables
+keep their values from block to block.{functions}
+When you know the answer, run a block that sets answer["content"] = ... and answer["ready"] = True, or write
+<answer>...</answer>."""
+_FUNCTIONS = """
+ask(question) gives a question to a language model, which sees nothing else, and returns its answer as a str.
+ask_all(questions) gives it a list of questions at the same time, which is much faster than one by one.
+A question that is too long gets the answer ''.{contexts}"""
+_CONTEXTS = """
+ask(question, context) and ask_all(questions, contexts) give each model a C of its own to explore."""
+
+
+def opening(style: Style, context: str, question: str, depth: int) -> str:
+    """The first message: length, type and first lines of the context, and the question.
+
+    Args:
+        depth: how deep sub-agents may be nested below this agent.
+    """
+    lines = context.count("\n") + (not context.endswith("\n"))
+    first = [line[:_SAMPLE_CHARACTERS] for line in islice(context.splitlines(), _SAMPLE_LINES)]
+    if style == "compact":
+        return "\n".join([str(lines), *first, question, ""])
+    functions = _FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
+    return _OPENING.format(
+        characters=len(context), lines=lines, sample="\n".join(first), question=question, functions=functions
+    )
+
+
+def shown(style: Style, block: BlockResult, most: int) -> str:
+    """What the agent sees of a block that did not end the episode."""
+    ended = f"[ended: {block.cause}; its variables are lost]\n" if block.cause else ""
+    output = block.output[:most] + ended
+    if style == "compact":
+        *_, last = ["", *output.split()]
+        return f"={last[:_COMPACT_OUTPUT]}\n"
+    return output or "(no output)"

@@ -1,0 +1,109 @@
+"""The environment `recursive`: the context is a variable, which the policy explores with code.
+
+The policy sees the length and the first lines of the context, and the question. Its code may ask the model
+itself about parts of the context, each in a context of its own. Source: Zhang, Kraska and Khattab, Recursive
+Language Models, arXiv 2512.24601.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+from pydantic import Field
+
+from perilune.environments.builtin.tools import SandboxSpec
+from perilune.environments.core import registry
+from perilune.environments.core.agents import sample
+from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
+from perilune.environments.core.protocol import Message, Observation, Split, Task
+from perilune.environments.interpreter import prompts
+from perilune.environments.interpreter.exploration import Agent, Exploration, ExplorationSettings
+from perilune.environments.interpreter.interpreter import CodeRunner
+from perilune.errors import RequestError
+
+
+class RecursiveSpec(ExplorationSettings):
+    """The environment section of a recipe, for `id: recursive`."""
+
+    id: Literal["recursive"] = Field("recursive", description="id of the environment")
+    tasks: TasksSection = Field(
+        description="section of a single-turn environment with long contexts, such as oolong; it scores"
+        " answers"
+    )
+    ask_price: float = Field(0.0, ge=0, description="reward that each ask costs")
+    sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="limits of the policy's code")
+
+
+class LongContexts(Protocol):
+    """What an environment of the field `tasks` offers besides the protocol."""
+
+    def context(self, task: Task) -> str:
+        """The context of a task."""
+        ...
+
+    def question(self, task: Task) -> str:
+        """The question about the context."""
+        ...
+
+
+class RecursiveEnvironment(MultiTurn):
+    """The score of the final answer, minus the price of the asks.
+
+    Raises:
+        RequestError: when the tasks have no long contexts.
+    """
+
+    Spec = RecursiveSpec
+    confined = False  # it starts a sandbox, which confines the policy's code
+
+    def __init__(self, spec: RecursiveSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        self.spec = spec
+        self._borrowed = BorrowedTasks(sections[registry.TASKS])
+        source: Any = self._borrowed.environment
+        if not hasattr(source, "context") or not hasattr(source, "question"):
+            raise RequestError(
+                f"{source.id} has no long contexts",
+                where="environment.tasks.id",
+                remedy="use oolong, or an environment with the methods context(task) and question(task)",
+            )
+        self._source: LongContexts = source
+        self.id = f"recursive/{source.id}"
+        self.max_turns = spec.turns
+        self.check_files, self.characters = self._borrowed.check_files, self._borrowed.characters
+        self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The other environment's tasks, with a description of the context as prompt."""
+        for task in self._borrowed.draw(split, seed):
+            context, question = self._source.context(task), self._source.question(task)
+            text = prompts.opening(self.spec.prompt, context, question, self.spec.depth)
+            prompt: Message = {"role": "user", "content": text}
+            yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        """Let the policy explore until it answers."""
+        own = self._own(task)
+        exploration = Exploration(self._code, self.spec, self.spec.sandbox.output)
+        root = Agent("", self._source.context(own), self.spec.depth)
+        answer = yield from sample(exploration.explore(root, ()))
+        reply = getattr(self._source, "reply", lambda task, answer: answer)
+        score = self._borrowed.score(own, reply(own, answer))
+        price = self.spec.ask_price * exploration.counts["asks"]
+        yield Observation(
+            rewards=(score.reward - price,),
+            terms={**score.terms, "right": score.reward, "price": -price},
+            metrics={**score.metrics, **exploration.counts, f"strategy/{exploration.strategy}": 1.0},
+            done=True,
+        )
+
+    def close(self) -> None:
+        """Stop the sandbox, and the process that scores."""
+        self._code.close()
+        self._borrowed.close()
+
+    def _own(self, task: Task) -> Task:
+        """The task as the other environment knows it, without its prompt, which has the whole context."""
+        return Task(task.task_id, (), task.data["task"], task.difficulty)
