@@ -23,7 +23,7 @@ from perilune.environments.builtin.planning.second_opinion import works
 from perilune.environments.builtin.planning.tasks import trip_digest
 from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel
 from perilune.environments.builtin.planning.trip_settings import TripSettings
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import agent_conversations
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
@@ -360,7 +360,7 @@ def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
     tasks = list(islice(environment.tasks("train", 0), 30))
     teacher = make_teacher("planning", {"worked": 0.3, "direct": 0.3, "mended": 0.4})
     score = lambda pairs: [environment.score(*pair) for pair in pairs]  # noqa: E731
-    converse = lambda *pair: conversation(environment, *pair)  # noqa: E731
+    converse = lambda *pair: agent_conversations(environment, *pair)  # noqa: E731
     rows = list(
         verify_candidates(teacher.candidates(tasks, 0), score, environment="e", seed=0, converse=converse)
     )

@@ -8,7 +8,7 @@ from perilune.data.generators import make_teacher, verify_candidates
 from perilune.environments import Failure, Score, Transcript, make_environment
 from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
 from perilune.environments.builtin.tool_tasks import FAMILIES, is_right
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import agent_conversations, conversation
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 from perilune.verifiers.conformance import check_environment
@@ -250,7 +250,8 @@ def test_its_teacher_writes_episodes_that_are_right():
     records = list(
         verify_candidates(
             teacher.candidates(tasks, 0), lambda pairs: [environment.score(*pair) for pair in pairs],
-            environment=environment.id, seed=0, converse=lambda *pair: conversation(environment, *pair),
+            environment=environment.id, seed=0,
+            converse=lambda *pair: agent_conversations(environment, *pair),
         )
     )  # fmt: skip
     environment.close()

@@ -102,6 +102,7 @@ def verify_candidates(
     keep_from: float = 1.0,
     converse: Converse | None = None,
     provenance: Provenance | None = None,
+    batch: int = BATCH,
 ) -> Iterator[TraceRecord | Rejected]:
     """Score candidates in order; those with a score of at least `keep_from` become records.
 
@@ -113,13 +114,14 @@ def verify_candidates(
         converse: turns a transcript into conversations by agent, normally
             `perilune.environments.core.replay.agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.
+        batch: candidates to score together.
     """
     pending = iter(candidates)
     digests: set[str] = set()
     tasks: set[str] = set()
-    while batch := list(islice(pending, BATCH)):
-        outcomes = score([(candidate.task, candidate.transcript) for candidate in batch])
-        for candidate, outcome in zip(batch, outcomes, strict=True):
+    while chunk := list(islice(pending, batch)):
+        outcomes = score([(candidate.task, candidate.transcript) for candidate in chunk])
+        for candidate, outcome in zip(chunk, outcomes, strict=True):
             if isinstance(outcome, Failure):
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
                 continue

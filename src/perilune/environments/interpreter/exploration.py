@@ -82,8 +82,8 @@ class Exploration:
             return "guess"
         return {0: "code", 1: "one ask"}.get(int(self.counts["asks"]), "many asks")
 
-    def explore(self, agent: Agent, messages: Sequence[Message]) -> AgentProgram[str]:
-        """The answer of an agent; empty if it does not answer within its turns.
+    def explore(self, agent: Agent, messages: Sequence[Message]) -> AgentProgram[str | None]:
+        """The answer of an agent; None if it does not answer within its turns.
 
         Args:
             messages: its prompt; none for the player, whose prompt is the task's.
@@ -105,7 +105,7 @@ class Exploration:
                 why = action.why if isinstance(action, Misunderstood) else f"there is no tool {action.name}"
                 output = f"error: {why}"
             messages = [{"role": "tool", "content": output}]
-        return ""
+        return None
 
     def _run(self, agent: Agent, interpreter: Interpreter, code: str) -> AgentProgram[BlockResult]:
         """Run a block, and answer its calls."""
@@ -147,7 +147,8 @@ class Exploration:
         if asked.context and depth:
             self._count("agents")
             text = prompts.opening(self._settings.prompt, asked.context, asked.text, depth)
-            return (yield from self.explore(Agent(child, asked.context, depth), [_user(text)]))
+            found = yield from self.explore(Agent(child, asked.context, depth), [_user(text)])
+            return found or ""
         text = "\n".join(filter(None, (asked.context, asked.text)))
         (answer,) = yield [AgentTurn(child, (_user(text),), "ask", self._settings.ask_tokens)]
         return answer

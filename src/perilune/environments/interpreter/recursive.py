@@ -90,13 +90,14 @@ class RecursiveEnvironment(MultiTurn):
         root = Agent("", self._source.context(own), self.spec.depth)
         answer = yield from sample(exploration.explore(root, ()))
         reply = getattr(self._source, "reply", lambda task, answer: answer)
-        score = self._borrowed.score(own, reply(own, answer))
+        score = self._borrowed.score(own, reply(own, answer or ""))
         price = self.spec.ask_price * exploration.counts["asks"]
         yield Observation(
             rewards=(score.reward - price,),
             terms={**score.terms, "right": score.reward, "price": -price},
             metrics={**score.metrics, **exploration.counts, f"strategy/{exploration.strategy}": 1.0},
             done=True,
+            truncated=answer is None,
         )
 
     def close(self) -> None:

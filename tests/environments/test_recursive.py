@@ -1,0 +1,226 @@
+"""The environment recursive: code explores the context, asks are sub-agents, and a replay gives the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from perilune.data.generators import make_teacher
+from perilune.data.generators.collection import collect_traces
+from perilune.environments import Transcript, make_environment
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.protocol import Observation, Score, Task
+from perilune.errors import RequestError
+
+TASKS = {"id": "oolong", "style": "compact", "lengths": [16], "kinds": ["counting"]}
+COMPACT: dict[str, Any] = {
+    "id": "recursive",
+    "prompt": "compact",
+    "turns": 3,
+    "sandbox": {"memory_mb": 64, "processes": 1},
+    "tasks": TASKS,
+}
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[Any]:
+    made = make_environment(COMPACT)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def deep() -> Iterator[Any]:
+    made = make_environment({**COMPACT, "prompt": "natural", "depth": 2, "asks": 5, "calls": 3})
+    yield made
+    made.close()
+
+
+def first(environment: Any) -> Task:
+    return next(environment.tasks("train", 0))
+
+
+def play(
+    environment: Any, task: Task, own: Sequence[str], answer: Callable[[str, str], str] = lambda *_: "A"
+) -> tuple[Observation, list[tuple[str, str]], list[int], Transcript]:
+    """Play the player's actions, and `answer(agent, text)` for its sub-agents.
+
+    Returns the last observation, (agent, what it saw) of each turn, the turns due at once, and a transcript.
+    """
+    session = environment.reset(task, 0)
+    left, seen, due, actions = list(own), [], [], []
+    while not session.observation.done and (left or session.observation.due[0].agent):
+        turn = session.observation.due[0]
+        due.append(len(session.observation.due))
+        text = "\n".join(message["content"] for message in turn.messages)
+        seen.append((turn.agent, text))
+        actions.append(answer(turn.agent, text) if turn.agent else left.pop(0))
+        session.step(actions[-1])
+    last = session.observation
+    session.close()
+    return last, seen, due, Transcript(actions[-1], earlier=tuple(actions[:-1]))
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def test_the_prompt_has_length_first_lines_and_question(environment: Any, deep: Any) -> None:
+    compact = first(environment).prompt[0]["content"]
+    assert re.fullmatch(r"16\n[a-l]\d\w\w\n[a-l]\d\w\w\n\S+\n", compact)
+    natural = first(deep).prompt[0]["content"]
+    assert "80 characters in 16 lines" in natural and "ask_all(questions, contexts)" in natural
+    assert "ask" not in make_environment({**COMPACT, "prompt": "natural", "depth": 0}).spec.tasks.id
+
+
+def test_each_strategy_of_the_teacher_is_right_for_every_kind_of_question() -> None:
+    kinds = ["counting", "user", "temporal", "pairs"]
+    environment = make_environment({**COMPACT, "tasks": {**TASKS, "kinds": kinds, "users": 5}})
+    teacher = make_teacher("recursive", {"lines": 1.0})
+    found = set()
+    for task in islice(environment.tasks("train", 1), 40):
+        asked = task.data["task"]["question"]
+        if (kind := (asked["find"], asked["relation"] if "pairs" in asked["find"] else "")) in found:
+            continue
+        found.add(kind)
+        for strategy in ("lines", "whole", "guess"):
+            *earlier, last = teacher.script(task, strategy, KeyedRandom(0, task.task_id))  # type: ignore[attr-defined]
+            outcome = environment.score(task, Transcript(last, earlier=tuple(earlier)))
+            assert isinstance(outcome, Score) and outcome.reward == 1.0, (strategy, task, outcome)
+            asks = outcome.metrics["asks"]
+            assert asks == {"whole": 1, "guess": 0}.get(strategy, asks) and (asks > 0) == (
+                strategy != "guess"
+            )
+    environment.close()
+    assert len({find for find, _ in found}) >= 7
+
+
+def test_asks_of_one_call_are_due_at_once_and_their_answers_return_in_order(environment: Any) -> None:
+    code = "x=ask_all(C.split()[:3]);answer.update(content=','.join(x)+ask('z'),ready=1)"
+    task = first(environment)
+    end, seen, due, transcript = play(environment, task, [code], lambda agent, text: f"<{agent}:{text}>")
+    lines = task.data["task"], [text for agent, text in seen if agent]
+    assert [agent for agent, _ in seen] == ["", "0", "1", "2", "3"] and due == [1, 3, 2, 1, 1]
+    assert lines[1][3] == "z" and end.done and end.metrics["asks"] == 4
+    replayed = environment.score(task, transcript)
+    assert replayed.reward == end.rewards[0] and replayed.metrics == end.metrics
+
+
+def test_the_answer_of_the_code_is_scored_and_asks_have_a_price() -> None:
+    environment = make_environment({**COMPACT, "ask_price": 0.01})
+    task = first(environment)
+    right = task.data["task"]["answer"]
+    for content, reward in ((right, 1.0), (right + "0", 0.0)):
+        code = f"ask('a');answer['content']={content!r};answer['ready']=True"
+        end, *_ = play(environment, task, [code])
+        assert end.rewards == (pytest.approx(reward - 0.01),) and end.terms["right"] == reward
+        assert end.terms["price"] == pytest.approx(-0.01)
+    environment.close()
+
+
+def test_variables_last_and_earlier_blocks_are_silent(deep: Any) -> None:
+    own = [fenced("n = len(C.split()); print('first')"), fenced("print(n + 1)"), fenced("print(answer)")]
+    end, seen, *_ = play(deep, first(deep), own)
+    assert [text for _, text in seen][1:] == ["first\n", "17\n"]
+    assert end.truncated and end.rewards == (0.0,) and end.metrics["blocks"] == 3
+
+
+def test_errors_of_the_code_are_shown_and_killed_blocks_leave_no_trace(deep: Any) -> None:
+    own = [fenced("n = 5\nprint(m)"), fenced("n = 6\nwhile True: pass"), "no code"]
+    _, seen, *_ = play(deep, first(deep), [*own[:2], fenced("print(n)")])
+    shown = [text for _, text in seen]
+    assert "NameError: name 'm' is not defined" in shown[1] and 'File "block 1", line 2' in shown[1]
+    assert "inside" not in shown[1] and shown[2].startswith("[ended: timeout")
+    end, seen, *_ = play(deep, first(deep), [fenced("n = 6"), own[2], fenced("print(n)")])
+    assert seen[2][1] == "error: neither a call nor an <answer>" and end.truncated
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("ask(3)", "RuntimeError: ask takes texts"),
+        ("ask()", "RuntimeError: ask() missing 1 required positional argument: 'question'"),
+        ("ask_all('ab')", "RuntimeError: ask_all takes a list"),
+        ("ask_all(['a'], ['b', 'c'])", "RuntimeError: ask_all got 1 questions and 2 contexts"),
+        ("ask_all(['a'] * 6)", "RuntimeError: 6 asks are needed, and 5 of 5 are left"),
+        ("ask({1})", "TypeError: Object of type set is not JSON serializable"),
+    ],
+)
+def test_a_call_that_cannot_be_answered_is_an_error_in_the_code(deep: Any, code: str, error: str) -> None:
+    caught = f"try: {code}\nexcept Exception as e: print(f'{{type(e).__name__}}: {{e}}')"
+    _, seen, *_ = play(deep, first(deep), [fenced(caught), "<answer>1</answer>"])
+    assert seen[1][1].startswith(error)
+
+
+def test_asks_in_a_loop_are_limited(deep: Any) -> None:
+    own = [fenced("for n in range(4): ask(str(n))"), "<answer>1</answer>"]
+    _, seen, *_ = play(deep, first(deep), own)
+    assert [agent for agent, _ in seen] == ["", "0", "1", "2", ""]
+    assert seen[-1][1].startswith("[ended: calls")
+
+
+def test_code_cannot_catch_the_end_of_a_run_at_a_call(deep: Any) -> None:
+    code = "try: x = ask('q')\nexcept BaseException: x = 'caught'\nfinally: print('once')\nprint(x)"
+    _, seen, *_ = play(deep, first(deep), [fenced(code), "<answer>1</answer>"])
+    assert seen[-1][1] == "once\nA\n"
+
+
+def test_equal_questions_are_asked_separately(deep: Any) -> None:
+    answers = iter("BCD")
+    code = "print(ask('q'), *ask_all(['q', 'q']))"
+    _, seen, *_ = play(deep, first(deep), [fenced(code), "x"], lambda *_: next(answers))
+    assert seen[-1][1] == "B C D\n"
+
+
+def test_a_nested_agent_explores_its_own_context(deep: Any) -> None:
+    def answer(agent: str, text: str) -> str:
+        return {"0": fenced("answer.update(content=ask(C[:2]) + C[2:], ready=True)"), "0.0": "Z"}[agent]
+
+    code = "answer.update(content=ask('which?', 'abc\\n'), ready=True)"
+    end, seen, *_ = play(deep, first(deep), [fenced(code)], answer)
+    assert [agent for agent, _ in seen] == ["", "0", "0.0"] and seen[2][1] == "ab"
+    assert "C is a str of 4 characters in 1 lines" in seen[1][1] and "which?" in seen[1][1]
+    assert end.done and end.metrics["agents"] == 1 and end.metrics["blocks"] == 2
+
+
+def test_forged_files_of_the_sandbox_change_nothing_but_the_own_answer(deep: Any) -> None:
+    forged = [
+        "open('outcome.json', 'w').write('[' * 100000)",
+        "import json; json.dump({'call': ['eval', ['1'], {}]}, open('outcome.json', 'w'))",
+        "import json; json.dump({'answer': 3}, open('outcome.json', 'w'))",
+    ]
+    for code in forged:
+        end, seen, *_ = play(deep, first(deep), [fenced(code), "<answer>1</answer>"])
+        assert end.done and seen[1][1] == "(no output)"
+
+
+def test_without_depth_there_is_nothing_to_ask() -> None:
+    environment = make_environment({**COMPACT, "prompt": "natural", "depth": 0})
+    task = first(environment)
+    assert "language model" not in task.prompt[0]["content"]
+    _, seen, *_ = play(environment, task, [fenced("ask('q')"), "x"])
+    assert "NameError: name 'ask' is not defined" in seen[1][1]
+    environment.close()
+
+
+def test_traces_have_a_record_for_each_distinct_conversation_of_a_sub_agent() -> None:
+    teacher = make_teacher("recursive", {"lines": 1.0})
+    found = collect_traces(COMPACT, teacher, 6, 0, extra={})
+    own = [one for one in found.kept if not one.is_sub_agent]
+    asked = [one for one in found.kept if one.is_sub_agent]
+    assert len(own) == 6 and len({one.digest for one in found.kept}) == len(found.kept)
+    assert 60 < len(asked) <= 96 and all(len(one.messages) == 2 for one in asked)
+    assert all(re.fullmatch("[A-F]", one.answer) and len(one.prompt) == 4 for one in asked)
+
+
+def test_tasks_without_contexts_are_refused() -> None:
+    with pytest.raises(RequestError, match="no long contexts"):
+        make_environment({**COMPACT, "tasks": {"id": "instructions"}})
+    teacher = make_teacher("recursive", {"lines": 1.0})
+    natural: Mapping[str, Any] = {**COMPACT, "tasks": {**TASKS, "style": "natural"}}
+    with pytest.raises(RequestError, match="compact tasks of oolong"):
+        collect_traces(natural, teacher, 1, 0, extra={})
