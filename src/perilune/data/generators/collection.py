@@ -11,7 +11,6 @@ from typing import Any
 
 from perilune.data.generators.registry import provenance_of
 from perilune.data.generators.teacher import (
-    BATCH,
     Candidate,
     Rejected,
     ScoreBatch,
@@ -95,7 +94,6 @@ def collect_traces(
             seed=seed,
             converse=partial(agent_conversations, environment),
             provenance=provenance,
-            batch=min(BATCH, count),
         )
         episodes = 0
         for one in verified:

@@ -14,7 +14,7 @@ from perilune.data.records import Provenance, TraceRecord
 from perilune.environments.core.protocol import Environment, Failure, Message, Outcome, Task, Transcript
 from perilune.environments.core.rewards import GOLD
 
-BATCH = 512  # candidates verified together
+FIRST_BATCH, BATCH = 16, 512  # candidates verified together, at first and at most
 
 ScoreBatch = Callable[[Sequence[tuple[Task, Transcript]]], Sequence[Outcome]]
 Converse = Callable[[Task, Transcript], Mapping[str, Sequence[Message]]]
@@ -102,7 +102,6 @@ def verify_candidates(
     keep_from: float = 1.0,
     converse: Converse | None = None,
     provenance: Provenance | None = None,
-    batch: int = BATCH,
 ) -> Iterator[TraceRecord | Rejected]:
     """Score candidates in order; those with a score of at least `keep_from` become records.
 
@@ -114,12 +113,13 @@ def verify_candidates(
         converse: turns a transcript into conversations by agent, normally
             `perilune.environments.core.replay.agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.
-        batch: candidates to score together.
     """
     pending = iter(candidates)
     digests: set[str] = set()
     tasks: set[str] = set()
-    while chunk := list(islice(pending, batch)):
+    size = FIRST_BATCH  # grows, so that few records cost little
+    while chunk := list(islice(pending, size)):
+        size = min(2 * size, BATCH)
         outcomes = score([(candidate.task, candidate.transcript) for candidate in chunk])
         for candidate, outcome in zip(chunk, outcomes, strict=True):
             if isinstance(outcome, Failure):
