@@ -227,3 +227,7 @@ def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -
     said = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(own)["spans"]]
     other = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(frozen)["spans"]]
     assert [len(one) for one in said] != [] and said != other
+    inputs |= {"checkpoint": inputs["sub_agent_checkpoint"]}
+    both = {"checkpoint": "first", "sub_agent_checkpoint": "first"}
+    same = run_task(tmp_path / "same", "evaluate", inputs=inputs, **both, **options)
+    assert episodes(same)["spans"].map(len).sum() > 0  # a policy in files does not hide where it runs

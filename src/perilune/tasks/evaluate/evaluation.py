@@ -115,6 +115,6 @@ def _sampler(
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
     memory = require_memory(needed, workspace.job.resources)
     engine = make_engine(policy.decoder, longest, policy.tokenizer)
-    sub_agents = open_sub_agents(workspace, policy, longest)
+    sub_agents = open_sub_agents(workspace, policy, device, longest)
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids, sub_agents)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}

@@ -49,7 +49,9 @@ def run(
         opened = stack.enter_context(
             open_player(workspace, spec.max_tokens, spec, spec.memory_plan, record_routes=spec.routing_replay)
         )
-        sub_agents = open_sub_agents(workspace, opened.policy, opened.longest, trained=spec.train_sub_agents)
+        sub_agents = open_sub_agents(
+            workspace, opened.policy, opened.device, opened.longest, trained=spec.train_sub_agents
+        )
         rollouts = replace(opened.rollouts, learned=_reward_model(spec, opened), sub_agents=sub_agents)
         player = replace(opened, rollouts=rollouts)
         policy, device = player.policy, player.device
@@ -80,7 +82,10 @@ def run(
             of_source = source.figures(groups)
             with watch.time_learning():
                 weighted, figures = updates.make(groups, done)
-            figures = opponents.after(done + 1, weighted, {**figures, **of_source, "epoch": source.epoch})
+            figures = {**figures, **of_source, "epoch": source.epoch}
+            if spec.auxiliary_rewards:
+                figures["auxiliary_scale"] = spec.auxiliary_rewards.scale(done + 1, spec.steps)
+            figures = opponents.after(done + 1, weighted, figures)
             return recorder.record(done + 1, weighted, figures, watch, source.timing())
 
         loop.run(step, source.remember)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.models.checkpoints.stored import open_checkpoint
@@ -13,11 +15,12 @@ FIELD = "sub_agent_checkpoint"
 
 
 def open_sub_agents(
-    workspace: Workspace, policy: Policy, longest: int, *, trained: bool = False
+    workspace: Workspace, policy: Policy, device: torch.device, longest: int, *, trained: bool = False
 ) -> SubAgents:
     """An engine with the weights of `sub_agent_checkpoint`; the policy's own if the stage names none.
 
     Args:
+        device: of the policy. Its parameters do not tell it while they are on disk.
         longest: most tokens of an episode after its prompt.
         trained: see `SubAgents`.
 
@@ -26,7 +29,6 @@ def open_sub_agents(
     """
     if not workspace.has_input(FIELD):
         return SubAgents(trained=trained)
-    device = next(policy.decoder.parameters()).device
     decoder, tokenizer = open_checkpoint(workspace.input(FIELD), device)
     if not tokenizer.has_same_tokens(policy.tokenizer):
         raise RequestError(
