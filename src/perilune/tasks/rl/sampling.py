@@ -80,12 +80,13 @@ class GroupSampler(GroupSource):
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """Sample the groups of a step, and refill dead groups if the algorithm does so."""
         spec, player = self._spec, self._player
+        auxiliary = spec.auxiliary_rewards
         drawn: list[Drawn] = []
 
         def play(count: int, first: int) -> Groups:
             chosen = self._draw.take(count, step, first)
             drawn.extend(chosen)
-            return self._process_rewards.play(
+            groups = self._process_rewards.play(
                 [task for task, _ in chosen],
                 samples=spec.samples,
                 params=spec.params(player.policy.stop_token_ids),
@@ -93,6 +94,7 @@ class GroupSampler(GroupSource):
                 watch=watch,
                 first=first,
             )
+            return groups if auxiliary is None else auxiliary.add(groups, step, spec.steps)
 
         groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
         self._draw.check(groups, step)

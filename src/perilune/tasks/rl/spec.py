@@ -13,6 +13,7 @@ from perilune.learn.training_settings import AlgorithmSettings, LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
+from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, StageMemory, stage_memory
@@ -33,6 +34,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
     )
     verifier_weight: float = Field(
         0.0, ge=0, description="weight of the verifier's score in the reward, besides a reward model"
+    )
+    auxiliary_rewards: AuxiliaryRewards | None = Field(
+        None, description="reward terms to add to the reward, with weights that fall to 0"
     )
     process_rewards: ProcessRewardField = Field(
         None, description="process rewards: a name, or a section with a name and options"

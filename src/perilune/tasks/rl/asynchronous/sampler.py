@@ -108,6 +108,8 @@ class AsynchronousSampler(GroupSource):
         if self._process_rewards.settings is not None:
             tasks = [task for (task, _), _ in batch.values()]
             groups = self._process_rewards.reward(tasks, groups, step, watch)
+        if (auxiliary := self._spec.auxiliary_rewards) is not None:
+            groups = auxiliary.add(groups, step, self._spec.steps)
         return self._draw.observe([drawn for drawn, _ in batch.values()], groups)
 
     def figures(self, groups: Groups) -> dict[str, float]:

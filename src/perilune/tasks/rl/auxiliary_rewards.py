@@ -1,0 +1,64 @@
+"""Auxiliary rewards: reward terms that are added to the reward with weights that fall to 0 during training.
+
+They pay early for behaviour that a policy would not find by the reward alone, and at the end nothing but the
+reward counts. Source: PARL's terms parallel and finish (Kimi K2.5, arXiv 2602.02276), whose schedule is not
+published; here it is linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen
+from perilune.data.episode import Episode
+from perilune.environments.core.rewards import GOLD
+from perilune.errors import RequestError
+from perilune.rollout.groups import Groups
+
+
+class AuxiliaryRewards(Frozen):
+    """Terms of the environment that are added to the reward, and how long."""
+
+    weights: dict[str, float] = Field(
+        min_length=1, description="weight of each reward term of the environment at the first step"
+    )
+    until: float = Field(
+        0.5, gt=0, le=1, description="share of the steps over which the weights fall linearly to 0"
+    )
+
+    def scale(self, step: int, steps: int) -> float:
+        """The factor of the weights at a step (from 1) of a run of `steps`."""
+        return max(0.0, 1 - (step - 1) / (self.until * steps))
+
+    def add(self, groups: Groups, step: int, steps: int) -> Groups:
+        """The groups with the rewards of a step; the metric "gold" keeps the reward without these terms.
+
+        An episode that a limit ended may lack a term, which then counts 0.
+
+        Raises:
+            RequestError: naming a term that no scored episode of the step has.
+        """
+        self._require_terms([one for group in groups for one in group if one.reward is not None])
+        scale = self.scale(step, steps)
+        return [tuple(self._added(one, scale) for one in group) for group in groups]
+
+    def _added(self, episode: Episode, scale: float) -> Episode:
+        if episode.reward is None:
+            return episode
+        terms = episode.reward_terms
+        extra = math.fsum(weight * terms.get(name, 0.0) for name, weight in self.weights.items())
+        metrics = {GOLD: episode.reward, **episode.metrics}
+        return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
+
+    def _require_terms(self, episodes: Sequence[Episode]) -> None:
+        known = {name for one in episodes for name in one.reward_terms}
+        for name in self.weights.keys() - known if known else ():
+            raise RequestError(
+                f"no episode has the reward term '{name}'",
+                where=f"auxiliary_rewards.weights.{name}",
+                remedy=f"one of: {', '.join(sorted(known))}",
+            )
