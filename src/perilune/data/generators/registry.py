@@ -33,6 +33,7 @@ _BUILT_IN = {
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
     "recursive": "perilune.data.generators.recursive:RecursiveTeacher",
     "tools": "perilune.data.generators.tools:ToolsTeacher",
+    "wide_lookup": "perilune.data.generators.wide_lookup:WideLookupTeacher",
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from perilune.environments.core.protocol import AgentTurn, Observation
 
@@ -26,31 +26,63 @@ AgentProgram = Generator[Sequence[AgentTurn], list[str], T]
 """The turns of one or several agents: yields turns to sample at the same time, and returns a result."""
 
 
-def together(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
-    """Run programs at the same time; return their results in the order of `programs`.
+class Programs(Generic[T]):
+    """Programs that run at the same time. More may be started at any time.
 
     A program's next turns are due as soon as its own last ones are taken; it waits for no other program.
+
+    Attributes:
+        results: what the finished programs returned, by number in the order of their starts.
     """
-    results: dict[int, T] = {}
-    due: dict[int, Sequence[AgentTurn]] = {}
-    actions: dict[int, list[str]] = {}
-    try:
-        while len(results) < len(programs):
-            for number, program in enumerate(programs):
-                if number in results:
-                    continue
-                try:
-                    due[number] = program.send(actions[number]) if number in actions else next(program)
-                except StopIteration as end:
-                    results[number] = end.value
-                    due.pop(number, None)
-            if due:
-                taken = iter((yield [*chain.from_iterable(due.values())]))
-                actions = {number: [next(taken) for _ in turns] for number, turns in due.items()}
-    finally:
-        for program in programs:
+
+    def __init__(self) -> None:
+        self.results: dict[int, T] = {}
+        self._running: dict[int, AgentProgram[T]] = {}
+        self._due: dict[int, Sequence[AgentTurn]] = {}
+
+    @property
+    def turns(self) -> list[AgentTurn]:
+        """The turns that are due; none if all programs have finished."""
+        return [*chain.from_iterable(self._due.values())]
+
+    def start(self, program: AgentProgram[T]) -> None:
+        """Run a program to its first turns."""
+        number = len(self.results) + len(self._running)
+        self._running[number] = program
+        self._advance(number, None)
+
+    def take(self, actions: Sequence[str]) -> None:
+        """Take the actions of all turns that are due, in their order."""
+        taken = iter(actions)
+        for number, turns in list(self._due.items()):
+            self._advance(number, [next(taken) for _ in turns])
+
+    def close(self) -> None:
+        """Close the programs that have not finished."""
+        for program in self._running.values():
             program.close()
-    return [results[number] for number in range(len(programs))]
+
+    def _advance(self, number: int, actions: list[str] | None) -> None:
+        program = self._running[number]
+        try:
+            self._due[number] = next(program) if actions is None else program.send(actions)
+        except StopIteration as end:
+            self.results[number] = end.value
+            del self._running[number]
+            self._due.pop(number, None)
+
+
+def together(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
+    """Run programs at the same time; return their results in the order of `programs`."""
+    running = Programs[T]()
+    try:
+        for program in programs:
+            running.start(program)
+        while turns := running.turns:
+            running.take((yield turns))
+    finally:
+        running.close()
+    return [running.results[number] for number in range(len(programs))]
 
 
 def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, str, T]:

@@ -59,6 +59,7 @@ _BUILT_IN = {
     "textarena": "perilune.environments.adapters.textarena:TextArenaEnvironment",
     "tools": "perilune.environments.builtin.tools:ToolsEnvironment",
     "verifiers": "perilune.environments.adapters.verifiers_package:VerifiersEnvironment",
+    "wide_lookup": "perilune.environments.builtin.wide_lookup:WideLookupEnvironment",
 }
 
 

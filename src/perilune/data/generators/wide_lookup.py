@@ -1,0 +1,39 @@
+"""The wide lookup teacher: finds all values, by itself or with a sub-agent for each key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from perilune.data.generators.scripted import ScriptedTeacher
+from perilune.environments.builtin.wide_lookup.lines import END, JOIN, SPAWN, serial_actions
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.protocol import Task
+from perilune.errors import RequestError
+
+
+class WideLookupTeacher(ScriptedTeacher):
+    """Finds the value of each key.
+
+    * serial: reads the shards one after another, and notes each value in the turn after its shard,
+    * parallel: spawns a sub-agent for each key and joins them. A task with a single
+      key is what a sub-agent gets, and its trace is serial.
+    """
+
+    name = "wide_lookup"
+    strategies: ClassVar = {"serial": 0.9, "parallel": 0.1}
+
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
+        """The actions of all agents, in the order in which the environment asks for them.
+
+        Raises:
+            RequestError: when the task is of another environment.
+        """
+        if "shards" not in task.data:
+            raise RequestError("the wide_lookup teacher supports only that environment", where="teacher")
+        values: Mapping[str, str] = task.data["values"]
+        if strategy == "serial" or len(values) == 1:
+            return serial_actions(values)
+        lookups = zip(*(serial_actions({key: value}) for key, value in values.items()), strict=True)
+        spawns = "".join(f"{SPAWN}{key}\n" for key in values) + JOIN
+        return [spawns, *(action for round_ in lookups for action in round_), END]

@@ -1,0 +1,158 @@
+"""Wide lookup: an orchestrator reads shards itself, one after another, or spawns sub-agents that read them.
+
+Rewards after PARL (Kimi K2.5, arXiv 2602.02276): the reward is performance, and the terms parallel and finish
+are for `auxiliary_rewards` of the rl stage. The report states no formulas for them; those here are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from perilune.environments.builtin.wide_lookup.lines import BAD, Reader, serial_actions
+from perilune.environments.builtin.wide_lookup.settings import WideLookupSpec
+from perilune.environments.builtin.wide_lookup.tasks import draw_tasks, opening
+from perilune.environments.core.agents import AgentProgram, Programs, sample
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, end_episode
+from perilune.environments.core.protocol import AgentTurn, Message, Split, Task, Transcript
+
+MOST_REWARDED = 4  # sub-agents for each key from which on the term parallel is 1
+
+
+class WideLookupEnvironment(MultiTurn):
+    """Reward 1 for the values of all keys, if found within the budget of critical steps.
+
+    The term "parallel" grows with the number of spawned sub-agents, "finish" is the share of them that ended
+    with a value for each of their keys, and "performance" is the reward.
+    """
+
+    Spec = WideLookupSpec
+
+    def __init__(self, spec: WideLookupSpec) -> None:
+        self.spec = spec
+        self.id = "wide_lookup"
+        self.max_turns = spec.turns
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Yield distinct tasks without end."""
+        return draw_tasks(self.spec, split, seed)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        """Let the orchestrator write lines until it ends."""
+        found = yield from sample(_orchestrate(task.data["shards"], self.spec))
+        budget = self.spec.critical_budget
+        is_right = all(found.notes.get(key) == value for key, value in task.data["values"].items())
+        success = float(is_right and (budget is None or found.critical_steps <= budget))
+        wanted = MOST_REWARDED * len(task.data["values"])
+        terms = {
+            "parallel": min(1.0, found.spawned / wanted),
+            "finish": found.finished / max(found.spawned, 1),
+            "performance": success,
+        }
+        yield end_episode(success, terms=terms, metrics={"right": float(is_right), **found.metrics()})
+
+    def gold(self, task: Task) -> Transcript | None:
+        """All shards read by the orchestrator; None if it has too few turns or critical steps for that."""
+        *earlier, last = serial_actions(task.data["values"])
+        if len(earlier) >= min(self.spec.turns, self.spec.critical_budget or self.spec.turns):
+            return None
+        return Transcript(last, earlier=tuple(earlier))
+
+
+@dataclass(slots=True)
+class Found:
+    """What an orchestrator has noted, and how.
+
+    Attributes:
+        critical_steps: rounds of turns that were due at the same time.
+        spawned: sub-agents that the orchestrator spawned, those without a place included.
+        finished: of them, those that ended with a value for each of their keys.
+    """
+
+    notes: Mapping[str, str]
+    critical_steps: int = 0
+    spawned: int = 0
+    finished: int = 0
+    reads: int = 0
+    bad: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the episode."""
+        strategy = "parallel" if self.spawned else "serial"
+        return {
+            f"strategy/{strategy}": 1.0,
+            "critical_steps": float(self.critical_steps),
+            "spawned": float(self.spawned),
+            "finished": float(self.finished),
+            "own_reads": float(self.reads),
+            "bad_lines": float(self.bad),
+        }
+
+
+class Returned(NamedTuple):
+    """What a sub-agent returns: its notes, and whether it ended with the values of all its keys."""
+
+    notes: dict[str, str]
+    finished: bool
+
+    @property
+    def lines(self) -> list[str]:
+        """What enters the context of the orchestrator."""
+        return [f"{key}{value}" for key, value in self.notes.items()] or [BAD]
+
+
+def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgram[Found]:
+    """The turns of the orchestrator and of its sub-agents, which run beside it until it joins them."""
+    reader = Reader(shards, may_spawn=True)
+    found = Found(reader.notes)
+    agents = Programs[Returned]()
+    begun = joined = 0
+    messages: tuple[Message, ...] = ()
+    try:
+        for _ in range(spec.turns):
+            own, *others = yield [AgentTurn("", messages), *agents.turns]
+            found.critical_steps += 1
+            agents.take(others)
+            seen = reader.take(own)
+            for keys in reader.spawned:
+                found.spawned += 1
+                if begun < spec.sub_agents:
+                    agents.start(_look_up(str(begun), keys, shards, spec.sub_agent_turns))
+                    begun += 1
+                else:
+                    seen.append(BAD)
+            while reader.joins and agents.turns:
+                agents.take((yield agents.turns))
+                found.critical_steps += 1
+            if reader.joins:
+                for number in range(joined, begun):
+                    seen += agents.results[number].lines
+                    reader.notes |= agents.results[number].notes
+                joined = begun
+            if reader.has_ended:
+                break
+            messages = _reply(seen)
+    finally:
+        agents.close()
+    found.finished = sum(one.finished for one in agents.results.values())
+    found.reads, found.bad = reader.reads, reader.bad
+    return found
+
+
+def _look_up(agent: str, keys: list[str], shards: Mapping[str, str], turns: int) -> AgentProgram[Returned]:
+    """The turns of a sub-agent, at most `turns`."""
+    reader = Reader(shards, may_spawn=False)
+    messages = opening(keys)
+    for _ in range(turns):
+        (action,) = yield [AgentTurn(agent, messages, "look up")]
+        messages = _reply(reader.take(action))
+        if reader.has_ended:
+            break
+    is_finished = reader.has_ended and all(key in reader.notes for key in keys)
+    return Returned({key: reader.notes[key] for key in keys if key in reader.notes}, is_finished)
+
+
+def _reply(seen: Sequence[str]) -> tuple[Message, ...]:
+    return ({"role": "tool", "content": "".join(f"{line}\n" for line in seen) or "\n"},)

@@ -1,0 +1,31 @@
+"""Settings of wide lookups."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Keys = Annotated[int, Field(ge=1, le=26)]
+
+
+class WideLookupSpec(BaseModel):
+    """The environment section of a recipe, for `id: wide_lookup`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Literal["wide_lookup"] = Field("wide_lookup", description="id of the environment")
+    keys: tuple[Keys, ...] = Field(
+        (8,), min_length=1, description="numbers of keys that tasks draw from; each key has its own shard"
+    )
+    letters: int = Field(8, ge=0, le=4096, description="letters of a shard, in which key and value stand")
+    turns: int = Field(32, ge=2, le=64, description="maximum turns of the orchestrator")
+    critical_budget: int | None = Field(
+        None, ge=1, description="critical steps within which success counts; null: no limit"
+    )
+    sub_agents: int = Field(
+        16, ge=0, le=256, description="sub-agents that an episode has room for; further ones never run"
+    )
+    sub_agent_turns: int = Field(
+        4, ge=1, le=64, description="turns after which a sub-agent that has not ended is stopped"
+    )

@@ -1,0 +1,44 @@
+"""Draws wide lookups: the values of K keys that are hidden in K shards.
+
+A key is a capital letter and its value a digit. They stand next to each other somewhere in the small letters
+of the key's shard: A has the value 7 if its shard is `kqzA7mre`.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from perilune.environments.builtin.wide_lookup.settings import WideLookupSpec
+from perilune.environments.core.protocol import Message, Split, Task
+from perilune.environments.core.splits import new_draws
+from perilune.files import canonical_json, sha256_bytes
+
+
+def draw_tasks(spec: WideLookupSpec, split: Split, seed: int) -> Iterator[Task]:
+    """Yield distinct tasks without end."""
+    drawn = (_draw(spec, random.Random(f"wide_lookup/{seed}/{index}")) for index in count())
+    digests = ((sha256_bytes(canonical_json(data)), data) for data in drawn)
+    for digest, data in new_draws(split, digests):
+        keys = list(data["values"])
+        yield Task(digest[:32], opening(keys), data, difficulty=float(len(keys)))
+
+
+def opening(keys: list[str]) -> tuple[Message, ...]:
+    """The prompt that asks for keys. A sub-agent has that of a task with its keys."""
+    return ({"role": "user", "content": "".join(keys) + "\n"},)
+
+
+def _draw(spec: WideLookupSpec, draw: random.Random) -> dict[str, Any]:
+    keys = draw.sample(string.ascii_uppercase, draw.choice(spec.keys))
+    values = {key: draw.choice(string.digits) for key in keys}
+    return {"shards": {key: _hide(key + values[key], spec.letters, draw) for key in keys}, "values": values}
+
+
+def _hide(entry: str, letters: int, draw: random.Random) -> str:
+    text = "".join(draw.choices(string.ascii_lowercase, k=letters))
+    place = draw.randint(0, letters)
+    return text[:place] + entry + text[place:]
