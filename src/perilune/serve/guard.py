@@ -6,7 +6,6 @@ It is pure ASGI: it sees a body in chunks, refuses it before the rest has arrive
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from perilune.serve.address import has_token, is_for_this_machine
 from perilune.serve.errors import ApiError, error_document
 
 _OPEN = frozenset({"/health"})  # needs no token
-_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,9 @@ class Guard:
 
     def _unauthorized(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
         if self._token is None:
-            # DNS rebinding: a web page can point its own host name here, but its requests carry that name.
-            host = headers.get(b"host", b"").decode("latin-1").lower()
-            if host not in _LOCAL_NAMES and host.rpartition(":")[0] not in _LOCAL_NAMES:
+            if not is_for_this_machine(headers):
                 return _error(403, "this server only answers requests to localhost", code="wrong_host")
-        elif scope["path"] not in _OPEN and not self._authentic(headers):
+        elif scope["path"] not in _OPEN and not has_token(headers, self._token):
             return _error(
                 401,
                 "the token is missing or wrong; send Authorization: Bearer TOKEN",
@@ -98,12 +95,6 @@ class Guard:
         if length.isdigit() and int(length) > self._bodies.most:
             return _error(413, self._too_long(), code="body_too_large")
         return None
-
-    def _authentic(self, headers: dict[bytes, bytes]) -> bool:
-        assert self._token is not None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # In constant time, so that timing reveals nothing about the token.
-        return hmac.compare_digest(given.strip(), self._token) and scheme.lower() == b"bearer"
 
     def _counted(self, receive: Receive) -> Receive:
         """`receive` that raises an `ApiError` when a body is too large or too slow."""

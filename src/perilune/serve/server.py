@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
-import os
 import resource
 import socket
 from collections.abc import Callable, Mapping
@@ -21,6 +19,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
+from perilune.serve.address import listening, token_of, url_of
 from perilune.serve.app import make_app
 from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.engine_thread import EngineThread
@@ -28,7 +27,6 @@ from perilune.serve.guard import BodyLimits
 from perilune.serve.service import ServedModel, Service
 from perilune.serve.weights import MOST_CHUNK, WeightUpdates
 
-SHORTEST_TOKEN = 16  # characters; shorter ones can be guessed
 _BACKLOG = 2048  # connections that wait to be accepted
 _DESCRIPTORS = 16_384  # requested; the system may allow fewer
 _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
@@ -86,12 +84,12 @@ def serve(
             on a public address without a token.
         WorkFailedError: when the engine fails.
     """
-    token = _token(settings)
-    with _listening(settings.host, settings.port) as listener:
+    token = token_of(settings.host, settings.token_env)
+    with listening(settings.host, settings.port) as listener:
         service, weights = _service(settings, notify)
         gc.collect()
         gc.freeze()  # later collections, which hold up every request, skip what stays for good
-        server = _Server(service, weights, settings, token, lambda: announce(_url(listener)))
+        server = _Server(service, weights, settings, token, lambda: announce(f"{url_of(listener)}/v1"))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
         raise WorkFailedError(f"the engine failed: {service.thread.failure}", where=str(settings.checkpoint))
@@ -223,65 +221,3 @@ def _connection_limits() -> tuple[int, int]:
     # asyncio accepts a whole backlog before it serves the first connection of it.
     backlog = min(_BACKLOG, soft // 4)
     return backlog, max(soft - backlog - _RESERVED_DESCRIPTORS, 1)
-
-
-def _token(settings: Settings) -> str | None:
-    """The bearer token of requests, or None.
-
-    Raises:
-        RequestError: when the token is not set or too short, or a public address has no token.
-    """
-    if not settings.token_env:
-        if not _is_loopback(settings.host):
-            raise RequestError(
-                f"the server would listen on the public address {settings.host} without a token",
-                where="--host",
-                remedy="export PERILUNE_TOKEN=$(openssl rand -hex 24), then add --token-env PERILUNE_TOKEN",
-            )
-        return None
-    token = os.environ.get(settings.token_env, "")
-    if len(token) < SHORTEST_TOKEN:
-        problem = f"has {len(token)} characters, and needs {SHORTEST_TOKEN}" if token else "is not set"
-        raise RequestError(f"{settings.token_env} {problem}", where="--token-env")
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether all addresses of `host` are loopback addresses."""
-    addresses = _addresses(host, 0)
-    return all(ipaddress.ip_address(address[4][0]).is_loopback for address in addresses)
-
-
-def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # type: ignore[return-value]
-    except OSError as error:
-        raise RequestError(
-            f"{host!r} is not an address of this machine: {error.strerror}", where="--host"
-        ) from None
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before the model is loaded, so that a port in use is an early error.
-
-    Raises:
-        RequestError: when the address is not free.
-    """
-    family, _, _, _, address = _addresses(host, port)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise RequestError(
-            f"cannot listen on {host} port {port}: {error.strerror}",
-            where="--port",
-            remedy="use another port, or 0 for a free one",
-        ) from None
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

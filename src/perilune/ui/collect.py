@@ -17,8 +17,10 @@ from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
 from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of
 from perilune.ui.distributions import Lengths, Rates, lengths_of, rates_of
+from perilune.ui.episode_sets import index_episodes
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
+from perilune.ui.health import StageHealth, healths_of
 from perilune.ui.overview import (
     Fact,
     Notice,
@@ -32,12 +34,10 @@ from perilune.ui.overview import (
     summaries_of,
 )
 from perilune.ui.provenance import Provenance, provenance_of
-from perilune.ui.traces import traces_of
+from perilune.ui.traces import WRITES_TRACES, traces_of
 from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
-
-WRITES_TRACES = ("collect", "rejection_sampling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class ReportData:
 
     experiment: Identity
     headline: Headline
+    health: list[StageHealth]
     facts: list[Fact]
     notices: list[Notice]
     stages: list[Stage]
@@ -119,8 +120,8 @@ class ReportData:
     library: EpisodeLibrary
 
 
-def collect(view: ExperimentView) -> ReportData:
-    """Read the files of every stage of `view`."""
+def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
+    """Read the files of every stage of `view`; without `embed`, episodes are only listed."""
     pairs = [(stage, Attempt(stage.attempt_dir)) for stage in view.stages]
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
@@ -129,18 +130,16 @@ def collect(view: ExperimentView) -> ReportData:
     comparisons = _comparisons(pairs, evaluations)
     climb, trained = _climb(pairs, comparisons, trainings)
     lengths = lengths_of([(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels])
-    library = collect_episodes([Source(stage.name, stage.task, attempt) for stage, attempt in pairs])
-    traces = _present(
-        traces_of(stage.name, attempt) for stage, attempt in pairs if stage.task in WRITES_TRACES
+    library = (_embedded if embed else index_episodes)(
+        [Source(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
-    order = [stage.name for stage in view.stages]
-    library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     provenance = provenance_of(view, attempts)
     facts = facts_of(view, attempts, provenance)
     stages = [describe_stage(stage, attempt) for stage, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state_of(view.stages), view.seed),
         headline=write_headline(evaluations, climb, trained, summaries_of(pairs)),
+        health=healths_of(pairs),
         facts=facts,
         notices=notices_of(pairs),  # last, because reading finds the damaged files
         stages=stages,
@@ -176,6 +175,14 @@ def collect(view: ExperimentView) -> ReportData:
         " This file is self-contained and loads nothing from other places.",
         library=library,
     )
+
+
+def _embedded(sources: Sequence[Source]) -> EpisodeLibrary:
+    library = collect_episodes(sources)
+    traces = _present(traces_of(one.stage, one.attempt) for one in sources if one.task in WRITES_TRACES)
+    order = [one.stage for one in sources]
+    library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
+    return library
 
 
 def _forgetting(stage: StageView, found: Any) -> Forgetting | None:

@@ -35,7 +35,10 @@ class Source:
 
 @dataclass
 class EpisodeSet:
-    """The embedded episodes of one step, or of one part of an evaluation, as embeddable JSON."""
+    """The embedded episodes of one step, or of one part of an evaluation, as embeddable JSON.
+
+    A set that is only listed has a `name`, by which `episode_sets.read_set` finds it, and no JSON.
+    """
 
     label: str
     step: int
@@ -43,6 +46,7 @@ class EpisodeSet:
     embedded: int
     mean_reward: float | None
     json: str
+    name: str = ""
 
 
 @dataclass
@@ -71,7 +75,9 @@ class EpisodeLibrary:
 
 
 @dataclass(frozen=True, eq=False)
-class _File:
+class EpisodeFile:
+    """A file with the episodes of one step, or of one part of an evaluation."""
+
     source: Source
     path: Path
     label: str
@@ -85,20 +91,20 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
     whole groups are taken in the order of the SHA-256 of their ids.
     """
     library = EpisodeLibrary()
-    tokenizers = _Tokenizers(sources)
-    files: list[_File] = []
+    tokenizers = Tokenizers(sources)
+    files: list[EpisodeFile] = []
     for source in sources:
-        found = list(_files(source))
+        found = list(files_of(source))
         kept = _evenly(found, _most(found, tokenizers, budget // len(sources)))
         library.steps_left_out += len(found) - len(kept)
         files += kept
-    chosen: dict[_File, tuple[EpisodeSet, set[str]]] = {}
+    chosen: dict[EpisodeFile, tuple[EpisodeSet, set[str]]] = {}
     spent = 0
     for place, file in enumerate(sorted(files, key=lambda one: (one.path.stat().st_size, str(one.path)))):
         episodes = file.source.attempt.episodes(file.path)
         if episodes:
             share = max(0, budget - spent) // (len(files) - place)
-            chosen[file] = _embed(file, episodes, tokenizers.find(file.source.stage, episodes), share)
+            chosen[file] = embed(file, episodes, tokenizers.find(file.source.stage, episodes), share)
             spent += len(chosen[file][0].json)
     for source in sources:
         mine = [chosen[file] for file in files if file in chosen and file.source is source]
@@ -116,16 +122,17 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
     return library
 
 
-def _files(source: Source) -> Iterator[_File]:
+def files_of(source: Source) -> Iterator[EpisodeFile]:
+    """The episode files of a stage, in order of step."""
     is_evaluation = source.task == "evaluate"
     for path in source.attempt.episode_files:
         step = int(path.stem.removeprefix("step-"))
-        yield _File(source, path, "samples" if is_evaluation else f"step {step}", step)
+        yield EpisodeFile(source, path, "samples" if is_evaluation else f"step {step}", step)
     if source.attempt.greedy_file is not None:
-        yield _File(source, source.attempt.greedy_file, "greedy answers", 1)
+        yield EpisodeFile(source, source.attempt.greedy_file, "greedy answers", 1)
 
 
-def _most(files: list[_File], tokenizers: _Tokenizers, budget: int) -> int:
+def _most(files: list[EpisodeFile], tokenizers: Tokenizers, budget: int) -> int:
     """The number of steps to show, so that each has space for a group with tokens and reading is fast."""
     if len(files) <= FEWEST_STEPS:
         return len(files)
@@ -139,16 +146,17 @@ def _most(files: list[_File], tokenizers: _Tokenizers, budget: int) -> int:
     return max(FEWEST_STEPS, most)
 
 
-def _evenly(files: list[_File], most: int) -> list[_File]:
+def _evenly(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
     """At most `most` evenly spaced files, with the first and the last."""
     if len(files) <= most:
         return files
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
 
 
-def _embed(
-    file: _File, episodes: list[Episode], vocabulary: Vocabulary | None, budget: int
+def embed(
+    file: EpisodeFile, episodes: list[Episode], vocabulary: Vocabulary | None, budget: int
 ) -> tuple[EpisodeSet, set[str]]:
+    """Whole groups of one file in at most `budget` characters, and the names of their strategies."""
     groups = [list(members) for _, members in groupby(episodes, key=lambda one: one.group_id)]
     order = sorted(range(len(groups)), key=lambda place: sha256_bytes(groups[place][0].group_id.encode()))
     taken: dict[int, str] = {}
@@ -239,7 +247,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-class _Tokenizers:
+class Tokenizers:
     """The tokenizer of each stage: its own, or that of another stage if it spells the answers exactly."""
 
     def __init__(self, sources: Sequence[Source]) -> None:

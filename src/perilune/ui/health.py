@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.metrics.health.rules import Evidence
+from perilune.metrics.health.rules import Evidence, Finding
 from perilune.metrics.health.series import Series
 from perilune.metrics.health.verdict import Health, assess
 from perilune.ui.attempt import Attempt
+from perilune.ui.view import StageView
+
+
+@dataclass(frozen=True, slots=True)
+class StageHealth:
+    """The verdict on one stage."""
+
+    stage: str
+    state: str
+    status: str
+    steps: int
+    findings: tuple[Finding, ...]
+
+
+def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
+    """The verdicts on the stages that trained or that failed."""
+    found = []
+    for stage, attempt in pairs:
+        health = health_of(attempt, here=stage.here, now=now)
+        findings = health.findings
+        if stage.state == "failed":
+            why = str(attempt.verdict.get("message") or stage.cause or "the task failed").partition("\n")[0]
+            remedy = f"perilune explain {stage.run_id}, then perilune retry {stage.run_id}"
+            findings = (Finding("failed", "broken", None, why, remedy), *findings)
+        steps = sum(bool(one.get("step")) for one in attempt.metric_lines)
+        if findings or "steps" in (attempt.job.get("spec") or {}):
+            status = findings[0].status if findings else health.status
+            found.append(StageHealth(stage.name, stage.state, status, steps, findings))
+    return found
 
 
 def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:

@@ -28,11 +28,13 @@ from perilune.ui.view import ExperimentView
 SCRIPTS = (
     "page.js",
     "charts.js",
+    "verdict.js",
     "episodes.js",
     "outcome.js",
     "course.js",
     "report.js",
 )  # in the order of execution
+LIVE_SCRIPTS = (*SCRIPTS, "live.js")
 
 
 def build_report(experiment: ExperimentView, out: Path) -> Path:
@@ -47,39 +49,54 @@ def build_report(experiment: ExperimentView, out: Path) -> Path:
     return out
 
 
-def render(data: ReportData) -> str:
-    """The whole page as HTML text."""
-    document = {field.name: getattr(data, field.name) for field in fields(data) if field.name != "library"}
+def render(data: ReportData, names: Sequence[str] = SCRIPTS, live: Mapping[str, Any] | None = None) -> str:
+    """The whole page as HTML text.
+
+    Args:
+        names: of its scripts.
+        live: where its scripts find episodes and news; None for a page that contains everything.
+    """
+    document = document_of(data) | {"live": live}
     index, blocks = _episodes(data.library)
     title = f"{data.experiment.name}: {data.headline.title}"
-    return render_page(title, SCRIPTS, document, [_block("episodes-index", embeddable_json(index)), *blocks])
+    index_block = data_block("episodes-index", embeddable_json(index))
+    return render_page(title, names, document, [index_block, *blocks], live=live is not None)
 
 
-def render_page(title: str, names: Sequence[str], document: Any, blocks: Sequence[str] = ()) -> str:
+def document_of(data: ReportData) -> dict[str, Any]:
+    """All data of the page except its episodes, as JSON values."""
+    return {field.name: plain(getattr(data, field.name)) for field in fields(data) if field.name != "library"}
+
+
+def render_page(
+    title: str, names: Sequence[str], document: Any, blocks: Sequence[str] = (), *, live: bool = False
+) -> str:
     """A self-contained page.
 
     Args:
         names: of its scripts, in the order of execution.
         document: the data that its scripts read: JSON values and dataclasses.
         blocks: further elements with data.
+        live: whether the scripts may ask the server that the page came from.
     """
     assets = files("perilune.ui") / "assets"
     style = (assets / "report.css").read_text(encoding="utf-8")
     scripts = [(assets / name).read_text(encoding="utf-8") for name in names]
     return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
-        policy=_policy(style, scripts),
+        policy=_policy(style, scripts, live),
         style=style,
-        data="\n".join([_block("report-data", embeddable_json(_plain(document))), *blocks]),
+        data="\n".join([data_block("report-data", embeddable_json(plain(document))), *blocks]),
         scripts="\n".join(f"<script>{script}</script>" for script in scripts),
     )
 
 
-def _policy(style: str, scripts: list[str]) -> str:
-    """A Content-Security-Policy that allows only these scripts and styles, and no loading."""
+def _policy(style: str, scripts: list[str], live: bool) -> str:
+    """A Content-Security-Policy that allows only these scripts and styles, and no loading from elsewhere."""
     allowed = " ".join(_hash(script) for script in scripts)
+    connect = "connect-src 'self'; " if live else ""
     return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; "
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; {connect}"
         "base-uri 'none'; form-action 'none'"
     )
 
@@ -88,18 +105,19 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _block(name: str, json_text: str) -> str:
+def data_block(name: str, json_text: str) -> str:
+    """An element with JSON, which no browser runs."""
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses as objects, tuples as arrays, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -112,19 +130,25 @@ def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
     for stage in library.stages:
         sets = []
         for one in stage.sets:
-            script = f"episodes-{len(blocks)}"
-            blocks.append(_block(script, one.json))
-            sets.append({**_plain(one), "script": script, "json": None})
-        stages.append({**_plain(stage), "sets": sets})
+            script = f"episodes-{len(blocks)}" if one.json else None
+            if script is not None:
+                blocks.append(data_block(script, one.json))
+            sets.append({**plain(one), "script": script, "json": None})
+        stages.append({**plain(stage), "sets": sets})
     return {
         "stages": stages,
-        "vocabularies": _plain(library.vocabularies),
+        "vocabularies": plain(library.vocabularies),
         "right": RIGHT,
         "lead": _lead(library),
     }, blocks
 
 
 def _lead(library: EpisodeLibrary) -> str:
+    if any(one.name for stage in library.stages for one in stage.sets):
+        return (
+            "Prompts, answers and rewards, read from the files of the runs. The darker the colour of a "
+            "token, the lower its probability under the policy."
+        )
     embedded = sum(one.embedded for one in library.sampled)
     total = sum(one.total for one in library.sampled)
     included = f"This file contains all {total:,} episodes."

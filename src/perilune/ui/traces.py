@@ -10,6 +10,7 @@ from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import EpisodeSet, StageEpisodes
 from perilune.ui.turns import ASSISTANT, message_turns, shortened, shortened_messages
 
+WRITES_TRACES = ("collect", "rejection_sampling")
 KEPT = 300
 REFUSED = 100
 

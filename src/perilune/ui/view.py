@@ -20,6 +20,7 @@ class StageView:
         attempt_dir: the folder of the current attempt, or None before the first.
         attempts: number of attempts.
         cause: why the run failed, or "".
+        here: whether it runs on this machine, so that its files are never behind.
     """
 
     name: str
@@ -29,6 +30,7 @@ class StageView:
     attempt_dir: Path | None
     attempts: int = 1
     cause: str = ""
+    here: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,18 @@ def _began(attempt: Path) -> float:
 
 def _stage(attempt: Path, attempts: int) -> StageView:
     job = read_json(attempt / "job.json")
-    result_file = attempt / "runtime" / "result.json"
-    result = read_json(result_file) if result_file.exists() else None
-    if result is None:
-        state, cause = "active", ""
-    elif result.get("exit_code") == 0:
-        state, cause = "succeeded", ""
-    else:
-        state, cause = "failed", str(result.get("cause") or f"exit code {result.get('exit_code')}")
+    state, cause = state_in_files(attempt)
     is_numbered = attempt.parent.name == "attempts"
     run_id = attempt.parent.parent.name if is_numbered else attempt.resolve().name
     return StageView(str(job.get("stage")), str(job.get("task")), run_id, state, attempt, attempts, cause)
+
+
+def state_in_files(attempt: Path) -> tuple[str, str]:
+    """State and cause of an attempt as its files tell; it is active until its verdict is written."""
+    result_file = attempt / "runtime" / "result.json"
+    if not result_file.exists():
+        return "active", ""
+    result = read_json(result_file)
+    if result.get("exit_code") == 0:
+        return "succeeded", ""
+    return "failed", str(result.get("cause") or f"exit code {result.get('exit_code')}")

@@ -3,6 +3,7 @@
 COMMANDS = {
     "runs": ("inspect.runs:runs", "List runs."),
     "top": ("inspect.top:top", "Show running stages live."),
+    "ui": ("inspect.ui:ui", "Serve a page that shows experiments live."),
     "show": ("inspect.runs:show", "Show the state, attempts, metrics and files of a run."),
     "logs": ("inspect.runs:logs", "Print the log of a run; -f follows it."),
     "explain": ("inspect.history:explain", "Explain the state of a run and what happens next."),

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from perilune.bundle.job import Job
-from perilune.cli.inspect.report import view_of
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -21,6 +20,7 @@ from perilune.traces.replay import Replayer
 from perilune.traces.suite import tokenizer_digest
 from perilune.traces.where import parse_where
 from perilune.ui.attempt import Attempt
+from perilune.ui.experiment import view_of
 from perilune.ui.view import StageView
 
 CHUNK = 512  # episodes recorded at a time

@@ -234,11 +234,11 @@ def run_experiment(
         again: the command line that runs it again.
         asked: as in `perilune.control.runs.experiments.advance`.
     """
-    from perilune.cli.inspect.report import experiment_view
     from perilune.cli.train.estimate import kept_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
     from perilune.control.queries.lookup import stage_statuses
+    from perilune.ui.experiment import experiment_view
     from perilune.ui.report import build_report
 
     began = time.monotonic()

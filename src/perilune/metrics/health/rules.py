@@ -16,6 +16,7 @@ TRUNCATED = 0.25  # share of answers
 FAILED = 0.05  # share of episodes without a score
 GAP_CPU, GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
 WAITING = 0.8  # share of a step that the learner waits for episodes
+SILENT = 8.0  # seconds; a worker counts every second
 SLOW = 6.0  # times the median step
 Z = 1.2816  # one-sided 90% of a normal distribution
 FALLEN = 0.4  # of the mean reward
@@ -227,7 +228,7 @@ def starvation(run: Evidence) -> Iterator[Finding]:
 
 def stall(run: Evidence) -> Iterator[Finding]:
     """The process is gone, a step takes very long, or steps have become slow."""
-    if run.silent_seconds is not None and run.silent_seconds > 15:
+    if run.silent_seconds is not None and run.silent_seconds > SILENT:
         yield Finding(
             "no heartbeat",
             "broken",

@@ -296,14 +296,21 @@ const Charts = (() => {
   }
 
   /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?, format?} over one x axis.
+     series may be a function that returns them, for charts that are refreshed.
      low and high are whiskers, or with `area` the edges of a filled area.
      x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
      group: charts of one group share the crosshair; smooth: follow the slider; pick(x): on click. */
   function lines(spec) {
     const y = { format: Format.number, zero: true, ...spec.y };
     const height = spec.height || 168;
-    const series = spec.series.filter((one) => one.y.some(isNumber));
-    const xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const read = typeof spec.series === "function" ? spec.series : () => spec.series;
+    let series;
+    let xs;
+    const measure = () => {
+      series = read().filter((one) => one.y.some(isNumber));
+      xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+    };
+    measure();
     const categories = spec.x.categories;
     const formatX = categories ? (value) => categories[value] : spec.x.format || Format.integer;
     let log = y.log === "on";
@@ -311,7 +318,7 @@ const Charts = (() => {
     let state = null;
 
     const chart = figure(
-      { ...spec, legend: spec.legend || (spec.series.length > 1 || spec.showLegend ? spec.series : []) },
+      { ...spec, legend: spec.legend || (series.length > 1 || spec.showLegend ? series : []) },
       (width) => {
         if (!xs.length) return emptyDrawing(width, Math.min(height, 90), spec.empty || "no data yet");
         const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]);
@@ -547,6 +554,10 @@ const Charts = (() => {
       });
       chart.tools.append(button);
     }
+    chart.refresh = () => {
+      measure();
+      chart.redraw();
+    };
     if (spec.group) groups.set(spec.group, [...(groups.get(spec.group) || []), chart]);
     if (spec.smooth) smoothed.add(chart);
     return chart.element;
@@ -788,6 +799,15 @@ const Charts = (() => {
     rows,
     showTooltip,
     hideTooltip,
+    // Draw the charts of a group again, with the series that they have now.
+    refresh(group) {
+      for (const chart of groups.get(group) || []) chart.refresh();
+    },
+    // Drop the charts of a group, because others take their place.
+    forget(group) {
+      for (const chart of groups.get(group) || []) smoothed.delete(chart);
+      groups.delete(group);
+    },
     smooth(weight) {
       smoothing = weight;
       for (const chart of smoothed) chart.redraw();

@@ -21,15 +21,21 @@ const Course = ((data) => {
   // -------------------------------------------------------------------------------------- curves
   const x = { label: "step", name: "step", integer: true };
 
-  function curvesOf(training) {
+  // The charts of a stage, or with `only` "shape" a text that changes when other charts are needed.
+  function curvesOf(training, only) {
+    const shape = [];
     const group = `training-${training.stage}`;
     const pick = Episodes.has(training.stage) ? (step) => Episodes.open(training.stage, step) : undefined;
     const charts = [];
     const steady = [];
     const add = (key, title, note, names, y = {}, more = {}) => {
-      const series = seriesOf(training, names).filter((one) => one.y.some((value) => value !== null));
+      const read = () => seriesOf(training, names).filter((one) => one.y.some((value) => value !== null));
+      const series = read();
       if (!series.length) return;
-      if (training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]))) {
+      const isSteady = training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]));
+      shape.push(`${key} ${isSteady} ${series.length}`);
+      if (only === "shape") return;
+      if (isSteady) {
         const format = y.format || Format.number;
         steady.push(
           h(
@@ -56,7 +62,7 @@ const Course = ((data) => {
           note,
           x,
           y,
-          series,
+          series: read,
           group,
           smooth: true,
           pick,
@@ -361,12 +367,41 @@ const Course = ((data) => {
       ],
       { format: Format.integer, integer: true },
     );
+    if (only === "shape") return shape.join("\n");
     return charts.length || steady.length ? [charts, steady] : null;
   }
 
+  const drawn = new Map(); // stage -> the shape of its charts
+  const block = (training) => {
+    const [charts, steady] = curvesOf(training);
+    drawn.set(training.stage, curvesOf(training, "shape"));
+    const thinned =
+      training.steps_kept < training.steps_total
+        ? ` Shown: every ${Math.round(training.steps_total / training.steps_kept)}th of ${training.steps_total} steps.`
+        : "";
+    const hint = Episodes.has(training.stage) ? " Click a chart to read that step's episodes." : "";
+    return h(
+      "div",
+      { "data-stage": training.stage },
+      part(training.stage, `${training.description}${thinned}${hint}`),
+      h("div", { class: charts.length === 4 ? "tiles two" : "tiles" }, charts),
+      steady.length ? h("div", { class: "tiles small" }, steady) : null,
+    );
+  };
+
+  // Draw the curves of a stage again after its columns have grown.
+  function update(stage) {
+    const training = data.training.find((one) => one.stage === stage);
+    const group = `training-${stage}`;
+    if (drawn.get(stage) === curvesOf(training, "shape")) return Charts.refresh(group);
+    const old = [...document.querySelectorAll("#curves [data-stage]")].find((one) => one.dataset.stage === stage);
+    Charts.forget(group);
+    return old && old.replaceWith(block(training));
+  }
+
   function curves() {
-    const groups = data.training.map((training) => [training, curvesOf(training)]).filter(([, found]) => found);
-    if (!groups.length) return null;
+    const trained = data.training.filter((training) => curvesOf(training, "shape"));
+    if (!trained.length) return null;
     const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
     const shown = h("output", {}, "off");
     slider.addEventListener("input", () => {
@@ -391,20 +426,7 @@ const Course = ((data) => {
           ),
         ),
       ),
-      groups.map(([training, [charts, steady]]) => [
-        part(
-          `${training.stage}`,
-          [
-            training.description,
-            training.steps_kept < training.steps_total
-              ? ` Shown: every ${Math.round(training.steps_total / training.steps_kept)}th of ${training.steps_total} steps.`
-              : "",
-            Episodes.has(training.stage) ? " Click a chart to read that step's episodes." : "",
-          ].join(""),
-        ),
-        h("div", { class: charts.length === 4 ? "tiles two" : "tiles" }, charts),
-        steady.length ? h("div", { class: "tiles small" }, steady) : null,
-      ]),
+      trained.map(block),
     );
   }
 
@@ -609,5 +631,5 @@ const Course = ((data) => {
     ];
   }
 
-  return { curves, time };
+  return { curves, time, update };
 })(Data);

@@ -5,18 +5,41 @@
 
 const Episodes = (() => {
   const index = JSON.parse(document.getElementById("episodes-index").textContent);
+  const live = Data.live; // where the page finds episodes that it does not contain, or null
   const PAGE = 60; // rows added to the list at a time
-  const parsed = new Map(); // script id -> episodes of that set, each with its group, set and tokens
+  const MOST_FETCHED = 40; // steps to search together in a live page
+  const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
   const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [] };
   const view = {};
 
   const has = (stage) => index.stages.some((one) => one.stage === stage && one.sets.length);
 
   function load(set, stage) {
-    if (!parsed.has(set.script)) {
-      const groups = JSON.parse(document.getElementById(set.script).textContent);
-      const vocabulary = index.vocabularies[stage.vocabulary] || null;
-      const episodes = groups.flatMap((group) => {
+    if (!parsed.has(set)) parsed.set(set, set.script ? embedded(set, stage) : fetched(set, stage));
+    return parsed.get(set);
+  }
+
+  async function embedded(set, stage) {
+    const groups = JSON.parse(document.getElementById(set.script).textContent);
+    return prepared(set, groups, index.vocabularies[stage.vocabulary] || null);
+  }
+
+  async function fetched(set, stage) {
+    const answer = await fetch(`${live.base}/episodes/${encodeURIComponent(stage.stage)}/${encodeURIComponent(set.name)}`);
+    if (!answer.ok) throw new Error(`the episodes of ${set.label} could not be read`);
+    const found = await answer.json();
+    Object.assign(set, { total: found.total, embedded: found.embedded });
+    const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
+    const names = new Set([...stage.strategies, ...episodes.flatMap((episode) => episode.strategies)]);
+    if (names.size > stage.strategies.length) {
+      stage.strategies = [...names].sort();
+      if (stage === state.stage) drawStrategies();
+    }
+    return episodes;
+  }
+
+  const prepared = (set, groups, vocabulary) =>
+      groups.flatMap((group) => {
         const members = group.episodes.map((episode) => Object.assign(episode, { group, set, vocabulary }));
         for (const episode of members) {
           episode.length = episode.logprobs.length;
@@ -31,10 +54,6 @@ const Episodes = (() => {
         group.members = members;
         return members;
       });
-      parsed.set(set.script, episodes);
-    }
-    return parsed.get(set.script);
-  }
 
   // ------------------------------------------------------------------------------------- filters
   const REWARDS = {
@@ -63,14 +82,11 @@ const Episodes = (() => {
     return element;
   }
 
-  function matches() {
-    const stage = state.stage;
-    const sets = state.all ? stage.sets : [stage.sets[state.set]];
+  function matches(loaded) {
     const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const least = Number(view.least.value) || 0;
     const most = Number(view.most.value) || Infinity;
-    const found = sets
-      .flatMap((set) => load(set, stage))
+    const found = loaded
       .filter((episode) => {
         if (!REWARDS[view.reward.value](episode)) return false;
         if (
@@ -112,28 +128,40 @@ const Episodes = (() => {
 
   const oneLine = (text) => text.replace(/\s+/g, " ").trim().slice(0, 160) || "(empty)";
 
-  function refresh(keepSelection = false) {
-    state.found = matches();
-    state.shown = PAGE;
+  let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
+  async function refresh(keepSelection = false, wanted = null) {
+    const mine = (turn += 1);
     const stage = state.stage;
     const sets = state.all ? stage.sets : [stage.sets[state.set]];
+    let loaded = [];
+    try {
+      loaded = (await Promise.all(sets.map((set) => load(set, stage)))).flat();
+    } catch (error) {
+      for (const set of sets) parsed.delete(set);
+      if (mine === turn) view.count.textContent = error.message;
+      return;
+    }
+    if (mine !== turn) return;
+    state.found = matches(loaded);
+    state.shown = PAGE;
     const embedded = sets.reduce((sum, set) => sum + set.embedded, 0);
     const total = sets.reduce((sum, set) => sum + set.total, 0);
     const coverage =
       embedded < total
-        ? `${Format.integer(embedded)} of ${Format.integer(total)} are in this file`
-        : `all ${Format.integer(total)} are in this file`;
+        ? `${Format.integer(embedded)} of ${Format.integer(total)} are ${live ? "shown" : "in this file"}`
+        : `all ${Format.integer(total)} are ${live ? "shown" : "in this file"}`;
     view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
     drawList();
-    if (!keepSelection || !state.found.includes(state.current))
-      choose(state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
+    const asked = wanted && state.found.find((episode) => episode.id === wanted);
+    if (asked || !keepSelection || !state.found.includes(state.current))
+      choose(asked || state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
   }
 
   function drawList() {
     const rows = state.found.slice(0, state.shown).map((episode) => {
       const button = h(
         "button",
-        { type: "button", class: "episode", on: { click: () => choose(episode) } },
+        { type: "button", class: "episode", on: { click: () => pick(episode) } },
         rewardBadge(episode),
         h(
           "span",
@@ -208,6 +236,11 @@ const Episodes = (() => {
   }
 
   // -------------------------------------------------------------------------------------- detail
+  function pick(episode) {
+    touched = true;
+    choose(episode);
+  }
+
   function choose(episode) {
     state.current = episode;
     Charts.hideTooltip();
@@ -216,9 +249,46 @@ const Episodes = (() => {
       else button.removeAttribute("aria-current");
     }
     requestAnimationFrame(reveal);
+    if (episode && touched) remember(episode);
     view.detail.replaceChildren(
       ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")]),
     );
+  }
+
+  // ----------------------------------------------------------------------------------------- link
+  let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
+  function remember(episode) {
+    const place = [state.stage.stage, episode.set.label, episode.id].map(encodeURIComponent).join("/");
+    history.replaceState(null, "", `#episodes/${place}`);
+  }
+
+  // Show what the address names: #episodes/STAGE/STEP/EPISODE.
+  function follow() {
+    const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
+    const stage = index.stages.find((one) => one.stage === parts[0]);
+    if (name !== "episodes" || !stage) return false;
+    const place = stage.sets.findIndex((set) => set.label === parts[1]);
+    if (place < 0) return false;
+    touched = true;
+    setStage(stage.stage, undefined, place, parts[2] || null);
+    requestAnimationFrame(() => document.getElementById("episodes").scrollIntoView());
+    return true;
+  }
+
+  // New episode files of a stage, by step.
+  function add(name, steps) {
+    const stage = index.stages.find((one) => one.stage === name);
+    if (!stage || !steps.length) return;
+    const known = new Set(stage.sets.map((set) => set.step));
+    const wasLast = stage === state.stage && state.set === stage.sets.length - 1;
+    const added = steps.filter((step) => !known.has(step));
+    stage.sets.push(...added.map((step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` })));
+    if (stage !== state.stage || !added.length) return;
+    if (wasLast && !touched) setPlace(stage.sets.length - 1);
+    else {
+      view.step.max = stage.sets.length - 1;
+      drawPicker();
+    }
   }
 
   // Scroll the list, and only the list, to the episode that is shown.
@@ -234,7 +304,7 @@ const Episodes = (() => {
   function detail(episode) {
     const { group, set } = episode;
     const place = state.found.indexOf(episode);
-    const step = (by) => () => state.found[place + by] && choose(state.found[place + by]);
+    const step = (by) => () => state.found[place + by] && pick(state.found[place + by]);
     const turn = (text, by) =>
       h(
         "button",
@@ -466,7 +536,7 @@ const Episodes = (() => {
             {
               type: "button",
               "aria-label": `Read sample ${episode.id.split("/").pop()}`,
-              on: { click: () => choose(episode) },
+              on: { click: () => pick(episode) },
             },
             episode.id.split("/").pop(),
           ),
@@ -518,25 +588,34 @@ const Episodes = (() => {
   }
 
   // -------------------------------------------------------------------------------------- picker
-  function setStage(name, step) {
+  function drawStrategies() {
+    const { strategies } = state.stage;
+    const chosen = view.strategy.value;
+    view.strategy.replaceChildren(
+      h("option", { value: "" }, "any strategy"),
+      ...strategies.map((one) => h("option", { value: `s:${one}` }, one)),
+      strategies.length ? h("option", { value: "none" }, "no strategy") : "",
+    );
+    view.strategy.value = chosen;
+    view.strategy.hidden = !strategies.length;
+  }
+
+  function setStage(name, step, at = null, episode = null) {
     const stage = index.stages.find((one) => one.stage === name);
     const isNew = stage !== state.stage;
     state.stage = stage;
     view.stage.value = name;
     if (isNew) state.all = false;
     if (isNew) {
-      const strategies = stage.strategies;
-      view.strategy.replaceChildren(
-        h("option", { value: "" }, "any strategy"),
-        ...strategies.map((one) => h("option", { value: `s:${one}` }, one)),
-        strategies.length ? h("option", { value: "none" }, "no strategy") : "",
-      );
-      view.strategy.hidden = !strategies.length;
+      view.strategy.value = "";
+      drawStrategies();
       view.group.value = "";
     }
     const places = stage.sets.map((set) => set.step);
     const wanted =
-      step === undefined
+      at !== null
+        ? at
+        : step === undefined
         ? stage.task === "rl"
           ? stage.sets.length - 1
           : 0
@@ -544,10 +623,10 @@ const Episodes = (() => {
             (best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best),
             0,
           );
-    setPlace(wanted);
+    setPlace(wanted, episode);
   }
 
-  function setPlace(place) {
+  function setPlace(place, episode = null) {
     state.set = place;
     const set = state.stage.sets[place];
     view.step.max = state.stage.sets.length - 1;
@@ -558,7 +637,7 @@ const Episodes = (() => {
     drawPicker();
     const isSeries = state.stage.task !== "evaluate" && state.stage.task !== "collect";
     view.stepControl.hidden = !isSeries || state.stage.sets.length < 2;
-    view.allControl.hidden = view.stepControl.hidden;
+    view.allControl.hidden = view.stepControl.hidden || (live !== null && state.stage.sets.length > MOST_FETCHED);
     view.parts.hidden = isSeries || state.stage.sets.length < 2;
     view.parts.replaceChildren(
       ...state.stage.sets.map((one, index) =>
@@ -569,17 +648,27 @@ const Episodes = (() => {
         ),
       ),
     );
-    refresh();
+    refresh(false, episode);
+  }
+
+  // Sets with their mean rewards; the curves have those of steps that were not read yet.
+  function ratedSets(stage) {
+    const training = Data.training.find((one) => one.stage === stage.stage);
+    if (!live || !training || !training.columns.reward) return stage.sets.filter((set) => typeof set.mean_reward === "number");
+    const rewards = new Map(training.columns.step.map((step, place) => [step, training.columns.reward[place]]));
+    return stage.sets
+      .map((set) => ({ ...set, mean_reward: rewards.get(set.step) }))
+      .filter((set) => typeof set.mean_reward === "number");
   }
 
   function drawPicker() {
     const { stage } = state;
-    const rated = stage.sets.filter((set) => set.mean_reward !== null);
+    const rated = ratedSets(stage);
     if (stage.sets.length < 4 || rated.length < 4) return view.picker.replaceChildren();
     return view.picker.replaceChildren(
       Charts.lines({
         key: "picker",
-        title: `Mean reward of the included steps of ${stage.stage}; click a step to read its episodes`,
+        title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
         height: 104,
         x: { name: "step", integer: true },
         marker: state.all ? undefined : stage.sets[state.set].step,
@@ -594,6 +683,7 @@ const Episodes = (() => {
 
   function open(stage, step) {
     state.all = false;
+    touched = true;
     setStage(stage, step);
     document.getElementById("episodes").scrollIntoView();
   }
@@ -616,6 +706,7 @@ const Episodes = (() => {
       on: {
         input: () => {
           state.all = false;
+          touched = true;
           setPlace(Number(view.step.value));
         },
       },
@@ -724,9 +815,10 @@ const Episodes = (() => {
       ),
     );
     const trained = index.stages.filter((one) => one.task === "rl");
-    setStage((trained[trained.length - 1] || index.stages[index.stages.length - 1]).stage);
+    if (!follow()) setStage((trained[trained.length - 1] || index.stages[index.stages.length - 1]).stage);
+    addEventListener("hashchange", follow);
     return element;
   }
 
-  return { has, open, section };
+  return { add, has, open, section };
 })();

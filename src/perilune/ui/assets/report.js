@@ -132,6 +132,8 @@ const Report = ((data) => {
       .getElementById("main")
       .append(
         ...[
+          Verdict.panel(),
+          Verdict.progress(),
           hero(),
           facts(),
           notices(),

@@ -1,0 +1,93 @@
+"""The address that a server listens on, and the token that it needs when other machines can connect."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+from perilune.errors import RequestError
+
+SHORTEST_TOKEN = 16  # characters; shorter ones can be guessed
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_for_this_machine(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request names this machine as its host.
+
+    DNS rebinding: a web page can point its own host name here, but its requests carry that name.
+    """
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    return host in _LOCAL_NAMES or host.rpartition(":")[0] in _LOCAL_NAMES
+
+
+def has_token(headers: Mapping[bytes, bytes], token: bytes) -> bool:
+    """Whether a request carries the bearer token."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    # In constant time, so that timing reveals nothing about the token.
+    return hmac.compare_digest(given.strip(), token) and scheme.lower() == b"bearer"
+
+
+def token_of(host: str, token_env: str) -> str | None:
+    """The bearer token of requests, or None.
+
+    Raises:
+        RequestError: when the token is not set or too short, or a public address has no token.
+    """
+    if not token_env:
+        if not _is_loopback(host):
+            raise RequestError(
+                f"the server would listen on the public address {host} without a token",
+                where="--host",
+                remedy="export PERILUNE_TOKEN=$(openssl rand -hex 24), then add --token-env PERILUNE_TOKEN",
+            )
+        return None
+    token = os.environ.get(token_env, "")
+    if len(token) < SHORTEST_TOKEN:
+        problem = f"has {len(token)} characters, and needs {SHORTEST_TOKEN}" if token else "is not set"
+        raise RequestError(f"{token_env} {problem}", where="--token-env")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all addresses of `host` are loopback addresses."""
+    addresses = _addresses(host, 0)
+    return all(ipaddress.ip_address(address[4][0]).is_loopback for address in addresses)
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # type: ignore[return-value]
+    except OSError as error:
+        raise RequestError(
+            f"{host!r} is not an address of this machine: {error.strerror}", where="--host"
+        ) from None
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; port 0 is a free one.
+
+    Raises:
+        RequestError: when the address is not free.
+    """
+    family, _, _, _, address = _addresses(host, port)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise RequestError(
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            where="--port",
+            remedy="use another port, or 0 for a free one",
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of a server that accepts connections on `listener`."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,57 @@
+// Keeps the page of an experiment up to date: new lines, episodes and verdicts arrive as server-sent events.
+"use strict";
+
+((data) => {
+  const source = new EventSource(`${data.live.base}/events?offsets=${encodeURIComponent(JSON.stringify(data.live.offsets))}`);
+  const sign = h("span", { class: "connection", role: "status" }, "connecting");
+  document.querySelector(".brand").after(sign);
+  document.querySelector(".brand").href = "/";
+  document.querySelector(".brand").ariaLabel = "All experiments";
+  const say = (text, kind) => {
+    sign.textContent = text;
+    sign.className = `connection ${kind}`;
+  };
+  source.onopen = () => say("live", "on");
+  source.onerror = () => say("no connection", "off");
+
+  const pending = new Set(); // stages with new lines to draw
+  function draw() {
+    for (const stage of pending) Course.update(stage);
+    pending.clear();
+  }
+
+  source.addEventListener("steps", (event) => {
+    const news = JSON.parse(event.data);
+    const training = data.training.find((one) => one.stage === news.stage);
+    if (!training) return location.reload(); // the first step of a stage
+    append(training.columns, news.metrics);
+    append(training.timings, news.timings);
+    training.steps_total = Math.max(training.steps_total, training.columns.step.length);
+    training.steps_kept = training.steps_total;
+    Episodes.add(news.stage, news.episodes);
+    if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
+    pending.add(news.stage);
+    return undefined;
+  });
+  source.addEventListener("status", (event) => {
+    const { health, progress } = JSON.parse(event.data);
+    document.getElementById("verdict").replaceWith(Verdict.panel(health));
+    document.getElementById("progress").replaceWith(Verdict.progress(progress));
+  });
+  source.addEventListener("changed", () => location.reload());
+
+  // Add rows to columns of equal length; a row of a known step replaces it.
+  function append(columns, rows) {
+    columns.step ||= [];
+    for (const row of rows) {
+      if (!Number.isInteger(row.step)) continue;
+      const last = columns.step.length - 1;
+      if (last >= 0 && row.step < columns.step[last]) continue;
+      const place = last >= 0 && columns.step[last] === row.step ? last : last + 1;
+      for (const name of Object.keys(row))
+        if (!Object.hasOwn(columns, name)) columns[name] = Array(place).fill(null);
+      for (const name of Object.keys(columns))
+        columns[name][place] = typeof row[name] === "number" ? row[name] : null;
+    }
+  }
+})(Data);

@@ -1,0 +1,68 @@
+"""Views of the experiments and runs of a home, or of a folder. Everything is read; nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from perilune.control.queries.lookup import StageStatus, find_experiment, find_run, stage_statuses
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.files import read_json
+from perilune.ui.view import ExperimentView, StageView, state_in_files, view_folder
+
+PATHS = (".", "/", "~")  # a target that starts so is a path
+
+
+def view_of(target: str) -> ExperimentView:
+    """The view of a folder, of an experiment with all its stages, or of a run as its only stage.
+
+    Raises:
+        RequestError: when `target` is none of them.
+    """
+    if target.startswith(PATHS):
+        return view_folder(Path(target).expanduser())
+    control = Control()
+    try:
+        return view_in_home(control, target)
+    except RequestError:
+        if Path(target).is_dir():
+            return view_folder(Path(target))
+        raise
+
+
+def view_in_home(control: Control, target: str) -> ExperimentView:
+    """The view of an experiment or a run of a home.
+
+    Raises:
+        RequestError: when `target` is neither.
+    """
+    try:
+        experiment = find_experiment(control, target)
+        return experiment_view(control, experiment.id, stage_statuses(control, [experiment.id]))
+    except RequestError as no_experiment:
+        try:
+            run = find_run(control, target)
+        except RequestError:
+            raise no_experiment from None
+    statuses = [one for one in stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
+    return experiment_view(control, run.experiment_id, statuses)
+
+
+def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
+    """An experiment and the stages in `statuses`."""
+    import yaml
+
+    document = read_json(control.home.experiment(experiment_id) / "recipe.json")
+    recipe = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    stages = tuple(stage_view(control, one) for one in statuses)
+    return ExperimentView(str(document["name"]), int(document["seed"]), recipe, stages)
+
+
+def stage_view(control: Control, one: StageStatus) -> StageView:
+    """One stage. Its files come first: a run that has ended may not be recorded as ended yet."""
+    state, cause = one.state, one.cause
+    if state == "active" and one.attempt_dir is not None:
+        state, cause = state_in_files(one.attempt_dir)
+    here = not one.run_id or not control.reconciler.placements.capabilities(one.run_id).elsewhere
+    return StageView(one.name, one.task, one.run_id, state, one.attempt_dir, one.attempts, cause, here)

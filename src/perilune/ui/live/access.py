@@ -1,0 +1,91 @@
+"""Who may read the pages: this machine, or a browser that has given the token."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perilune.serve.address import has_token, is_for_this_machine
+
+COOKIE = "perilune"
+LOGIN = "/token"
+MOST_FORM = 4096  # bytes
+HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"frame-ancestors 'none'"),
+)
+FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Perilune</title><form method="post" action="/token"><label>Token <input type="password" name="token"
+autocomplete="current-password" required autofocus></label> <button>Open</button></form></html>"""
+
+
+class Access:
+    """Refuses requests of others, and adds the security headers to every answer.
+
+    Args:
+        token: that a request needs, as a bearer token or, from a browser, in the cookie that the form sets;
+            None if only this machine can connect.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None) -> None:
+        self._app = app
+        self._token = None if token is None else token.encode()
+        # The cookie is derived from the token, so that a stolen cookie does not reveal it.
+        self._cookie = "" if token is None else hmac.digest(token.encode(), b"perilune ui", "sha256").hex()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *HEADERS]
+            await send(message)
+
+        refusal = await self._refusal(scope, receive)
+        await (refusal or self._app)(scope, receive, guarded)
+
+    async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._token is None:
+            if is_for_this_machine(headers):
+                return None
+            return PlainTextResponse("this server only answers requests to localhost", 403)
+        if has_token(headers, self._token) or self._has_cookie(headers):
+            return None
+        if scope["method"] == "POST" and scope["path"] == LOGIN:
+            return await self._login(Request(scope, receive))
+        return HTMLResponse(FORM, 401)
+
+    def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
+        try:
+            given = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE)
+        except CookieError:
+            return False
+        return given is not None and hmac.compare_digest(given.value.encode(), self._cookie.encode())
+
+    async def _login(self, request: Request) -> Response:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_FORM:
+                return PlainTextResponse("the form is too large", 413)
+        given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].encode()
+        if not hmac.compare_digest(
+            hashlib.sha256(given).digest(), hashlib.sha256(self._token or b"").digest()
+        ):
+            return HTMLResponse(FORM, 401)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(COOKIE, self._cookie, httponly=True, samesite="strict")
+        return answer

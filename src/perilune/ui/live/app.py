@@ -1,0 +1,130 @@
+"""The routes of the live page. They read files and the record of runs, and change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Header, Query, Request
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from perilune.control.runs.experiments import Control
+from perilune.errors import PeriluneError, RequestError
+from perilune.ui.attempt import Attempt
+from perilune.ui.collect import collect
+from perilune.ui.episode_sets import read_set
+from perilune.ui.episodes import Source
+from perilune.ui.experiment import view_in_home
+from perilune.ui.live.access import Access
+from perilune.ui.live.listing import Listing
+from perilune.ui.live.watch import Event, Offsets, Watch, offsets_of
+from perilune.ui.report import LIVE_SCRIPTS, document_of, render, render_page
+
+EVERY = 0.5  # seconds between two looks at the files
+MOST_STREAMS = 64
+MOST_EXPERIMENTS = 50  # of the first page, without ?last=
+LIST_SCRIPTS = ("page.js", "charts.js", "list.js")
+
+Kind = Literal["experiments", "runs"]
+Last = Annotated[int, Query(ge=1, le=1000)]
+
+
+def make_app(control: Control, token: str | None) -> FastAPI:
+    """The application over one home.
+
+    Args:
+        token: that requests need; None if only this machine can connect.
+    """
+    app = FastAPI(title="perilune ui", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Access, token=token)
+    app.add_exception_handler(PeriluneError, _refused)
+    app.state.closing = False
+    listing, streams = Listing(control), asyncio.Semaphore(MOST_STREAMS)
+
+    @app.get("/", response_class=HTMLResponse)
+    def index(last: Last = MOST_EXPERIMENTS) -> str:
+        return render_page("Perilune", LIST_SCRIPTS, listing.document(last), live=True)
+
+    @app.get("/experiments.json")
+    def experiments(last: Last = MOST_EXPERIMENTS) -> JSONResponse:
+        return JSONResponse(listing.document(last))
+
+    @app.get("/events", response_model=None)
+    def list_events(request: Request, last: Last = MOST_EXPERIMENTS) -> StreamingResponse:
+        return _stream(request, _list_changes(listing, last), streams)
+
+    @app.get("/{kind}/{target}", response_class=HTMLResponse)
+    def page(kind: Kind, target: str) -> str:
+        view = view_in_home(control, target)
+        offsets = offsets_of(view)
+        base = f"/{kind}/{target}"
+        return render(collect(view, embed=False), LIVE_SCRIPTS, live={"base": base, "offsets": offsets})
+
+    @app.get("/{kind}/{target}/document.json")
+    def document(kind: Kind, target: str) -> JSONResponse:
+        return JSONResponse(document_of(collect(view_in_home(control, target), embed=False)))
+
+    @app.get("/{kind}/{target}/episodes/{stage}/{name}")
+    def episodes(kind: Kind, target: str, stage: str, name: str) -> JSONResponse:
+        stages = view_in_home(control, target).stages
+        sources = [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
+        return JSONResponse(read_set(sources, stage, name))
+
+    @app.get("/{kind}/{target}/events", response_model=None)
+    def events(
+        request: Request,
+        kind: Kind,
+        target: str,
+        offsets: str = "{}",
+        last_event_id: Annotated[str, Header()] = "",
+    ) -> StreamingResponse:
+        view_in_home(control, target)  # so that an unknown target is an error and not an empty stream
+        watch = Watch(lambda: view_in_home(control, target), _offsets(last_event_id or offsets))
+        return _stream(request, watch.poll, streams)
+
+    return app
+
+
+def _stream(
+    request: Request, poll: Callable[[], Iterator[Event]], streams: asyncio.Semaphore
+) -> StreamingResponse:
+    """Server-sent events: what `poll` finds, until the reader leaves."""
+
+    async def events() -> AsyncIterator[str]:
+        async with streams:
+            yield "retry: 1000\n\n"
+            while not request.app.state.closing and not await request.is_disconnected():
+                for event in await run_in_threadpool(lambda: list(poll())):
+                    yield event.encode()
+                await asyncio.sleep(EVERY)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _list_changes(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
+    known: dict[str, Any] = {}
+
+    def poll() -> Iterator[Event]:
+        document = listing.document(last)
+        if document != known:
+            known.clear()
+            known.update(document)
+            yield Event("list", document, {})
+
+    return poll
+
+
+def _offsets(text: str) -> Offsets:
+    """What a reader says it has; anything else than offsets is read as having nothing."""
+    try:
+        found = json.loads(text)
+        return {str(stage): [max(0, int(value)) for value in pair][:2] for stage, pair in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, 404 if isinstance(error, RequestError) else 500)

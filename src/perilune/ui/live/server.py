@@ -1,0 +1,53 @@
+"""Starts the server of the live page."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from perilune.control.runs.experiments import Control
+from perilune.serve.address import listening, token_of, url_of
+from perilune.ui.live.app import make_app
+
+
+def serve_pages(
+    control: Control, host: str, port: int, token_env: str, announce: Callable[[str], None]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. `announce` is called with the URL once the server answers.
+
+    Raises:
+        RequestError: when the address is not free, or the server would listen on a public address without a
+            token.
+    """
+    token = token_of(host, token_env)
+    with listening(host, port) as listener:
+        app = make_app(control, token)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=3,
+        )
+        _Server(config, lambda: announce(url_of(listener))).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it answers, and ends its streams when it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer, and announce the URL."""
+        await super().startup(sockets)
+        self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the streams, which would never end by themselves, then stop."""
+        self.config.app.state.closing = True  # type: ignore[union-attr]
+        super().handle_exit(sig, frame)

@@ -1,0 +1,106 @@
+"""A home with one real run in progress, and a server of the live page over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SCRIPT = str(Path(sys.executable).with_name("perilune"))
+TASKS = Path(__file__).parents[1] / "tasks"
+RECIPE = """\
+name: alive
+model: {preset: tiny}
+environment: {id: factory, factory: "task_environments:Digits"}
+resources: {device: cpu, threads: 1}
+stages:
+  - {name: rl, task: rl, checkpoint: model, steps: 4000, prompts: 4, samples: 4, max_tokens: 4}
+"""
+
+
+@dataclass
+class LiveHome:
+    """A home, and the command that trains in it."""
+
+    root: Path
+    command: subprocess.Popen[bytes]
+
+    @property
+    def attempt(self) -> Path:
+        """Directory of the attempt."""
+        return next(self.root.glob("runs/*/attempts/1"))
+
+    def steps(self) -> int:
+        """Steps that the run has written."""
+        found = next(self.root.glob("runs/*/attempts/1/artifacts/metrics.jsonl"), None)
+        return found.read_bytes().count(b"\n") if found else 0
+
+    def kill(self) -> None:
+        """SIGKILL the command, the worker and the task, all at once."""
+        worker = json.loads((self.attempt / "runtime" / "claim.json").read_text())["pid"]
+        ours = [psutil.Process(worker), psutil.Process(self.command.pid)]
+        for one in [child for own in ours for child in own.children(recursive=True)] + ours:
+            one.kill()
+        self.command.wait()
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of commands."""
+    found = os.pathsep.join([str(TASKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[LiveHome]:
+    """A home with a run that is in progress, and is killed at the end."""
+    (folder / "alive.yaml").write_text(RECIPE)
+    command = subprocess.Popen(
+        ["nice", SCRIPT, "run", "alive.yaml"],
+        cwd=folder,
+        env=environment(folder / "home"),
+        stdout=(folder / "log").open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    made = LiveHome(folder / "home", command)
+    try:
+        wait_for(lambda: made.steps() > 2 or command.poll() is not None, "the first steps")
+        assert command.poll() is None, (folder / "log").read_text()
+        yield made
+    finally:
+        if command.poll() is None:
+            made.kill()
+
+
+@contextmanager
+def pages(home: Path, *options: str, **variables: str) -> Iterator[str]:
+    """`perilune ui` over a home; its URL."""
+    server = subprocess.Popen(
+        [SCRIPT, "ui", "--home", str(home), "--port", "0", "--json", *options],
+        env=environment(home) | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        said = "".join(iter(server.stdout.readline, "}\n"))
+        yield str(json.loads(said + "}")["url"])
+    finally:
+        server.terminate()
+        server.wait(10)

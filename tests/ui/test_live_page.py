@@ -1,0 +1,142 @@
+"""The live page in a browser, over a real run: points arrive, the run is killed, and the page still reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_home import LiveHome, pages, training, wait_for
+from test_report_browser import ARGUMENTS, CHROMIUM
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveHome]:
+    with training(tmp_path_factory.mktemp("live")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(run: LiveHome) -> Iterator[str]:
+    with pages(run.root) as found:
+        yield found
+
+
+def opened(browser: Any, address: str, wanted: str, width: int = 1280) -> tuple[Any, list[str]]:
+    """A page, and everything that went wrong there."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
+    errors: list[str] = []
+    page.on("console", lambda one: one.type in ("error", "warning") and errors.append(one.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(address)
+    page.wait_for_selector(wanted)
+    return page, errors
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until an expression holds. The page's policy forbids evaluation, so it cannot wait itself."""
+    wait_for(lambda: page.evaluate(expression), expression, 30.0)
+
+
+LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
+
+
+def test_a_point_arrives_within_two_seconds_and_the_page_outlives_the_run(
+    browser: Any, run: LiveHome, url: str
+) -> None:
+    page, errors = opened(browser, url, "a.experiment")
+    assert "rl " in page.locator("a.experiment .when").inner_text()
+    page.keyboard.press("Tab")
+    page.locator("a.experiment").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector('[data-chart="rl-reward"] path.line')
+    assert page.locator("#verdict strong").inner_text() in ("Healthy", "Watch", "Broken")
+    until(page, "document.querySelector('.connection').textContent === 'live'")
+
+    written = run.steps()
+    began = time.monotonic()
+    until(page, f"{LAST_STEP} > {written}")
+    assert time.monotonic() - began < 2.0
+    assert page.locator(".progress").inner_text().startswith("rl")
+    drawn = page.locator('[data-chart="rl-length"] path.line, [data-chart="rl-length"] p').first
+    page.evaluate("window.before = document.getElementById('curves').innerHTML")
+    until(page, "document.getElementById('curves').innerHTML !== window.before")
+    assert drawn.count() == 1
+
+    page.locator(".episode").nth(1).click()  # the address names what is read
+    place = page.evaluate("location.hash")
+    assert place.startswith("#episodes/rl/step%20")
+    read = page.locator(".detail h3").first.inner_text()
+
+    run.kill()
+    until(page, "document.querySelector('#verdict strong').textContent === 'Broken'")
+    assert "No heartbeat" in page.locator("#verdict").inner_text()
+    assert page.locator(".detail h3").first.inner_text() == read
+
+    page.goto("about:blank")
+    again, more = opened(browser, f"{url}/experiments/alive{place}", ".detail h3")
+    until(again, f"document.querySelector('.detail h3').textContent === {json.dumps(read)}")
+    assert again.evaluate(LAST_STEP) == run.steps()  # all that was written
+    assert errors + more == []
+    again.close()
+    page.close()
+
+
+def test_it_works_on_a_phone(browser: Any, run: LiveHome, url: str) -> None:
+    for address, wanted in ((url, "a.experiment"), (f"{url}/runs/alive/rl", ".detail h3")):
+        page, errors = opened(
+            browser, address.replace("/alive/rl", f"/{run.attempt.parents[1].name}"), wanted, 390
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert errors == []
+        page.close()
+
+
+def test_it_loads_nothing_from_elsewhere_and_runs_no_other_script(run: LiveHome, url: str) -> None:
+    answer = httpx.get(f"{url}/experiments/alive")
+    policy = answer.text.partition('Content-Security-Policy" content="')[2].partition('"')[0]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "connect-src 'self'" in policy
+    assert answer.headers["content-security-policy"] == "frame-ancestors 'none'"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_another_host_name_and_other_paths_are_refused(run: LiveHome, url: str) -> None:
+    assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
+    assert httpx.get(f"{url}/experiments/nothing").status_code == 404
+    for name in ("..%2f..%2fjob", "step-999999", "%00"):
+        assert httpx.get(f"{url}/experiments/alive/episodes/rl/{name}").status_code == 404
+    assert httpx.post(f"{url}/experiments/alive").status_code == 405
+
+
+def test_beyond_this_machine_it_needs_the_token(run: LiveHome, tmp_path: Path) -> None:
+    token = "a-token-of-enough-characters"
+    with pages(run.root, "--token-env", "UI_TOKEN", UI_TOKEN=token) as guarded:
+        refused = httpx.get(guarded)
+        assert refused.status_code == 401
+        assert 'name="token"' in refused.text
+        assert httpx.post(f"{guarded}/token", data={"token": "wrong"}).status_code == 401
+        assert httpx.get(guarded, headers={"authorization": f"Bearer {token}"}).status_code == 200
+        with httpx.Client(base_url=guarded, follow_redirects=True) as client:
+            assert client.post("/token", data={"token": token}).status_code == 200
+            assert client.get("/experiments.json").json()["experiments"][0]["name"] == "alive"
+            assert token not in str(dict(client.cookies))

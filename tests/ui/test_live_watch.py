@@ -1,0 +1,90 @@
+"""What the stream of the live page tells, without a browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from make_experiment import SyntheticExperiment
+
+from perilune.files import append_json_line
+from perilune.ui.attempt import Attempt
+from perilune.ui.episode_sets import index_episodes, read_set
+from perilune.ui.episodes import Source
+from perilune.ui.live.watch import CHUNK, Watch, appended, offsets_of
+
+
+def told(watch: Watch) -> dict[str, Any]:
+    return {event.kind: json.loads(event.encode().partition("data: ")[2]) for event in watch.poll()}
+
+
+def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=9, prompts=1, until=3)
+    watch = Watch(made.view, offsets_of(made.view()))
+    first = told(watch)
+    assert first.keys() == {"status"}
+    assert first["status"]["progress"][0]["done"] == 3
+    metrics = root / "artifacts" / "metrics.jsonl"
+    append_json_line(metrics, {"step": 4, "reward": 0.5})
+    with metrics.open("a") as stream:
+        stream.write('{"step": 5, "rew')  # a line that is being written
+    (root / "artifacts" / "episodes" / "step-000004.parquet").write_bytes(b"")
+    events = list(watch.poll())
+    assert [one.kind for one in events] == ["steps", "status"]
+    assert events[0].data["metrics"] == [{"step": 4, "reward": 0.5}]
+    assert events[0].data["episodes"] == [4]
+    with metrics.open("a") as stream:
+        stream.write('ard": 0.75}\n')
+    offsets = json.loads(events[0].encode().partition("id: ")[2].partition("\n")[0])
+    assert told(Watch(made.view, offsets))["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
+    assert told(watch)["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
+    assert told(watch) == {}
+
+
+def test_a_stage_that_ends_is_told(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=9, prompts=1, until=2)
+    watch = Watch(made.view, {})
+    told(watch)
+    made.fail(root, "no space is left on the disk", 3.0)
+    found = told(watch)
+    assert found["changed"] == {}
+    health = found["status"]["health"][0]
+    assert (health["status"], health["findings"][0]["name"]) == ("broken", "failed")
+    assert health["findings"][0]["why"] == "no space is left on the disk"
+
+
+def test_hostile_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    deep = "[" * 100_000
+    path.write_bytes(b'{"step": 1}\n[1]\nnull\n\xff\xfe\n' + deep.encode() + b'\n{"step": 2}\n{"step"')
+    rows, offset = appended(path, 0)
+    assert rows == [{"step": 1}, {"step": 2}]
+    assert offset == path.stat().st_size - len('{"step"')
+    path.write_bytes(b"x" * (CHUNK + 10) + b'\n{"step": 3}\n')
+    assert appended(path, 0) == ([], CHUNK)  # a line that is too long is skipped in parts
+    assert appended(path, CHUNK)[0] == [{"step": 3}]
+    path.write_bytes(b'{"step": 9}\n')
+    assert appended(path, 10_000)[0] == [{"step": 9}]  # the file was replaced
+    assert appended(tmp_path / "missing", 7) == ([], 7)
+
+
+def test_episodes_are_listed_without_reading_them_and_read_by_name(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.collect(40)
+    root = made.rl(steps=3, prompts=2)
+    (root / "artifacts" / "episodes" / "step-000009.parquet").write_bytes(b"damaged")
+    sources = [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in made.view().stages]
+    listed = index_episodes(sources)
+    assert [[one.name for one in stage.sets] for stage in listed.stages] == [
+        ["verified traces"],
+        ["step-000001", "step-000002", "step-000003", "step-000009"],
+    ]
+    found = read_set(sources, "rl", "step-000002")
+    assert (found["total"], found["embedded"], len(found["groups"])) == (16, 16, 2)
+    pieces = found["groups"][0]["episodes"][0]["tokens"]
+    assert "".join(found["vocabulary"][one][0] for one in pieces).endswith("<eos>")
+    assert read_set(sources, "traces", "verified traces")["total"] == 40
+    assert read_set(sources, "rl", "step-000009")["groups"] == []
