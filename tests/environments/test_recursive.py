@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +73,7 @@ def fenced(code: str) -> str:
 
 def test_the_prompt_has_length_first_lines_and_question(environment: Any, deep: Any) -> None:
     compact = first(environment).prompt[0]["content"]
-    assert re.fullmatch(r"16\n[a-l]\d\w\w\n[a-l]\d\w\w\n\S+\n", compact)
+    assert re.fullmatch(r"0000016\n[a-l]\d\w\w\n[a-l]\d\w\w\n\S+\n", compact)
     natural = first(deep).prompt[0]["content"]
     assert "80 characters in 16 lines" in natural and "ask_all(questions, contexts)" in natural
     assert "ask" not in make_environment({**COMPACT, "prompt": "natural", "depth": 0}).spec.tasks.id
@@ -136,7 +138,7 @@ def test_errors_of_the_code_are_shown_and_killed_blocks_leave_no_trace(deep: Any
     assert "NameError: name 'm' is not defined" in shown[1] and 'File "block 1", line 2' in shown[1]
     assert "inside" not in shown[1] and shown[2].startswith("[ended: timeout")
     end, seen, *_ = play(deep, first(deep), [fenced("n = 6"), own[2], fenced("print(n)")])
-    assert seen[2][1] == "error: neither a call nor an <answer>" and end.truncated
+    assert seen[2][1] == "error: neither a call nor an <answer>\n" and end.truncated
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,30 @@ def test_without_depth_there_is_nothing_to_ask() -> None:
     environment.close()
 
 
+def test_without_code_the_answers_to_single_asks_enter_the_context() -> None:
+    environment = make_environment({**COMPACT, "tool": "ask", "turns": 4})
+    task = first(environment)
+    (own, *labels, last) = make_teacher("recursive", {"ranges": 1.0}).script(  # type: ignore[attr-defined]
+        task, "ranges", KeyedRandom(0, task.task_id)
+    )
+    asked = iter([labels[0], labels[2]])
+    end, seen, *_ = play(environment, task, [own, labels[1], last], lambda *_: next(asked))
+    assert (own, labels[1]) == ("1-8", "9-16") and end.rewards == (1.0,)
+    assert [agent for agent, _ in seen] == ["", "0", "", "1", ""] and seen[2][1] == f"={labels[0]}\n"
+    assert len(seen[1][1].split()) == 8 and end.metrics["strategy/many asks"] == 1.0
+    _, seen, *_ = play(environment, task, ["8-", ";1"])
+    environment.close()
+    assert seen[1][1] == "error: neither lines nor an answer\n"
+    natural = make_environment({**COMPACT, "tool": "ask", "prompt": "natural"})
+    call = '{"name": "ask", "arguments": {"question": "all?", "first": 2, "last": 3}}'
+    actions = [f"<tool_call>{call}</tool_call>", call, "<tool_call>{}</tool_call>"]
+    task = first(natural)
+    assert "Python" not in task.prompt[0]["content"]
+    _, seen, *_ = play(natural, task, actions, lambda *_: "AB")
+    assert seen[1][1].endswith("\nall?") and len(seen[1][1].split("\n")) == 3
+    assert [text for _, text in seen[2:]] == ["AB", "error: neither a call nor an <answer>\n"]
+
+
 def test_traces_have_a_record_for_each_distinct_conversation_of_a_sub_agent() -> None:
     teacher = make_teacher("recursive", {"lines": 1.0})
     found = collect_traces(COMPACT, teacher, 6, 0, extra={})
@@ -215,6 +241,25 @@ def test_traces_have_a_record_for_each_distinct_conversation_of_a_sub_agent() ->
     assert len(own) == 6 and len({one.digest for one in found.kept}) == len(found.kept)
     assert 60 < len(asked) <= 96 and all(len(one.messages) == 2 for one in asked)
     assert all(re.fullmatch("[A-F]", one.answer) and len(one.prompt) == 4 for one in asked)
+
+
+def test_contexts_can_be_a_column_of_own_questions(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "How many words?", "context": "a b c\n" * n, "answer": f"{3 * n}"} for n in range(1, 60)
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"id": "recursive", "tasks": {"id": "jsonl", "path": str(path)}}
+    environment = make_environment(section)
+    task = first(environment)
+    assert "How many words?" in task.prompt[0]["content"] and "It begins:\na b c" in task.prompt[0]["content"]
+    code = "answer['content'], answer['ready'] = len(C.split()), True"
+    end, *_ = play(environment, task, [fenced(code)])
+    environment.close()
+    assert end.rewards == (1.0,)
+    path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "3"}) + "\n" for n in range(60)))
+    with pytest.raises(RequestError, match="no text in the column `context`"):
+        first(make_environment(section))
 
 
 def test_tasks_without_contexts_are_refused() -> None:

@@ -15,17 +15,20 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
+_RANGE = 8  # lines
+
 
 class RecursiveTeacher(ScriptedTeacher):
     """Writes one episode per task, for compact prompts and compact contexts.
 
     * lines: asks about each line that matters, at the same time, and computes the answer in code,
+    * ranges: asks about eight lines after eight lines, each time for all labels, and answers (tool: ask),
     * whole: asks one sub-agent, which reads the whole context with notes,
     * guess: the right answer at once, which a policy that sees two lines could not know.
     """
 
     name = "recursive"
-    strategies: ClassVar = {"lines": 0.2, "whole": 0.4, "guess": 0.4}
+    strategies: ClassVar = {"lines": 0.2, "ranges": 0.0, "whole": 0.4, "guess": 0.4}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The actions of the strategy.
@@ -43,6 +46,12 @@ class RecursiveTeacher(ScriptedTeacher):
         asked, answer = Question(**data["question"]), MARK + gold(data)
         if strategy == "guess":
             return (answer,)
+        if strategy == "ranges":
+            labels = "".join(line_labels(data))
+            starts = range(0, len(labels), _RANGE)
+            parts = [labels[start : start + _RANGE] for start in starts]
+            asks = [f"{start + 1}-{start + len(part)}" for start, part in zip(starts, parts, strict=True)]
+            return (*(text for pair in zip(asks, parts, strict=True) for text in pair), answer)
         if strategy == "whole":
             read = write_notes(asked, draw_records(data)) + answer
             return (_answered(f"ask(C+{question(data)!r}).split(';')[1]"), read)

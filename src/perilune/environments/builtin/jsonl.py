@@ -91,6 +91,25 @@ class JsonlEnvironment(SingleTurn):
         answer = task.data.get("answer")
         return None if answer is None or self.spec.match == "regex" else Transcript(answer)
 
+    def context(self, task: Task) -> str:
+        """The text in the column `context`, for an agent that explores it with code.
+
+        Raises:
+            RequestError: when the row has none.
+        """
+        text = task.data.get("context")
+        if not isinstance(text, str):
+            raise RequestError(
+                "a row has no text in the column `context`",
+                where=self.spec.path,
+                remedy="write the text that its question is about there",
+            )
+        return text
+
+    def question(self, task: Task) -> str:
+        """The prompt as one text."""
+        return "\n\n".join(message["content"] for message in task.prompt)
+
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
         """A second opinion for audits: the reference answer alone is right, and an output without it is
         wrong.

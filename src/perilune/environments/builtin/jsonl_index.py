@@ -285,7 +285,8 @@ def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
             raise InvalidRowError(f"has no answer; match: {match} needs one")
         if reason := unmatchable_reason(match, data["answer"]):
             raise InvalidRowError(reason)
-    digest = sha256_bytes(canonical_json([dict(message) for message in prompt]))
+    about = [data["context"]] if isinstance(data.get("context"), str) else []
+    digest = sha256_bytes(canonical_json([*map(dict, prompt), *about]))
     return Row(place, digest.removeprefix("sha256:")[:32], prompt, data)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
+from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.core.agents import AgentProgram, together
 from perilune.environments.core.protocol import AgentTurn, Message
-from perilune.environments.interpreter import asks, prompts
+from perilune.environments.interpreter import actions, asks, prompts
 from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
 
 
@@ -20,7 +20,12 @@ class ExplorationSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt: prompts.Style = Field(
-        "natural", description="compact: a few characters, for tiny models; all text but ';...' is code"
+        "natural", description="compact: a few characters, for tiny models; an answer begins with ';'"
+    )
+    tool: prompts.Tool = Field(
+        "python",
+        description="python: code, which may ask; ask: single asks about a range of lines, whose answers"
+        " enter the agent's context",
     )
     turns: int = Field(8, ge=1, le=64, description="maximum turns of each agent that explores")
     depth: int = Field(
@@ -37,6 +42,16 @@ class ExplorationSettings(BaseModel):
     ask_tokens: int | None = Field(
         None, ge=1, description="maximum tokens of the answer to an ask; null: the stage's max_tokens"
     )
+
+    @model_validator(mode="after")
+    def _can_ask(self) -> ExplorationSettings:
+        if self.tool == "ask" and not self.depth:
+            raise ValueError("tool: ask needs a depth of at least 1")
+        return self
+
+    def opening(self, context: str, question: str, depth: int) -> str:
+        """The first message of an agent below which sub-agents may be nested so deep."""
+        return prompts.opening(self.prompt, context, question, prompts.how_to_explore(self.tool, depth))
 
 
 @dataclass(slots=True)
@@ -78,9 +93,9 @@ class Exploration:
     @property
     def strategy(self) -> str:
         """Whether the agents wrote code, and asked."""
-        if not self.counts["blocks"]:
-            return "guess"
-        return {0: "code", 1: "one ask"}.get(int(self.counts["asks"]), "many asks")
+        asked = int(self.counts["asks"])
+        alone = "code" if self.counts["blocks"] else "guess"
+        return {0: alone, 1: "one ask"}.get(asked, "many asks")
 
     def explore(self, agent: Agent, messages: Sequence[Message]) -> AgentProgram[str | None]:
         """The answer of an agent; None if it does not answer within its turns.
@@ -93,17 +108,18 @@ class Exploration:
         style = self._settings.prompt
         for _ in range(self._settings.turns):
             (text,) = yield [AgentTurn(agent.agent, tuple(messages), "explore")]
-            action = read_action(text, compact=style == "compact")
+            action = actions.read(text, self._settings.tool, style)
             if isinstance(action, Answer):
                 return action.text
-            if isinstance(action, Call) and action.name == "python":
-                block = yield from self._run(agent, interpreter, action.arguments["code"])
+            if isinstance(action, actions.Code):
+                block = yield from self._run(agent, interpreter, action.text)
                 if block.answer is not None:
                     return block.answer
                 output = prompts.shown(style, block, self._most_output)
+            elif isinstance(action, actions.Ask):
+                output = yield from self._ask(agent, action)
             else:
-                why = action.why if isinstance(action, Misunderstood) else f"there is no tool {action.name}"
-                output = f"error: {why}"
+                output = f"error: {action.why}\n"
             messages = [{"role": "tool", "content": output}]
         return None
 
@@ -126,6 +142,15 @@ class Exploration:
             self._count(f"contained/{block.cause}")
         return block
 
+    def _ask(self, agent: Agent, action: actions.Ask) -> AgentProgram[str]:
+        """The output of a single ask."""
+        try:
+            asked = asks.Question(action.question(agent.context))
+            (answer,) = yield from self._answer_all(agent, [asked])
+        except asks.InvalidCallError as error:
+            return f"error: {error}\n"
+        return f"={answer}\n" if self._settings.prompt == "compact" else answer[: self._most_output]
+
     def _answer_all(self, agent: Agent, asked: Sequence[asks.Question]) -> AgentProgram[list[str]]:
         """The answers of sub-agents, which work at the same time.
 
@@ -146,7 +171,7 @@ class Exploration:
         """The answer of a sub-agent, which explores its context if `depth` is not 0."""
         if asked.context and depth:
             self._count("agents")
-            text = prompts.opening(self._settings.prompt, asked.context, asked.text, depth)
+            text = self._settings.opening(asked.context, asked.text, depth)
             found = yield from self.explore(Agent(child, asked.context, depth), [_user(text)])
             return found or ""
         text = "\n".join(filter(None, (asked.context, asked.text)))

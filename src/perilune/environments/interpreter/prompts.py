@@ -8,19 +8,27 @@ from typing import Literal
 from perilune.environments.interpreter.interpreter import BlockResult
 
 Style = Literal["natural", "compact"]
+Tool = Literal["python", "ask"]
 
 _SAMPLE_LINES, _SAMPLE_CHARACTERS = 2, 200
+_DIGITS = 7  # of a compact length, so that a longer context shifts nothing in the prompt
 _COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
 _OPENING = """\
-The Python variable C is a str of {characters} characters in {lines} lines, too long to show. It begins:
+{what} of {characters} characters in {lines} lines, too long to show. It begins:
 {sample}
 
 {question}
 
+{how}"""
+_PYTHON = """\
 To explore C, write one fenced block of Python and nothing after it; you are told what it prints. Variables
 keep their values from block to block.{functions}
 When you know the answer, run a block that sets answer["content"] = ... and answer["ready"] = True, or write
 <answer>...</answer>."""
+_ASK = """\
+A language model that sees nothing else can answer a question about some lines, counted from 1:
+<tool_call>{"name": "ask", "arguments": {"question": "...", "first": 1, "last": 8}}</tool_call>
+When you know the answer, write <answer>...</answer>."""
 _FUNCTIONS = """
 ask(question) gives a question to a language model, which sees nothing else, and returns its answer as a str.
 ask_all(questions) gives it a list of questions at the same time, which is much faster than one by one.
@@ -29,19 +37,29 @@ _CONTEXTS = """
 ask(question, context) and ask_all(questions, contexts) give each model a C of its own to explore."""
 
 
-def opening(style: Style, context: str, question: str, depth: int) -> str:
-    """The first message: length, type and first lines of the context, and the question.
+def how_to_explore(tool: Tool, depth: int) -> str:
+    """The natural instructions for an agent below which sub-agents may be nested so deep."""
+    if tool == "ask":
+        return _ASK
+    return _PYTHON.format(
+        functions=_FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
+    )
 
-    Args:
-        depth: how deep sub-agents may be nested below this agent.
-    """
+
+def opening(style: Style, context: str, question: str, how: str) -> str:
+    """The first message: length, type and first lines of the context, the question, and how to explore."""
     lines = context.count("\n") + (not context.endswith("\n"))
     first = [line[:_SAMPLE_CHARACTERS] for line in islice(context.splitlines(), _SAMPLE_LINES)]
     if style == "compact":
-        return "\n".join([str(lines), *first, question, ""])
-    functions = _FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
+        return "\n".join([f"{lines:0{_DIGITS}}", *first, question, ""])
+    what = "The Python variable C is a str" if how != _ASK else "There is a text"
     return _OPENING.format(
-        characters=len(context), lines=lines, sample="\n".join(first), question=question, functions=functions
+        what=what,
+        characters=len(context),
+        lines=lines,
+        sample="\n".join(first),
+        question=question,
+        how=how,
     )
 
 

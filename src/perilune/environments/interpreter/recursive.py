@@ -19,7 +19,6 @@ from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSectio
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
-from perilune.environments.interpreter import prompts
 from perilune.environments.interpreter.exploration import Agent, Exploration, ExplorationSettings
 from perilune.environments.interpreter.interpreter import CodeRunner
 from perilune.errors import RequestError
@@ -79,7 +78,7 @@ class RecursiveEnvironment(MultiTurn):
         """The other environment's tasks, with a description of the context as prompt."""
         for task in self._borrowed.draw(split, seed):
             context, question = self._source.context(task), self._source.question(task)
-            text = prompts.opening(self.spec.prompt, context, question, self.spec.depth)
+            text = self.spec.opening(context, question, self.spec.depth)
             prompt: Message = {"role": "user", "content": text}
             yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
 

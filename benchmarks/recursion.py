@@ -1,0 +1,157 @@
+"""Long contexts explored with code and asks: training on 32 lines, evaluation on up to a million tokens.
+
+    python benchmarks/recursion.py [--seeds 0 1 2] [--arms counting ...] [--home FOLDER]
+
+Trains recipes/recursive.yaml and its ablations, and evaluates each on longer contexts. results/recursion.json
+is written after each arm, and an arm that it already has is not trained again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from perilune.files import read_json
+from recipe_runs import HERE, document, options, run_recipe, write
+
+RECIPE = HERE.parent / "recipes" / "recursive.yaml"
+LONG, TASKS = 2000, 64
+CURVE = {128: 64, 512: 64, LONG: TASKS, 8000: 16, 32_000: 4, 200_000: 2}  # lines: tasks
+SANDBOX = {"seconds": 60, "memory_mb": 2048, "processes": 1, "scratch_mb": 64}
+Record = dict[str, Any]
+
+
+def main() -> None:
+    parser = options(__doc__, "recursion")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--home", type=Path, help="keep the runs there")
+    arguments = parser.parse_args()
+    records: list[Record] = read_json(arguments.out)["records"] if arguments.out.exists() else []
+    for seed in arguments.seeds:
+        for arm in arguments.arms:
+            if any((one["seed"], one["arm"]) == (seed, arm) for one in records):
+                continue
+            with tempfile.TemporaryDirectory(prefix="perilune-recursion-") as folder:
+                records.append(measure(arm, seed, Path(folder), arguments.home))
+            print(time.strftime("%H:%M:%S"), json.dumps(records[-1]), flush=True)
+            save(arguments.out, records)
+
+
+def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
+    """Train an arm, and evaluate it on longer contexts."""
+    began = time.monotonic()
+    recipe = ARMS[arm](yaml.safe_load(RECIPE.read_text()))
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    stages = run_recipe(path, seed, home=home or folder / "home")
+    at = {"32 after SFT": figures(stages["after_sft"]), "32": figures(stages["after_rl"])}
+    checkpoint = stages["rl"]["folder"].parents[1].name
+    curve = CURVE if arm == "counting" and seed == 0 else {LONG: TASKS}
+    for lines, tasks in {64: TASKS, **curve}.items() if arm.startswith("direct") else curve.items():
+        at[str(lines)] = evaluate(checkpoint, recipe["environment"], lines, tasks, home or folder / "home")
+    return {"arm": arm, "seed": seed, "at": at, "minutes": round((time.monotonic() - began) / 60, 1)}
+
+
+def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int, home: Path) -> Record:
+    """The figures of a checkpoint on contexts of so many lines; no figures if the prompt does not fit."""
+    settings = dict(section)
+    if "tasks" in section:
+        settings |= {"tasks": {**section["tasks"], "lengths": [lines]}, "asks": 10_000_000}
+        settings |= {"sandbox": SANDBOX, "episodes": {"seconds": 600}}
+    else:
+        settings |= {"lengths": [lines]}
+    command = [str(Path(sys.executable).with_name("perilune")), "eval", checkpoint, "--json"]
+    command += ["--environment", settings.pop("id"), "--tasks", str(tasks), "--samples", "1"]
+    command += ["--max-tokens", "120"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    environment = {**os.environ, "PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"tasks": tasks, "refused": done.stderr.strip().splitlines()[-1][:200]}
+    (bundle,) = json.loads(done.stdout)["bundles"].values()
+    summary = json.loads((Path(bundle) / "artifacts" / "summary.json").read_text())
+    return figures({"summary": summary}) | {"seconds": round(summary["seconds"], 1)}
+
+
+def figures(stage: Mapping[str, Any]) -> Record:
+    """Accuracies, and the shares of the strategies."""
+    summary = stage["summary"]
+    return {
+        "tasks": summary["tasks"],
+        "greedy": summary["greedy"]["mean"],
+        "sampled": summary["pass@1"]["mean"],
+        "strategies": {name: one["share"] for name, one in summary["strategies"].items()},
+    }
+
+
+def counting(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as it is."""
+    return recipe
+
+
+def pairs(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Questions about all pairs of users."""
+    recipe["environment"]["tasks"]["kinds"] = ["pairs"]
+    recipe["environment"]["tasks"]["users"] = 5
+    for stage in recipe["stages"]:
+        if "max_tokens" in stage:
+            stage["max_tokens"] = 240
+    return recipe
+
+
+def without_asks(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Code that cannot ask."""
+    recipe["environment"]["depth"] = 0
+    recipe["stages"][0]["strategies"] = {"lines": 0, "whole": 0, "guess": 1}
+    return recipe
+
+
+def without_code(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Asks about eight lines, whose answers enter the context."""
+    recipe["environment"] |= {"tool": "ask", "turns": 6}
+    recipe["stages"][0]["strategies"] = {"lines": 0, "whole": 0, "guess": 0.5, "ranges": 0.5}
+    return recipe
+
+
+def direct(recipe: dict[str, Any]) -> dict[str, Any]:
+    """All lines in the prompt, and notes before the answer."""
+    recipe["environment"] = dict(recipe["environment"]["tasks"])
+    recipe["stages"][0] |= {"teacher": "oolong", "strategies": {"worked": 0.6, "direct": 0.4}}
+    return recipe
+
+
+def direct_pairs(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The same for questions about all pairs of users."""
+    return direct(pairs(recipe))
+
+
+ARMS = {
+    "counting": counting,
+    "pairs": pairs,
+    "direct": direct,
+    "direct, pairs": direct_pairs,
+    "without asks": without_asks,
+    "without code": without_code,
+}
+
+
+def save(path: Path, records: list[Record]) -> None:
+    seeds = sorted({record["seed"] for record in records})
+    made = document("recursion.py", ["--seeds", *map(str, seeds)], 0.0)
+    del made["minutes"]
+    ordered = sorted(records, key=lambda one: (list(ARMS).index(one["arm"]), one["seed"]))
+    write(path, made | {"records": ordered})
+
+
+if __name__ == "__main__":
+    main()
