@@ -1,6 +1,6 @@
 """Environments: the protocol, built-in environments, and adapters to other packages."""
 
-from perilune.environments.core.agents import AgentProgram, sample, together
+from perilune.environments.core.agents import AgentProgram, Programs, sample, together
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
@@ -34,6 +34,7 @@ __all__ = [
     "MultiTurn",
     "Observation",
     "Outcome",
+    "Programs",
     "Score",
     "Session",
     "SingleTurn",

@@ -34,6 +34,11 @@ class AuxiliaryRewards(Frozen):
         """The factor of the weights at a step (from 1) of a run of `steps`."""
         return max(0.0, 1 - (step - 1) / (self.until * steps))
 
+    def describe(self) -> str:
+        """The settings, for the plan."""
+        terms = " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items())
+        return f"{terms}, falling to 0 over {self.until:.0%} of the steps"
+
     def add(self, groups: Groups, step: int, steps: int) -> Groups:
         """The groups with the rewards of a step; the metric "gold" keeps the reward without these terms.
 

@@ -59,6 +59,7 @@ class ReinforcementStage(Stage[Spec]):
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),
             **({"routing": "replayed in training"} if spec.routing_replay else {}),
+            **({"auxiliary rewards": spec.auxiliary_rewards.describe()} if spec.auxiliary_rewards else {}),
             **({"process rewards": spec.process_rewards.describe()} if spec.process_rewards else {}),
             **training_plan(spec, job, spec.memory_plan(config, longest, job.resources.device)),
         }

@@ -6,6 +6,7 @@ are for `auxiliary_rewards` of the rl stage. The report states no formulas for t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,8 +25,8 @@ MOST_REWARDED = 4  # sub-agents for each key from which on the term parallel is 
 class WideLookupEnvironment(MultiTurn):
     """Reward 1 for the values of all keys, if found within the budget of critical steps.
 
-    The term "parallel" grows with the number of spawned sub-agents, "finish" is the share of them that ended
-    with a value for each of their keys, and "performance" is the reward.
+    The term "parallel" grows with the logarithm of the number of spawned sub-agents. "finish" is the share of
+    them that ended with a value for each of their keys. "performance" is the reward.
     """
 
     Spec = WideLookupSpec
@@ -47,7 +48,7 @@ class WideLookupEnvironment(MultiTurn):
         success = float(is_right and (budget is None or found.critical_steps <= budget))
         wanted = MOST_REWARDED * len(task.data["values"])
         terms = {
-            "parallel": min(1.0, found.spawned / wanted),
+            "parallel": min(1.0, math.log1p(found.spawned) / math.log1p(wanted)),
             "finish": found.finished / max(found.spawned, 1),
             "performance": success,
         }
