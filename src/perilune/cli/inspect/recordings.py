@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from perilune.bundle.job import Job
+from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -53,20 +54,43 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
                     found = record(episodes, origin, replayer)
                     recorded.cassettes |= {one.digest: one for one in found.cassettes}
                     recorded.refused.update(found.refused)
+    _require_some(seen, where, targets)
+    return recorded
+
+
+def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path, list[Episode]]]:
+    """The episodes that fulfil `where`, by file.
+
+    Raises:
+        RequestError: when a target does not exist, or has no episodes that fulfil the condition.
+    """
+    condition, seen = parse_where(where), 0
+    for stage in (stage for target in targets for stage in view_of(target).stages):
+        for path in _episode_files(Attempt(stage.attempt_dir)):
+            if fitting := [one for one in read_episodes(path) if condition(one)]:
+                seen += len(fitting)
+                yield path, fitting
+    _require_some(seen, where, targets)
+
+
+def _episode_files(attempt: Attempt) -> list[Path]:
+    greedy = attempt.greedy_file
+    return [*attempt.episode_files, *([greedy] if greedy else [])]
+
+
+def _require_some(seen: int, where: str, targets: Sequence[str]) -> None:
     if not seen:
         raise RequestError(
             "no episode fulfils the condition",
             where=f"--where {where}" if where else ", ".join(targets),
             remedy="perilune data inspect FILE.parquet lists the episodes' figures",
         )
-    return recorded
 
 
 def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]]:
     """The episode files of a stage, each with its origin; adds the stage's tokenizer."""
     attempt = Attempt(stage.attempt_dir)
-    greedy = attempt.greedy_file
-    files = [*attempt.episode_files, *([greedy] if greedy else [])]
+    files = _episode_files(attempt)
     if not files or attempt.root is None:
         return
     job = Job.model_validate(read_json(attempt.root / "job.json"))
@@ -91,7 +115,7 @@ def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]
                 section=job.environment,
                 seed=job.seed,
                 max_tokens=job.spec["max_tokens"],
-                temperature=0.0 if path == greedy else float(job.spec.get("temperature") or 1.0),
+                temperature=0.0 if path == attempt.greedy_file else float(job.spec.get("temperature") or 1.0),
                 stop_token_ids=tuple(dict.fromkeys((*end_tokens(folder), tokenizer.eos_token_id))),
                 positions=read_json(folder / "config.json").get("max_position_embeddings"),
                 tokenizer=digest,

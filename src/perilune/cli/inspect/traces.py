@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -82,6 +82,38 @@ def suite_command(
     ]
     suite = write_suite(out, pairs, recorded.tokenizers, where)
     _print_written(suite, recorded, as_json=as_json)
+
+
+@app.command("export", epilog="Example: perilune traces export calculator/after_rl --out spans.json")
+def export_command(
+    targets: Targets,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")],
+    where: Where = "",
+    texts: Annotated[bool, typer.Option(help="Include what the agents read and wrote.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write episodes as OpenTelemetry spans (OTLP, JSON), which tracing tools show.
+
+    Agents and turns follow the conventions for generative AI. The time of a span is the round in which its
+    turns were sampled, one second each, from the time of the episode file on.
+    """
+    from perilune.cli.inspect.recordings import fitting_episodes
+    from perilune.files import write_json
+    from perilune.traces.otlp import trace_request
+
+    spans: list[dict[str, Any]] = []
+    episodes = 0
+    for path, found in fitting_episodes(targets, where):
+        request = trace_request(found, path.stat().st_mtime_ns, texts=texts)
+        spans += request["resourceSpans"]
+        episodes += len(found)
+    write_json(out, {"resourceSpans": spans})
+    count = sum(len(scope["spans"]) for one in spans for scope in one["scopeSpans"])
+    if as_json:
+        print_json({"file": str(out), "episodes": episodes, "spans": count})
+    else:
+        echo(f"{count} spans of {episodes} episodes are in {out}")
 
 
 @app.command("run", epilog="Example: perilune traces run suite --json")

@@ -1,0 +1,140 @@
+"""Episodes as OpenTelemetry spans, by the semantic conventions for generative AI (version 1.41).
+
+An episode is a trace. Its player and each sub-agent is a span `invoke_agent`, and each of their turns a span
+`chat`. A turn that received the result of a sub-agent links to it. The clock counts rounds: turns that were
+sampled together have the same second. The encoding is the JSON of OTLP (protobuf's JSON mapping, with ids in
+hexadecimal).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.data.spans import Span
+
+_ROUND = 1_000_000_000  # nanoseconds
+_INTERNAL, _CLIENT = 1, 3  # SpanKind
+_OK, _ERROR = 1, 2  # StatusCode
+
+
+def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> dict[str, Any]:
+    """An ExportTraceServiceRequest with the spans of the episodes.
+
+    Args:
+        begin: time of the first round of each episode, in nanoseconds since 1970.
+        texts: whether the spans contain the messages.
+    """
+    spans = [span for episode in episodes for span in _episode(episode, begin, texts)]
+    scope = {"name": "perilune", "version": version("perilune")}
+    resource = {"attributes": _attributes({"service.name": "perilune"})}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": spans}]}]}
+
+
+def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, Any]]:
+    spans = episode.spans or (_of_player(episode),)
+    trace = _hex(episode.episode_id, 32)
+    shared = {"gen_ai.conversation.id": episode.episode_id, "gen_ai.provider.name": "perilune"}
+    conversations = {span.span_id: span.messages or episode.messages for span in spans}
+    for span in spans:
+        joined = [one for one in spans if one.parent == span.span_id]
+        agent = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.agent.name": span.name,
+            "gen_ai.usage.input_tokens": span.prompt_tokens,
+            "gen_ai.usage.output_tokens": span.tokens,
+            "perilune.policy_version": span.policy_version,
+        }
+        if not span.parent:
+            agent |= _outcome(episode)
+        prompt = {"gen_ai.input.messages": _messages(span.messages[:1])} if texts and span.messages else {}
+        own: dict[str, Any] = {
+            "traceId": trace,
+            "spanId": _hex(f"{episode.episode_id} {span.span_id}", 16),
+            "name": f"invoke_agent {span.name}",
+            "kind": _INTERNAL,
+            "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND),
+            "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND),
+            "attributes": _attributes(shared | agent | prompt),
+            "status": _status(episode) if not span.parent else {"code": _OK},
+        }
+        if span.parent:
+            own["parentSpanId"] = _hex(f"{episode.episode_id} {span.parent}", 16)
+        yield own
+        answers = [one for one in conversations[span.span_id] if one["role"] == "assistant"]
+        for number, place in enumerate(span.rounds):
+            turn = {"gen_ai.operation.name": "chat", "perilune.round": place}
+            said = answers[number - len(span.rounds)] if len(answers) >= len(span.rounds) else None
+            if texts and said is not None:
+                turn["gen_ai.output.messages"] = _messages([said])
+            yield {
+                "traceId": trace,
+                "spanId": _hex(f"{episode.episode_id} {span.span_id} {number}", 16),
+                "parentSpanId": own["spanId"],
+                "name": "chat",
+                "kind": _CLIENT,
+                "startTimeUnixNano": str(begin + place * _ROUND),
+                "endTimeUnixNano": str(begin + (place + 1) * _ROUND),
+                "attributes": _attributes(shared | turn),
+                "links": [
+                    {"traceId": trace, "spanId": _hex(f"{episode.episode_id} {one.span_id}", 16)}
+                    for one in joined
+                    if one.joined == place
+                ],
+                "status": {"code": _OK},
+            }
+
+
+def _of_player(episode: Episode) -> Span:
+    """The span of an episode without sub-agents: one round for each turn."""
+    turns = int(episode.metrics.get("turns", 1))
+    return Span(
+        span_id=str(episode.player),
+        name="agent",
+        rounds=tuple(range(turns)),
+        joined=-1,
+        prompt_tokens=len(episode.prompt_ids) + len(episode.token_ids) - episode.sampled,
+        tokens=episode.sampled,
+        policy_version=int(episode.policy_version.max(initial=-1)),
+    )
+
+
+def _outcome(episode: Episode) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "perilune.environment": episode.environment,
+        "perilune.task_id": episode.task_id,
+        "perilune.finish_reason": episode.finish_reason,
+    }
+    if episode.reward is not None:
+        found["perilune.reward"] = float(episode.reward)
+    if episode.failure:
+        found["error.type"] = episode.failure.partition(":")[0]
+    return found
+
+
+def _status(episode: Episode) -> dict[str, Any]:
+    return {"code": _ERROR, "message": episode.failure} if episode.failure else {"code": _OK}
+
+
+def _messages(messages: Sequence[Mapping[str, str]]) -> str:
+    parts = [
+        {"role": one["role"], "parts": [{"type": "text", "content": one["content"]}]} for one in messages
+    ]
+    return json.dumps(parts, ensure_ascii=False)
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Values in the form of AnyValue; 64-bit integers are strings."""
+    kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
+    return [
+        {"key": key, "value": {kinds[type(value)]: str(value) if isinstance(value, int) else value}}
+        for key, value in values.items()
+    ]
+
+
+def _hex(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
