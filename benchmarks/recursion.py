@@ -1,9 +1,10 @@
 """Long contexts explored with code and asks: training on 32 lines, evaluation on up to a million tokens.
 
-    python benchmarks/recursion.py [--seeds 0 1 2] [--arms counting ...] [--home FOLDER]
+    python benchmarks/recursion.py [--seeds 0 1 2] [--arms counting ...] [--home FOLDER] [--curve]
 
 Trains recipes/recursive.yaml and its ablations, and evaluates each on longer contexts. results/recursion.json
-is written after each arm, and an arm that it already has is not trained again.
+is written after each arm, and an arm that it already has is not trained again. --curve evaluates the first
+seed of the arm counting on contexts of up to a million tokens; its runs must be in --home.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from recipe_runs import HERE, document, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "recursive.yaml"
 LONG, TASKS = 2000, 64
-CURVE = {128: 64, 512: 64, LONG: TASKS, 8000: 16, 32_000: 4, 200_000: 2}  # lines: tasks
+CURVE = {128: 64, 512: 64, 8000: 16, 32_000: 4, 200_000: 2}  # lines: tasks
 SANDBOX = {"seconds": 60, "memory_mb": 2048, "processes": 1, "scratch_mb": 64}
 Record = dict[str, Any]
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser = options(__doc__, "recursion")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--home", type=Path, help="keep the runs there")
+    parser.add_argument("--curve", action="store_true", help="evaluate the first seed on many lengths")
     arguments = parser.parse_args()
     records: list[Record] = read_json(arguments.out)["records"] if arguments.out.exists() else []
     for seed in arguments.seeds:
@@ -44,6 +46,14 @@ def main() -> None:
                 records.append(measure(arm, seed, Path(folder), arguments.home))
             print(time.strftime("%H:%M:%S"), json.dumps(records[-1]), flush=True)
             save(arguments.out, records)
+    if arguments.curve:
+        (first, *_) = (one for one in records if one["arm"] == "counting")
+        section = yaml.safe_load(RECIPE.read_text())["environment"]
+        for lines, tasks in CURVE.items():
+            if str(lines) not in first["at"]:
+                first["at"][str(lines)] = evaluate(first["run"], section, lines, tasks, arguments.home)
+                print(time.strftime("%H:%M:%S"), lines, first["at"][str(lines)], flush=True)
+                save(arguments.out, records)
 
 
 def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
@@ -55,10 +65,10 @@ def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
     stages = run_recipe(path, seed, home=home or folder / "home")
     at = {"32 after SFT": figures(stages["after_sft"]), "32": figures(stages["after_rl"])}
     checkpoint = stages["rl"]["folder"].parents[1].name
-    curve = CURVE if arm == "counting" and seed == 0 else {LONG: TASKS}
-    for lines, tasks in {64: TASKS, **curve}.items() if arm.startswith("direct") else curve.items():
-        at[str(lines)] = evaluate(checkpoint, recipe["environment"], lines, tasks, home or folder / "home")
-    return {"arm": arm, "seed": seed, "at": at, "minutes": round((time.monotonic() - began) / 60, 1)}
+    for lines in (64, LONG) if arm.startswith("direct") else (LONG,):
+        at[str(lines)] = evaluate(checkpoint, recipe["environment"], lines, TASKS, home or folder / "home")
+    minutes = round((time.monotonic() - began) / 60, 1)
+    return {"arm": arm, "seed": seed, "at": at, "run": checkpoint, "minutes": minutes}
 
 
 def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int, home: Path) -> Record:
