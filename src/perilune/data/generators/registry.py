@@ -32,6 +32,7 @@ _BUILT_IN = {
     "planning": "perilune.data.generators.planning:PlanningTeacher",
     "open_spiel": "perilune.data.generators.open_spiel:OpenSpielTeacher",
     "recursive": "perilune.data.generators.recursive:RecursiveTeacher",
+    "search": "perilune.data.generators.search:SearchTeacher",
     "tools": "perilune.data.generators.tools:ToolsTeacher",
     "wide_lookup": "perilune.data.generators.wide_lookup:WideLookupTeacher",
 }

@@ -36,13 +36,19 @@ ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
 PROGRAM, TASKS = "program", "tasks"
-BORROWING = (PROGRAM, "mcp", "recursive")  # ids of the environments whose field `tasks` is an environment
+BORROWING = (
+    PROGRAM,
+    "mcp",
+    "recursive",
+    "search",
+)  # ids of the environments whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
 
 _BUILT_IN = {
     "calculator": "perilune.environments.builtin.calculator:CalculatorEnvironment",
+    "facts": "perilune.environments.search.facts:FactsEnvironment",
     "gymnasium": "perilune.environments.adapters.gymnasium_text:GymnasiumEnvironment",
     "instructions": "perilune.environments.builtin.instructions:InstructionsEnvironment",
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
@@ -56,6 +62,7 @@ _BUILT_IN = {
     "planning_repair": "perilune.environments.builtin.planning:PlanningRepairEnvironment",
     "recursive": "perilune.environments.interpreter:RecursiveEnvironment",
     "reasoning_gym": "perilune.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
+    "search": "perilune.environments.search:SearchEnvironment",
     "textarena": "perilune.environments.adapters.textarena:TextArenaEnvironment",
     "tools": "perilune.environments.builtin.tools:ToolsEnvironment",
     "verifiers": "perilune.environments.adapters.verifiers_package:VerifiersEnvironment",

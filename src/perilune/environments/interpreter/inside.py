@@ -1,6 +1,7 @@
 """Runs an agent's code blocks in one namespace. The sandbox runs this file alone, as its main program.
 
 state.json, removed before the first block:
+    prelude: code that runs before the first block, such as definitions of functions.
     blocks: the code so far. Earlier blocks run again, in silence, to restore the variables.
     texts: variable names, and the files with their texts.
     functions: names of the functions that the environment implements.
@@ -36,6 +37,8 @@ def main() -> None:
     namespace |= {name: _function(name, results) for name in state["functions"]}
     shown = sys.stdout
     with Path(os.devnull).open("w") as silence:
+        sys.stdout = silence
+        _run(state["prelude"], "prelude", namespace)
         for number, code in enumerate(state["blocks"], 1):
             sys.stdout = shown if number == len(state["blocks"]) else silence
             _run(code, f"block {number}", namespace)

@@ -106,12 +106,14 @@ class Interpreter:
         texts: variables that hold texts from the beginning.
         functions: names of the functions that blocks may call.
         most_calls: most calls of a block; each runs all blocks again.
+        prelude: code that defines further names before the first block.
     """
 
     runner: CodeRunner
     texts: Mapping[str, str]
     functions: Sequence[str]
     most_calls: int
+    prelude: str = ""
     _blocks: list[str] = field(default_factory=list)
     _results: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
 
@@ -146,6 +148,7 @@ class Interpreter:
     def _execute(self) -> Execution:
         files = {f"{name}.txt": text for name, text in self.texts.items()}
         state = {
+            "prelude": self.prelude,
             "blocks": self._blocks,
             "texts": {name: f"{name}.txt" for name in self.texts},
             "functions": list(self.functions),

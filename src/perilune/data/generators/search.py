@@ -1,0 +1,89 @@
+"""The search teacher: searches the corpora of the environment facts, from code or with single calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from perilune.data.generators.scripted import ScriptedTeacher
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.protocol import Task
+from perilune.environments.search import functions
+from perilune.environments.search.facts.environment import MARK
+from perilune.environments.search.facts.questions import Question
+from perilune.environments.search.facts.world import corpus_of, draw_world
+from perilune.environments.search.index import index_of
+from perilune.errors import RequestError
+
+_FEW, _MANY = 3, 12  # results of a query for a fact, and for the facts about a city
+
+
+class SearchTeacher(ScriptedTeacher):
+    """Writes one episode per task, for compact prompts and compact documents.
+
+    * code: one line of Python, which prints the answer,
+    * calls: the same functions, one call a turn,
+    * guess: the right answer at once, which a policy that has not searched could not know.
+    """
+
+    name = "search"
+    strategies: ClassVar = {"code": 1.0, "calls": 0.0, "guess": 0.0}
+
+    def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
+        """The actions of the strategy.
+
+        Raises:
+            RequestError: when the task is of another environment, or not compact.
+        """
+        data: Mapping[str, Any] = task.data.get("task", {})
+        if data.get("style") != "compact" or "world" not in data:
+            raise RequestError(
+                "the search teacher supports the environment search with compact tasks of facts",
+                where="teacher",
+                remedy="set prompt: compact and tasks: {id: facts, style: compact}",
+            )
+        asked, answer = Question(**data["question"]), MARK + data["answer"]
+        if strategy == "guess":
+            return (answer,)
+        if strategy == "code":
+            return (_code(asked), answer)
+        return (*_calls(asked, data), answer)
+
+
+def _code(asked: Question) -> str:
+    name, relation = asked.name, asked.relation
+    match asked.kind:
+        case "one":
+            return f"print(extract(search('{name} {relation}',{_FEW}),'{name} {relation} {{}}')[0])"
+        case "two":
+            head = f"h=extract(search('{name} h',{_FEW}),'{name} h {{}}')[0]"
+            return f"{head};print(extract(search(h+' l',{_FEW}),h+' l {{}}')[0])"
+        case "count":
+            return f"print(len(dedup(filter(search('c {name}',{_MANY}),'c {name}'))))"
+    found = f"extract(filter(search('c {name}',{_MANY}),'c {name}'),'{{}} c')"
+    goods = f"fan_out([n+' s'for n in {found}],{_FEW})"
+    return f"print(len(dedup(filter({goods},'s {asked.goods}'))))"
+
+
+def _calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:
+    name = asked.name
+    match asked.kind:
+        case "one":
+            return (f"search('{name} {asked.relation}',{_FEW})",)
+        case "two":
+            head = draw_world(data["world"], data["companies"]).values[name, "h"]
+            return (f"search('{name} h',{_FEW})", f"search('{head} l',{_FEW})")
+        case "count":
+            return (f"search('c {name}',{_MANY})", f"filter('c {name}')", "dedup()")
+    documents = corpus_of(data["world"], data["companies"], data["style"])
+    seen = functions.filter(index_of(documents).search(f"c {name}", _MANY), f"c {name}")
+    companies = functions.extract(functions.dedup(seen), "{} c")
+    queries = [f"{one} s" for one in companies]
+    return (
+        f"search('c {name}',{_MANY})",
+        f"filter('c {name}')",
+        "dedup()",
+        f"fan_out({queries!r},{_FEW})".replace(", ", ","),
+        f"filter('s {asked.goods}')",
+        "dedup()",
+    )

@@ -1,0 +1,107 @@
+"""The two ways to use the search stack: from code, and with single calls whose results enter the context."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
+from perilune.environments.interpreter import prompts as interpreter_prompts
+from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
+from perilune.environments.search import prompts
+from perilune.environments.search.corpus import Document
+from perilune.environments.search.single_calls import read_single
+from perilune.environments.search.stack import HOSTED, SOURCE, InvalidCallError, SearchStack
+
+
+class SearchAgent(Protocol):
+    """Takes the actions of an episode.
+
+    Attributes:
+        counts: metrics of the episode.
+    """
+
+    counts: dict[str, float]
+
+    def take(self, text: str) -> Answer | str:
+        """The answer that ends the episode, or what the agent sees."""
+        ...
+
+
+class CodeAgent:
+    """Runs blocks of Python in the sandbox. The agent sees what they print."""
+
+    def __init__(
+        self, runner: CodeRunner, stack: SearchStack, style: prompts.Style, most_calls: int, most_output: int
+    ) -> None:
+        self._stack, self._style, self._most_output = stack, style, most_output
+        self._interpreter = Interpreter(runner, {}, HOSTED, most_calls, prelude=SOURCE)
+        self.counts = {"blocks": 0.0}
+
+    def take(self, text: str) -> Answer | str:
+        action = read_action(text, compact=self._style == "compact")
+        if isinstance(action, Answer):
+            return action
+        if not isinstance(action, Call) or action.name != "python":
+            why = action.why if isinstance(action, Misunderstood) else f"there is no tool {action.name}"
+            return f"error: {why}"
+        block = self._run(action.arguments["code"])
+        self.counts["blocks"] += 1
+        if block.cause:
+            contained = f"contained/{block.cause}"
+            self.counts[contained] = self.counts.get(contained, 0.0) + 1
+        if block.answer is not None:
+            return Answer(block.answer)
+        return interpreter_prompts.shown(self._style, block, self._most_output)
+
+    def _run(self, code: str) -> BlockResult:
+        running = self._interpreter.run(code)
+        try:
+            call = next(running)
+            while True:
+                try:
+                    result = Result(self._stack.call(call.function, call.arguments, call.named))
+                except InvalidCallError as error:
+                    result = Result(error=str(error))
+                call = running.send(result)
+        except StopIteration as end:
+            block: BlockResult = end.value
+            return block
+
+
+class CallAgent:
+    """Answers one function call a turn. The agent sees the whole result."""
+
+    def __init__(self, stack: SearchStack, style: prompts.Style, most_output: int) -> None:
+        self._stack, self._style, self._most_output = stack, style, most_output
+        self._last: list[Document] = []
+        self.counts = {"calls": 0.0}
+
+    def take(self, text: str) -> Answer | str:
+        action = read_single(text, compact=self._style == "compact")
+        if isinstance(action, Answer):
+            return action
+        if isinstance(action, Misunderstood):
+            return f"error: {action.why}"
+        self.counts["calls"] += 1
+        try:
+            result = self._call(action.name, list(action.arguments), dict(action.named))
+        except InvalidCallError as error:
+            return f"error: {error}"
+        if action.name != "extract":
+            self._last = result
+        return prompts.listed(self._style, result, self._most_output)
+
+    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+        if name not in self._stack.functions:
+            raise InvalidCallError(f"there is no function {name}")
+        if name not in ("search", "fan_out"):
+            arguments = [self._chosen(named.pop("documents", None)), *arguments]
+        return self._stack.call(name, arguments, named)
+
+    def _chosen(self, numbers: Any) -> list[Document]:
+        if numbers is None:
+            return self._last
+        known = range(1, len(self._last) + 1)
+        if not isinstance(numbers, list) or not all(type(one) is int and one in known for one in numbers):
+            raise InvalidCallError(f"documents is a list of numbers up to {len(self._last)}")
+        return [self._last[number - 1] for number in numbers]

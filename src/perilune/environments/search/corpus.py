@@ -1,0 +1,78 @@
+"""Documents to search, made by a generator or read from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes
+
+Document = dict[str, str]
+"""{"id": "d1", "title": "...", "text": "..."}"""
+
+_MOST_CHARACTERS = 1 << 20  # of one document
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Documents in a fixed order. Corpora with the same digest are equal."""
+
+    documents: Sequence[Document]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the documents."""
+        return sha256_bytes(canonical_json(list(self.documents)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Corpus) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@lru_cache(maxsize=4)
+def read_corpus(path: str) -> Corpus:
+    """The documents of a JSON Lines file: `text`, and possibly `id` (by default d1, d2, ...) and `title`.
+
+    Raises:
+        RequestError: naming file and line of an invalid row.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as stream:
+            documents = [_document(line, f"{path}:{number}", number) for number, line in _rows(stream)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {path}: {error}", where="environment.corpus") from None
+    if not documents:
+        raise RequestError(f"{path} has no documents", where="environment.corpus")
+    if len({one["id"] for one in documents}) < len(documents):
+        raise RequestError(f"two documents of {path} have the same id", where="environment.corpus")
+    return Corpus(documents)
+
+
+def _rows(stream: Iterator[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(stream, 1) if line.strip())
+
+
+def _document(line: str, where: str, number: int) -> Document:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, Mapping):
+        raise RequestError("not a JSON object", where=where)
+    found = {"id": row.get("id", f"d{number}"), "title": row.get("title", ""), "text": row.get("text")}
+    for key, value in found.items():
+        if not isinstance(value, str):
+            raise RequestError(f"'{key}' is not a text", where=where, remedy='write {"text": "..."}')
+        if len(value) > _MOST_CHARACTERS:
+            remedy = "split the document into passages"
+            raise RequestError(
+                f"'{key}' has more than {_MOST_CHARACTERS} characters", where=where, remedy=remedy
+            )
+    return found

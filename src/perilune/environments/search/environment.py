@@ -1,0 +1,157 @@
+"""The environment `search`: questions about a corpus that the policy searches.
+
+In the mode `code` the policy writes Python that calls the search stack, and sees what it prints. In the mode
+`calls` it calls the same functions one at a time, and sees every result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.builtin.tool_calls import Answer
+from perilune.environments.builtin.tools import SandboxSpec
+from perilune.environments.core import registry
+from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask
+from perilune.environments.core.protocol import Message, Observation, Split, Task
+from perilune.environments.interpreter.interpreter import CodeRunner
+from perilune.environments.search import prompts
+from perilune.environments.search.agents import CallAgent, CodeAgent, SearchAgent
+from perilune.environments.search.corpus import Corpus, read_corpus
+from perilune.environments.search.index import index_of
+from perilune.environments.search.stack import SearchStack
+from perilune.errors import RequestError
+
+
+class SearchSpec(BaseModel):
+    """The environment section of a recipe, for `id: search`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Literal["search"] = Field("search", description="id of the environment")
+    tasks: TasksSection = Field(
+        description="section of a single-turn environment with the questions, such as facts or jsonl; it"
+        " scores answers"
+    )
+    corpus: str | None = Field(
+        None,
+        description="JSON Lines file of documents (`text`, and possibly `id` and `title`), relative to the"
+        " recipe; null: the documents that the tasks bring along",
+    )
+    mode: prompts.Mode = Field(
+        "code",
+        description="code: Python calls the search functions in the sandbox; calls: one function call a turn,"
+        " whose result enters the context",
+    )
+    prompt: prompts.Style = Field(
+        "natural",
+        description="compact: a few characters, for tiny models; all text but ';...' is code or a call",
+    )
+    turns: int = Field(8, ge=1, le=64, description="maximum turns of an episode")
+    searches: int = Field(64, ge=1, le=100_000, description="maximum queries of an episode")
+    results: int = Field(20, ge=1, le=1000, description="maximum documents that a query returns")
+    calls: int = Field(
+        8, ge=1, le=1000, description="maximum calls of search, fan_out and rerank in a block, in mode code"
+    )
+    sandbox: SandboxSpec = Field(
+        default_factory=SandboxSpec,
+        description="limits of the policy's code; `output` limits results of calls, too",
+    )
+
+
+class CorpusTasks(Protocol):
+    """What an environment of the field `tasks` offers if it brings documents."""
+
+    def corpus(self, task: Task) -> Corpus:
+        """The documents that a task is about."""
+        ...
+
+
+class SearchEnvironment(MultiTurn):
+    """The score of the final answer. The metric `observed` is the number of characters of all results.
+
+    Raises:
+        RequestError: when there are no documents, or both the tasks and the section have them.
+    """
+
+    Spec = SearchSpec
+    confined = False  # it starts a sandbox, which confines the policy's code
+    files: ClassVar = ("corpus",)
+
+    def __init__(self, spec: SearchSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        self.spec = spec
+        self._borrowed = BorrowedTasks(sections[registry.TASKS])
+        self._source: Any = self._borrowed.environment
+        if (spec.corpus is None) != hasattr(self._source, "corpus"):
+            have = "have no documents" if spec.corpus is None else "have documents of their own"
+            raise RequestError(
+                f"the tasks of {self._source.id} {have}",
+                where="environment.corpus",
+                remedy="name a file, or use tasks: {id: facts} without a file",
+            )
+        self.id = f"search/{self._source.id}"
+        self.max_turns = spec.turns
+        self.characters = self._borrowed.characters
+        self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
+
+    def check_files(self) -> None:
+        """Check the corpus, and the files of the tasks."""
+        self._borrowed.check_files()
+        if self.spec.corpus is not None:
+            read_corpus(self.spec.corpus)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The other environment's tasks, with a description of the search stack as prompt."""
+        for task in self._borrowed.draw(split, seed):
+            *earlier, last = task.prompt
+            count = len(self._corpus(task).documents)
+            text = prompts.opening(self.spec.prompt, self.spec.mode, count, last["content"])
+            prompt: tuple[Message, ...] = (*earlier, {"role": "user", "content": text})
+            yield Task(task.task_id, prompt, {"task": dict(task.data)}, task.difficulty)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        """Let the policy search until it answers."""
+        own = Task(task.task_id, (), task.data["task"], task.difficulty)
+        stack = SearchStack(index_of(self._corpus(own)), self.spec.results, self.spec.searches)
+        agent = self._agent(stack)
+        observed, answer = 0, None
+        taken = agent.take((yield ask()))
+        for _ in range(self.spec.turns - 1):
+            if isinstance(taken, Answer):
+                break
+            observed += len(taken)
+            taken = agent.take((yield ask(taken, role="tool")))
+        if isinstance(taken, Answer):
+            answer = taken.text
+        reply = getattr(self._source, "reply", lambda task, answer: answer)
+        score = self._borrowed.score(own, reply(own, answer or ""))
+        strategy = self.spec.mode if stack.searches else "guess"
+        counts = {"observed": float(observed), "searches": float(stack.searches), **agent.counts}
+        yield Observation(
+            rewards=(score.reward,),
+            terms=score.terms,
+            metrics={**score.metrics, **counts, f"strategy/{strategy}": 1.0},
+            done=True,
+            truncated=answer is None,
+        )
+
+    def close(self) -> None:
+        """Stop the sandbox, and the process that scores."""
+        self._code.close()
+        self._borrowed.close()
+
+    def _agent(self, stack: SearchStack) -> SearchAgent:
+        style, most_output = self.spec.prompt, self.spec.sandbox.output
+        if self.spec.mode == "calls":
+            return CallAgent(stack, style, most_output)
+        return CodeAgent(self._code, stack, style, self.spec.calls, most_output)
+
+    def _corpus(self, task: Task) -> Corpus:
+        if self.spec.corpus is not None:
+            return read_corpus(self.spec.corpus)
+        corpus: Corpus = self._source.corpus(task)
+        return corpus

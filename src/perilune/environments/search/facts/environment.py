@@ -1,0 +1,101 @@
+"""Questions about generated documents, which only an environment such as `search` can show."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.core.protocol import Score, Split, Task, Transcript
+from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.splits import MOST_REJECTED, numbered_ids
+from perilune.environments.search.corpus import Corpus
+from perilune.environments.search.facts.questions import KINDS, Kind, answer, draw_question, write_question
+from perilune.environments.search.facts.world import MOST_COMPANIES, Style, corpus_of, draw_world
+from perilune.files import canonical_json, sha256_bytes
+
+MARK = ";"
+
+
+class FactsSpec(BaseModel):
+    """The environment section of a recipe, for `id: facts`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: Literal["facts"] = Field("facts", description="id of the environment")
+    companies: int = Field(
+        100, ge=4, le=MOST_COMPANIES, description="companies of a corpus, which has six documents for each"
+    )
+    corpora: int = Field(4, ge=1, le=1000, description="corpora of each split; no corpus is in both splits")
+    kinds: tuple[Kind, ...] = Field(
+        KINDS,
+        min_length=1,
+        description="one: a fact; two: a fact about the value of another; count: companies of a city; join:"
+        " those of them that make something",
+    )
+    style: Style = Field("natural", description="compact: a few characters, for character-level models")
+
+
+class FactsEnvironment(SingleTurn):
+    """Reward 1 for the right answer. The prompt has only the question."""
+
+    Spec = FactsSpec
+
+    def __init__(self, spec: FactsSpec) -> None:
+        self.spec = spec
+        self.id = "facts"
+        self.own_format = "after ';'" if spec.style == "compact" else ""
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Yield distinct questions about the corpora in turn, until a corpus has no new ones."""
+        spec = self.spec
+        worlds = list(itertools.islice(numbered_ids("facts", split, seed), spec.corpora))
+        asked: set[str] = set()
+        rejected = 0
+        for number in itertools.count():
+            draw = random.Random(f"facts/{seed}/{split}/{number}")
+            name = worlds[number % len(worlds)]
+            world = draw_world(name, spec.companies)
+            question = draw_question(world, draw.choice(spec.kinds), draw)
+            digest = sha256_bytes(canonical_json([spec.companies, spec.style, asdict(question)]))
+            task_id = name[:24] + digest[:8]
+            if task_id in asked:
+                rejected += 1
+                if rejected == MOST_REJECTED:
+                    return
+                continue
+            asked.add(task_id)
+            rejected = 0
+            prompt = ({"role": "user", "content": write_question(question, spec.style)},)
+            data = {
+                "world": name,
+                "companies": spec.companies,
+                "style": spec.style,
+                "question": asdict(question),
+                "answer": answer(world, question),
+            }
+            yield Task(task_id, prompt, data, difficulty=float(KINDS.index(question.kind)))
+
+    def score(self, task: Task, transcript: Transcript) -> Score:
+        """Compare names without case. A truncated answer scores 0."""
+        text = transcript.text
+        if task.data["style"] == "compact":
+            text = text.rpartition(MARK)[2]
+        right = transcript.finished and text.strip().casefold() == task.data["answer"]
+        return Score(float(right), metrics={f"right/{task.data['question']['kind']}": float(right)})
+
+    def gold(self, task: Task) -> Transcript:
+        """The right answer."""
+        return Transcript(self.reply(task, task.data["answer"]))
+
+    def corpus(self, task: Task) -> Corpus:
+        """The documents that the task is about."""
+        return corpus_of(task.data["world"], task.data["companies"], task.data["style"])
+
+    def reply(self, task: Task, answer: str) -> str:
+        """The text that `score` takes for this answer."""
+        return MARK + answer if task.data["style"] == "compact" else answer

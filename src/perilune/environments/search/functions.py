@@ -1,0 +1,35 @@
+"""Functions of the search stack that need no index. The sandbox, too, runs this file."""
+
+from __future__ import annotations
+
+import re
+
+
+def filter(documents: list[dict[str, str]], words: str) -> list[dict[str, str]]:
+    """The documents that have all these words."""
+    return [one for one in documents if {*_words(words)} <= {*_words(one["title"] + " " + one["text"])}]
+
+
+def dedup(documents: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The documents without repetitions: of texts with the same words, the first."""
+    first: dict[str, dict[str, str]] = {}
+    for one in documents:
+        first.setdefault(" ".join(_words(one["text"])), one)
+    return [*first.values()]
+
+
+def extract(documents: list[dict[str, str]], template: str) -> list[str]:
+    """What stands in the place of {} in the first match of each document that has one.
+
+    extract(documents, "seat in {}.") ends at the full stop; what {} stands for has no punctuation.
+    """
+    before, mark, after = template.partition("{}")
+    if not mark or "{}" in after:
+        raise ValueError("the template of extract needs one {}")
+    few = "?" if after else ""  # bounded, so that no text takes long
+    pattern = re.compile(rf"{re.escape(before)}([^.,;:!?\n]{{1,200}}{few}){re.escape(after)}", re.IGNORECASE)
+    return [found[1].strip() for one in documents if (found := pattern.search(one["text"]))]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())

@@ -1,0 +1,73 @@
+"""Ranks documents with BM25, by the package bm25s. Source: Lù, BM25S, arXiv 2407.03618."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from perilune.environments.search.corpus import Corpus, Document
+from perilune.errors import RequestError
+
+_WORD = re.compile(r"\w+")
+_REMEMBERED = 16  # indices
+
+
+class Index:
+    """BM25 (the variant of Lucene, k1 1.5, b 0.75) over the words of titles and texts.
+
+    Equal scores are in the order of the documents, so a query always gives the same list.
+
+    Raises:
+        RequestError: when bm25s is not installed.
+    """
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._documents = documents
+        words = [_words(f"{one['title']} {one['text']}") for one in documents]
+        self._known = frozenset(word for line in words for word in line)
+        self._bm25 = _bm25()
+        if self._known:
+            self._bm25.index(words, show_progress=False)
+
+    def search(self, query: str, k: int) -> list[Document]:
+        """The best `k` documents that have a word of the query, the best first."""
+        scores = self._scores(query)
+        return [self._documents[number] for number in _ranked(scores)[:k] if scores[number] > 0]
+
+    def ranked(self, query: str) -> list[Document]:
+        """All documents, the best first."""
+        return [self._documents[number] for number in _ranked(self._scores(query))]
+
+    def _scores(self, query: str) -> list[float]:
+        words = [word for word in _words(query) if word in self._known]
+        if not words:
+            return [0.0] * len(self._documents)
+        scores: list[float] = self._bm25.get_scores(words).tolist()
+        return scores
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def index_of(corpus: Corpus) -> Index:
+    """The index of a corpus, which is built once in a process."""
+    return Index(corpus.documents)
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _ranked(scores: Sequence[float]) -> list[int]:
+    return sorted(range(len(scores)), key=lambda number: -scores[number])
+
+
+def _bm25() -> Any:
+    try:
+        import bm25s
+    except ImportError:
+        remedy = "pip install 'perilune[retrieval]'"
+        raise RequestError(
+            "the environment search needs bm25s", where="environment.id", remedy=remedy
+        ) from None
+    return bm25s.BM25(method="lucene", k1=1.5, b=0.75)

@@ -1,0 +1,70 @@
+"""The texts that an agent sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+Style = Literal["natural", "compact"]
+Mode = Literal["code", "calls"]
+
+_FUNCTIONS = """\
+search({query}k=10): the k documents that match a query best, the best first
+fan_out({queries}k=10): the same for each query of a list, in one list of documents
+filter({documents}words): the documents that have all these words
+dedup({documents_only}): the documents without repetitions
+rerank({documents}query, k): the documents, or the best k of them, ordered for another query
+extract({documents}template): for each document that matches a template such as "seat in {{}}.", the text in
+the place of {{}}"""
+_CODE = """\
+You answer a question about a corpus of {count} documents, which Python code can search. A document is a dict
+with id, title and text. These functions are defined:
+{functions}
+
+Write one fenced block of Python and nothing after it; you are told what it prints. Variables keep their
+values from block to block. Print only what you need. When you know the answer, write <answer>...</answer>.
+
+{question}"""
+_CALLS = """\
+You answer a question about a corpus of {count} documents. You have these functions:
+{functions}
+filter, dedup, rerank and extract work on the documents that you saw last, or on those of them whose
+numbers you give as documents=[...].
+
+Write one call and nothing after it, like <tool_call>{{"name": "search", "arguments": {{"query": "...", "k":
+5}}}}</tool_call>; you are told the result. When you know the answer, write <answer>...</answer>.
+
+{question}"""
+
+
+def opening(style: Style, mode: Mode, documents: int, question: str) -> str:
+    """The first message: the size of the corpus, the functions, and the question."""
+    if style == "compact":
+        return question
+    code = mode == "code"
+    signatures = _FUNCTIONS.format(
+        query="query, ",
+        queries="queries, ",
+        documents="documents, " if code else "",
+        documents_only="documents" if code else "",
+    )
+    return (_CODE if code else _CALLS).format(count=documents, functions=signatures, question=question)
+
+
+def listed(style: Style, result: Any, most: int) -> str:
+    """A numbered list of what a single call returned, cut after `most` characters."""
+    lines = [f"{number} {_line(style, one)}\n" for number, one in enumerate(_items(result), 1)]
+    shown = "".join(lines)[:most]
+    return f"=\n{shown}" if style == "compact" else shown or "(nothing)"
+
+
+def _items(result: Any) -> Sequence[Any]:
+    return result if isinstance(result, list) else [result]
+
+
+def _line(style: Style, one: Any) -> str:
+    if not isinstance(one, dict):
+        return str(one)
+    if style == "compact":
+        return str(one["text"])
+    return ": ".join(filter(None, (one["title"], one["text"])))

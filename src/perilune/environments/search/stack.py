@@ -1,0 +1,87 @@
+"""The search stack: the functions that an agent calls, with checked arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError, validate_call
+
+from perilune.environments.search import functions
+from perilune.environments.search.corpus import Document
+from perilune.environments.search.index import Index
+
+HOSTED = ("search", "fan_out", "rerank")
+"""Functions that need the index. The others are also defined in the sandbox."""
+
+SOURCE = Path(functions.__file__).read_text()
+"""Python that defines the other functions."""
+
+_MOST_GIVEN = 1000  # documents or queries in the arguments of a call
+
+Documents = Annotated[list[Document], Field(max_length=_MOST_GIVEN)]
+Queries = Annotated[list[str], Field(max_length=_MOST_GIVEN)]
+
+
+class InvalidCallError(Exception):
+    """A call that cannot be answered. The agent sees the reason."""
+
+
+class SearchStack:
+    """The functions over one corpus, for one episode.
+
+    Args:
+        most_results: most documents that a search returns.
+        most_searches: most searches of the episode.
+
+    Attributes:
+        searches: queries so far.
+    """
+
+    def __init__(self, index: Index, most_results: int, most_searches: int) -> None:
+        self._index, self._most_results, self._most_searches = index, most_results, most_searches
+        self.searches = 0
+        strict = validate_call(config=ConfigDict(strict=True))
+        self.functions: Mapping[str, Callable[..., Any]] = {
+            "search": strict(self._search),
+            "fan_out": strict(self._fan_out),
+            "rerank": strict(self._rerank),
+            "filter": strict(functions.filter),
+            "dedup": strict(functions.dedup),
+            "extract": strict(functions.extract),
+        }
+
+    def call(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """The result of a function: documents, or texts.
+
+        Raises:
+            InvalidCallError: when an argument is wrong, or there are too many searches.
+        """
+        try:
+            return self.functions[name](*arguments, **named)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = first["loc"][0]
+            if isinstance(place, int):
+                place = [*signature(self.functions[name]).parameters, "too many"][place]
+            raise InvalidCallError(f"{name}: {place}: {first['msg']}") from None
+        except (ValueError, KeyError) as error:
+            raise InvalidCallError(f"{name}: {error}") from None
+
+    def _search(self, query: str, k: Annotated[int, Field(ge=1)] = 10) -> list[Document]:
+        return self._fan_out([query], k)
+
+    def _fan_out(self, queries: Queries, k: Annotated[int, Field(ge=1)] = 10) -> list[Document]:
+        left = self._most_searches - self.searches
+        if len(queries) > left:
+            raise ValueError(f"{len(queries)} searches are needed, and {left} are left in this episode")
+        self.searches += len(queries)
+        return [one for query in queries for one in self._index.search(query, min(k, self._most_results))]
+
+    def _rerank(
+        self, documents: Documents, query: str, k: Annotated[int, Field(ge=1)] = _MOST_GIVEN
+    ) -> list[Document]:
+        whole = [{"id": "", "title": "", "text": "", **one} for one in documents]
+        return Index(whole).ranked(query)[:k]

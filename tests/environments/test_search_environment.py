@@ -1,0 +1,238 @@
+"""The environment search: functions called from code and as single calls, on generated and own corpora."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.data.generators import make_teacher
+from perilune.environments import Transcript, make_environment
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.protocol import Score, Task
+from perilune.environments.core.replay import conversation
+from perilune.environments.search import functions
+from perilune.environments.search.corpus import Corpus
+from perilune.environments.search.index import Index, index_of
+from perilune.environments.search.stack import InvalidCallError, SearchStack
+from perilune.errors import RequestError
+
+FACTS = {"id": "facts", "style": "compact", "companies": 40, "corpora": 2}
+COMPACT: dict[str, Any] = {
+    "id": "search",
+    "prompt": "compact",
+    "sandbox": {"memory_mb": 64, "processes": 1},
+    "tasks": FACTS,
+}
+PLANETS = [
+    {"text": "Mars is a planet. Its moons are Phobos and Deimos."},
+    {"id": "v", "title": "Venus", "text": "A planet without moons."},
+    {"text": "mars is a planet; its moons are Phobos and Deimos"},
+    {"title": "Sun", "text": "A star."},
+]
+
+
+def documents(*texts: str) -> list[dict[str, str]]:
+    return [{"id": f"d{number}", "title": "", "text": text} for number, text in enumerate(texts, 1)]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A section with files of a user."""
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    (folder / "planets.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PLANETS))
+    rows = [{"prompt": f"What is a moon of Mars? {n}", "answer": "Phobos"} for n in range(20)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    tasks = {"id": "jsonl", "path": str(folder / "questions.jsonl")}
+    return {"id": "search", "corpus": str(folder / "planets.jsonl"), "tasks": tasks}
+
+
+def play(section: dict[str, Any], actions: Sequence[str]) -> tuple[Score, list[str]]:
+    """The score of an episode, and what the policy saw after its prompt."""
+    environment = make_environment(section)
+    task = next(environment.tasks("train", 0))
+    transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
+    score = environment.score(task, transcript)
+    seen = conversation(environment, task, transcript)[len(task.prompt) :]
+    environment.close()
+    assert isinstance(score, Score)
+    return score, [one["content"] for one in seen if one["role"] == "tool"]
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_search_ranks_rare_words_first_and_ties_in_the_order_of_documents() -> None:
+    index = Index(documents("a b", "a c", "a b", "d"))
+    assert [one["id"] for one in index.search("a b", 9)] == ["d1", "d3", "d2"]
+    assert index.search("B", 1) == [index.search("b", 1)[0]] and index.search("nothing", 5) == []
+    assert Index(documents("...", "?")).search("a", 3) == []
+
+
+def test_equal_corpora_share_an_index() -> None:
+    one, other = (Corpus(tuple(documents("a", "b"))) for _ in range(2))
+    assert index_of(one) is index_of(other) is not index_of(Corpus(tuple(documents("a"))))
+
+
+def test_filter_dedup_and_extract() -> None:
+    found = documents("Kova has its seat in Lumi.", "kova has its SEAT in lumi", "Bela is led by Rita.")
+    assert functions.filter(found, "seat LUMI") == found[:2] and functions.filter(found, "sea") == []
+    assert functions.dedup(found) == [found[0], found[2]]
+    assert functions.extract(found, "seat in {}.") == ["Lumi"]
+    assert functions.extract(found, "{} is led") == ["Bela"] and functions.extract(found, "x {}") == []
+    for wrong in ("no place", "{} {}"):
+        with pytest.raises(ValueError, match="needs one"):
+            functions.extract(found, wrong)
+
+
+def test_rerank_orders_given_documents_and_keeps_those_without_a_match() -> None:
+    stack = SearchStack(Index(documents("a")), 5, 5)
+    given = documents("x", "y z", "z")
+    assert [one["id"] for one in stack.call("rerank", [given, "z"], {})] == ["d3", "d2", "d1"]
+    assert stack.call("rerank", [given], {"query": "y", "k": 1}) == [given[1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("search", [3], "search: query: Input should be a valid string"),
+        ("search", ["a", 0], "greater than or equal to 1"),
+        ("search", ["a", 1, 2], "search: too many: Unexpected positional argument"),
+        ("search", [], "search: query: Missing required argument"),
+        ("fan_out", ["ab"], "valid list"),
+        ("fan_out", [["a"] * 6], "6 searches are needed, and 5 are left"),
+        ("filter", [[{"text": 1}], "a"], "valid string"),
+        ("dedup", [[{}]], "dedup: 'text'"),
+    ],
+)
+def test_wrong_calls_are_refused_with_the_reason(name: str, arguments: list[Any], error: str) -> None:
+    with pytest.raises(InvalidCallError, match=error):
+        SearchStack(Index(documents("a")), 5, 5).call(name, arguments, {})
+
+
+@pytest.mark.parametrize("mode", ["code", "calls"])
+def test_the_teacher_is_right_for_every_kind_of_question(mode: str) -> None:
+    environment = make_environment({**COMPACT, "mode": mode})
+    teacher = make_teacher("search", {mode: 1.0})
+    observed: dict[str, float] = {}
+    for task in islice(environment.tasks("train", 0), 12):
+        kind = task.data["task"]["question"]["kind"]
+        if kind in observed:
+            continue
+        *earlier, last = teacher.script(task, mode, KeyedRandom(0, ""))  # type: ignore[attr-defined]
+        score = environment.score(task, Transcript(last, earlier=tuple(earlier)))
+        assert isinstance(score, Score) and score.reward == 1.0 and score.metrics[f"strategy/{mode}"]
+        observed[kind] = score.metrics["observed"]
+    environment.close()
+    assert set(observed) == {"one", "two", "count", "join"}
+    fewest, most = (3, 6) if mode == "code" else (40, 900)
+    assert all(fewest <= number <= most for number in observed.values())
+
+
+def test_answers_agree_with_a_search_through_all_documents() -> None:
+    environment: Any = make_environment(FACTS)
+    for task in islice(environment.tasks("heldout", 3), 60):
+        said = {one["text"] for one in environment.corpus(task).documents}
+        name, goods = task.data["question"]["name"], task.data["question"]["goods"]
+        in_city = {text.split()[0] for text in said if text.endswith(f" c {name}")}
+        match task.data["question"]["kind"]:
+            case "one":
+                relation = task.data["question"]["relation"]
+                assert f"{name} {relation} {task.data['answer']}" in said
+            case "two":
+                (head,) = (text.split()[2] for text in said if text.startswith(f"{name} h "))
+                assert f"{head} l {task.data['answer']}" in said
+            case "count":
+                assert task.data["answer"] == str(len(in_city))
+            case "join":
+                assert task.data["answer"] == str(sum(f"{one} s {goods}" in said for one in in_city))
+
+
+def test_no_corpus_is_in_both_splits_and_tasks_end() -> None:
+    environment: Any = make_environment({**FACTS, "companies": 4, "corpora": 1})
+    train, heldout = (list(environment.tasks(split, 0)) for split in ("train", "heldout"))
+    assert 0 < len(train) < 50 and len({one.task_id for one in train}) == len(train)
+    assert not {one.data["world"] for one in train} & {one.data["world"] for one in heldout}
+
+
+def test_results_of_single_calls_enter_the_context_and_those_of_code_do_not(own: dict[str, Any]) -> None:
+    searches = "found = search('moons of Mars')"
+    score, seen = play(own, [fenced(searches), fenced("print(len(dedup(found)))"), "<answer>Phobos</answer>"])
+    assert seen == ["(no output)", "2\n"] and score.reward == 1.0
+    assert score.metrics["observed"] == len("".join(seen)) and score.metrics["searches"] == 1
+    actions = [
+        call("search", query="moons of Mars"),
+        call("dedup"),
+        call("extract", template="moons are {} and"),
+    ]
+    score, seen = play({**own, "mode": "calls"}, [*actions, "<answer>Phobos</answer>"])
+    assert (
+        seen[1] == f"1 {PLANETS[0]['text']}\n2 Venus: A planet without moons.\n" and seen[2] == "1 Phobos\n"
+    )
+    assert score.reward == 1.0 and score.metrics["calls"] == 3
+
+
+def test_single_calls_work_on_the_documents_that_were_seen_last(own: dict[str, Any]) -> None:
+    actions = [
+        call("dedup"),
+        call("fan_out", queries=["venus", "star"]),
+        call("filter", words="a", documents=[2]),
+        call("filter", words="planet", documents=[2]),
+        call("rerank", query="star", documents=[1]),
+        call("python", code="1"),
+        "<tool_call>no</tool_call>",
+        "<answer>Phobos</answer>",
+    ]
+    _, seen = play({**own, "mode": "calls"}, actions)
+    assert seen[:3] == ["(nothing)", "1 Venus: A planet without moons.\n2 Sun: A star.\n", "1 Sun: A star.\n"]
+    assert seen[3] == "error: documents is a list of numbers up to 1" and seen[4] == "1 Sun: A star.\n"
+    assert seen[5:] == ["error: there is no function python", "error: a malformed call"]
+
+
+def test_errors_of_functions_are_exceptions_in_the_code(own: dict[str, Any]) -> None:
+    code = "try: search('a', k='b')\nexcept RuntimeError as error: print(error)\nextract([], 'x')"
+    _, (seen,) = play(own, [fenced(code), "<answer>x</answer>"])
+    assert seen.startswith("search: k: Input should be a valid integer") and "needs one {}" in seen
+
+
+@pytest.mark.parametrize(
+    "text", ["search", "search(*x)", "(" * 3000, "__import__('os')", "search(open('a'))"]
+)
+def test_compact_calls_that_are_no_calls_are_told_so(text: str) -> None:
+    _, (seen,) = play({**COMPACT, "mode": "calls"}, [text, ";x"])
+    assert seen.startswith("error: ")
+
+
+def test_an_episode_without_an_answer_is_truncated_with_its_metrics() -> None:
+    score, seen = play({**COMPACT, "mode": "calls", "turns": 2}, ["search('a')", "search('c')"])
+    assert score.reward == 0.0 and score.metrics["searches"] == 2 and len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("[]", "not a JSON object"), ('{"text": 3}', "'text' is not a text"), ("", "has no documents")],
+)
+def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path, line: str, error: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(line)
+    with pytest.raises(RequestError, match=error):
+        make_environment({"id": "search", "corpus": str(path), "tasks": {"id": "instructions"}})
+
+
+def test_documents_come_from_the_tasks_or_from_a_file() -> None:
+    with pytest.raises(RequestError, match="have no documents"):
+        make_environment({"id": "search", "tasks": {"id": "instructions"}})
+    with pytest.raises(RequestError, match="have documents of their own"):
+        make_environment({"id": "search", "corpus": "x.jsonl", "tasks": {"id": "facts"}})
+    with pytest.raises(RequestError, match="compact tasks of facts"):
+        task = Task("", (), {"task": {"style": "natural"}})
+        make_teacher("search", {"code": 1.0}).script(task, "code", KeyedRandom(0, ""))  # type: ignore[attr-defined]
