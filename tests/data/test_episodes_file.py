@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from perilune.data.arrow import numbers_of, to_table
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import read_episodes, to_bytes, write_episodes
+from perilune.data.episodes_file import read_episodes, read_scores, to_bytes, write_episodes
 from perilune.errors import RequestError
 
 
@@ -178,3 +178,15 @@ def test_what_is_no_episodes_file_is_refused(tmp_path):
     (tmp_path / "torn").write_bytes(torn)
     with pytest.raises(RequestError, match="not a readable Parquet"):
         read_episodes(tmp_path / "torn")
+
+
+def test_scores_are_read_without_the_episodes(tmp_path):
+    rows = [episode(0), episode(1, tokens=3, reward=None, failure="verifier: died")]
+    write_episodes(tmp_path / "one.parquet", rows)
+    found = read_scores(tmp_path / "one.parquet")
+    assert found == [(one.task_id, one.reward, len(one.token_ids)) for one in rows]
+    pq.write_table(pa.table({"task_id": ["a"]}), tmp_path / "other.parquet")
+    with pytest.raises(RequestError, match="no column 'task_id', 'reward' or 'token_ids'"):
+        read_scores(tmp_path / "other.parquet")
+    with pytest.raises(RequestError, match="does not exist"):
+        read_scores(tmp_path / "missing.parquet")

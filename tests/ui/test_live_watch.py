@@ -78,9 +78,9 @@ def test_episodes_are_listed_without_reading_them_and_read_by_name(tmp_path: Pat
     (root / "artifacts" / "episodes" / "step-000009.parquet").write_bytes(b"damaged")
     sources = [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in made.view().stages]
     listed = index_episodes(sources)
-    assert [[one.name for one in stage.sets] for stage in listed.stages] == [
-        ["verified traces"],
-        ["step-000001", "step-000002", "step-000003", "step-000009"],
+    assert [([one.name for one in stage.sets], stage.steps) for stage in listed.stages] == [
+        (["verified traces"], []),
+        ([], [1, 2, 3, 9]),
     ]
     found = read_set(sources, "rl", "step-000002")
     assert (found["total"], found["embedded"], len(found["groups"])) == (16, 16, 2)

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from make_experiment import AFTER_SFT, SyntheticExperiment
 
 from perilune.control.queries.comparison import Arm, Comparison, Difference, Member
 from perilune.control.queries.lookup import StageStatus
+from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
+from perilune.data.spans import Span
 from perilune.files import write_json_lines
 from perilune.metrics.across_seeds import compare_over_seeds
 from perilune.metrics.bootstrap import Interval
@@ -222,6 +225,78 @@ def test_an_episode_is_read_token_by_token_beside_its_group(window: Window) -> N
     assert page.locator(".siblings tbody tr").count() == 8
     page.locator(".siblings tbody button").nth(5).click()
     assert "sample 5" in page.locator(".detail h3").first.inner_text()
+
+
+def test_the_matrix_shows_every_sample_of_a_step_and_opens_it(window: Window) -> None:
+    page = window.page
+    page.get_by_label("Stage", exact=True).select_option("rl")
+    page.get_by_label("Step", exact=True).fill("3")
+    assert page.locator(".strip").count() == 4
+    assert page.locator(".strip .cell").count() == 4 * 8
+    page.locator(".strip").nth(2).locator(".cell").nth(5).click()
+    assert "group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
+    assert page.locator(".cell[aria-current]").count() == 1
+    assert page.evaluate("location.hash") == "#episodes/rl/step%204/4%2F2%2F5"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert "group 2 · sample 6" in page.locator(".detail h3").first.inner_text()
+    page.get_by_label("Order of groups").select_option("lowest reward first")
+    means = [float(text) for text in page.locator(".strip .mean").all_inner_texts()]
+    assert means == sorted(means)
+
+
+def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
+    page = browser.new_page()
+    page.goto(f"{report.as_uri()}#episodes/rl/step%204/4%2F2%2F5")
+    page.wait_for_selector(".detail h3")
+    assert "step 4 · group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
+    page.close()
+
+
+def sub_agents(episode: Episode) -> Episode:
+    """The episode with two sub-agents at once, whose answers its player used."""
+    talk = ({"role": "user", "content": PAYLOADS[0]}, {"role": "assistant", "content": PAYLOADS[1]})
+    spans = (
+        Span("0", "agent", (0, 3), -1, 40, 12, 3),
+        Span("0.0", "ask", (1,), 3, 9, 4, 3, talk),
+        Span("0.1", "ask", (1, 2), 3, 9, 7, 3, talk),
+    )
+    versions = np.array([2, *[3] * (len(episode.token_ids) - 1)], np.int32)
+    rewards = np.full(len(episode.token_ids), np.nan, np.float32)
+    rewards[[0, -1]] = -0.5, 1.0
+    return replace(episode, spans=spans, policy_version=versions, step_rewards=rewards)
+
+
+def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=1, prompts=2)
+    path = root / "artifacts" / "episodes" / "step-000001.parquet"
+    write_episodes(path, [sub_agents(one) for one in read_episodes(path)])
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    page.locator(".cell").first.click()
+    colour = page.get_by_label("Colour of tokens")
+    offered = colour.locator("option").all_inner_texts()
+    assert [one for one in offered if one != "advantage"] == ["probability", "step reward", "policy version"]
+
+    def tint(place: int) -> str:
+        token = page.locator(".tokens .token").nth(place)
+        return str(token.evaluate("(one) => one.style.getPropertyValue('--tint')"))
+
+    colour.select_option("step reward")
+    assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # the first segment lost, the second gained
+    colour.select_option("policy version")
+    assert [tint(0), tint(1)] == ["var(--c3)", "var(--c4)"]
+    page.locator(".cell").nth(1).click()
+    assert colour.input_value() == "policy version"  # the choice stays
+
+    assert page.locator(".lanes h4").inner_text() == "5 turns in 4 critical steps"
+    assert window.count('[data-chart="spans"] rect.mark') == 5 + 1  # one lane waited for the other
+    page.locator(".lanes summary").first.click()
+    assert PAYLOADS[1] in page.locator(".lanes .prose").first.inner_text()
+    assert page.evaluate("window.broken") is None
+    assert window.errors == []
+    page.close()
 
 
 def test_a_click_on_a_curve_opens_that_step(window: Window) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from perilune.bundle.digest import BUNDLE_FILE
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import read_episodes
+from perilune.data.episodes_file import Score, read_episodes, read_scores
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.files import read_json, read_json_lines
@@ -88,6 +88,11 @@ class Attempt:
         """artifacts/hardware.jsonl."""
         return self._lines("artifacts/hardware.jsonl")
 
+    def has(self, name: str) -> bool:
+        """Whether it has this file, and the file is not empty."""
+        path = None if self.root is None else self.root / name
+        return path is not None and path.exists() and path.stat().st_size > 0
+
     @property
     def episode_files(self) -> list[Path]:
         """Episode files in order of step."""
@@ -152,6 +157,10 @@ class Attempt:
     def episodes(self, path: Path) -> list[Episode]:
         """Episodes of one of its files."""
         return self._unless_damaged(lambda: read_episodes(path)) or []
+
+    def scores(self, path: Path) -> list[Score]:
+        """Scores of the episodes of one of its files."""
+        return self._unless_damaged(lambda: read_scores(path)) or []
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
         """The complete lines of one of its JSON Lines files."""

@@ -207,7 +207,7 @@ def _training(stage: StageView, attempt: Attempt) -> Training | None:
 def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
     if not attempt.summary:
         return None
-    answers = attempt.episodes(attempt.greedy_file) if attempt.greedy_file else []
+    answers = attempt.scores(attempt.greedy_file) if attempt.greedy_file else []
     greedy = {one.task_id: one.reward >= RIGHT for one in answers if one.reward is not None}
     return read_evaluation(stage.name, _label(stage, attempt), attempt.summary, greedy)
 

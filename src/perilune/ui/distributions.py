@@ -57,9 +57,9 @@ def lengths_of(evaluated: Sequence[tuple[str, Attempt]]) -> Lengths:
         right: list[int] = []
         wrong: list[int] = []
         for path in attempt.episode_files:
-            for one in attempt.episodes(path):
+            for one in attempt.scores(path):
                 if one.reward is not None:
-                    (right if one.reward >= RIGHT else wrong).append(len(one.token_ids))
+                    (right if one.reward >= RIGHT else wrong).append(one.tokens)
         if right or wrong:
             samples.append((label, right, wrong))
     if not samples:

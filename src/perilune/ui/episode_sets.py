@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from perilune.errors import RequestError
+from perilune.ui.attempt import Attempt
 from perilune.ui.episodes import (
     EpisodeLibrary,
     EpisodeSet,
@@ -16,8 +19,9 @@ from perilune.ui.episodes import (
     embed,
     files_of,
 )
-from perilune.ui.traces import WRITES_TRACES, traces_of
+from perilune.ui.traces import TRACES, WRITES_TRACES, traces_of
 
+STEP_FILE = re.compile(r"step-(\d+)\.parquet")
 BUDGET = 3_000_000  # characters of JSON of one set
 
 
@@ -25,18 +29,36 @@ def index_episodes(sources: Sequence[Source]) -> EpisodeLibrary:
     """All sets of all sources, without their episodes. Reads no episode."""
     library = EpisodeLibrary()
     for source in sources:
+        sets: list[EpisodeSet] = []
+        steps: list[int] = []
         if source.task in WRITES_TRACES:
-            traces = traces_of(source.stage, source.attempt)
-            sets = [] if traces is None else traces.sets
-            for one in sets:
-                one.name, one.json = one.label, ""
-        else:
             sets = [
-                EpisodeSet(file.label, file.step, 0, 0, None, "", file.path.stem) for file in files_of(source)
+                EpisodeSet(label, step, 0, 0, None, "", label)
+                for step, (label, file) in enumerate(TRACES.items())
+                if source.attempt.has(f"artifacts/traces/{file}")
             ]
-        if sets:
-            library.stages.append(StageEpisodes(source.stage, source.task, None, sets))
+        else:
+            steps = steps_of(source.attempt)
+            if source.task == "evaluate":
+                parts = ((file.label, file.step, file.path.stem) for file in files_of(source))
+                sets, steps = (
+                    [EpisodeSet(label, step, 0, 0, None, "", name) for label, step, name in parts],
+                    [],
+                )
+        if sets or steps:
+            library.stages.append(StageEpisodes(source.stage, source.task, None, sets, [], steps))
     return library
+
+
+def steps_of(attempt: Attempt) -> list[int]:
+    """The steps whose episodes are there."""
+    if attempt.root is None:
+        return []
+    try:
+        names = os.listdir(attempt.root / "artifacts" / "episodes")  # noqa: PTH208 a path for each is slow
+    except OSError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := STEP_FILE.fullmatch(name)))
 
 
 def read_set(sources: Sequence[Source], stage: str, name: str) -> dict[str, Any]:

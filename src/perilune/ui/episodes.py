@@ -14,6 +14,7 @@ from perilune.files import sha256_bytes
 from perilune.ui.attempt import Attempt
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
+from perilune.ui.spans import spans_of, step_rewards_of
 from perilune.ui.turns import LONGEST, pieces_of, shortened, shortened_messages, turns_of
 
 BUDGET = 6_500_000  # characters of JSON
@@ -51,13 +52,17 @@ class EpisodeSet:
 
 @dataclass
 class StageEpisodes:
-    """The sets of one stage; `vocabulary` indexes `EpisodeLibrary.vocabularies`, or is None."""
+    """The sets of one stage; `vocabulary` indexes `EpisodeLibrary.vocabularies`, or is None.
+
+    `steps` are those with a set that is only listed; `sets` has the others.
+    """
 
     stage: str
     task: str
     vocabulary: int | None
     sets: list[EpisodeSet] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -226,6 +231,8 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict
         if not by_token or episode.loss_mask.all()
         else [int(not chosen) for chosen in episode.loss_mask],
         "versions": _versions(episode),
+        "steps": step_rewards_of(episode) if by_token else [],
+        "spans": spans_of(episode, most),
         "reward": _short(episode.reward),
         "terms": {name: _short(value) for name, value in episode.reward_terms.items()},
         "metrics": {name: _short(value) for name, value in episode.metrics.items() if name != "advantage"},

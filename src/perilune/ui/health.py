@@ -14,6 +14,8 @@ from perilune.metrics.health.verdict import Health, assess
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import StageView
 
+LATEST = 1500  # steps to judge; what began earlier seems to begin with the first of them
+
 
 @dataclass(frozen=True, slots=True)
 class StageHealth:
@@ -44,7 +46,7 @@ def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = N
 
 
 def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:
-    """The verdict on the stage of an attempt; healthy if it has not written a step.
+    """The verdict on the latest steps of an attempt; healthy if it has not written a step.
 
     Args:
         here: whether it runs on this machine, so that its files show a missing heartbeat.
@@ -55,8 +57,8 @@ def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) 
     live = attempt.root is not None and not attempt.verdict and attempt.began is not None
     return assess(
         Evidence(
-            metrics=Series(attempt.metric_lines),
-            timings=Series(attempt.timing_lines),
+            metrics=Series(attempt.metric_lines[-LATEST:]),
+            timings=Series(attempt.timing_lines[-LATEST:]),
             samples=int(spec.get("samples") or 1),
             oldest=_oldest(spec),
             cpu=not (attempt.precheck.get("torch") or {}).get("cuda"),

@@ -29,6 +29,9 @@ SCRIPTS = (
     "page.js",
     "charts.js",
     "verdict.js",
+    "tokens.js",
+    "groups.js",
+    "spans.js",
     "episodes.js",
     "outcome.js",
     "course.js",
@@ -110,6 +113,9 @@ def data_block(name: str, json_text: str) -> str:
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
+_EXACT = (int, str, type(None), bool)  # need no look
+
+
 def plain(value: Any) -> Any:
     """Dataclasses as objects, tuples as arrays, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -117,7 +123,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [item if type(item) in _EXACT else plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -144,7 +150,7 @@ def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
 
 
 def _lead(library: EpisodeLibrary) -> str:
-    if any(one.name for stage in library.stages for one in stage.sets):
+    if any(stage.steps or any(one.name for one in stage.sets) for stage in library.stages):
         return (
             "Prompts, answers and rewards, read from the files of the runs. The darker the colour of a "
             "token, the lower its probability under the policy."

@@ -11,6 +11,7 @@ from perilune.ui.episodes import EpisodeSet, StageEpisodes
 from perilune.ui.turns import ASSISTANT, message_turns, shortened, shortened_messages
 
 WRITES_TRACES = ("collect", "rejection_sampling")
+TRACES = {"verified traces": "records.jsonl", "refused candidates": "rejected.jsonl"}
 KEPT = 300
 REFUSED = 100
 
@@ -20,11 +21,12 @@ def traces_of(stage: str, attempt: Attempt) -> StageEpisodes | None:
     if attempt.root is None:
         return None
     folder = attempt.root / "artifacts" / "traces"
-    kept = attempt.rows(folder / "records.jsonl")
-    refused = attempt.rows(folder / "rejected.jsonl")
+    kept, refused = (attempt.rows(folder / name) for name in TRACES.values())
     sets = [
-        _set("verified traces", 0, kept, _evenly(kept, KEPT), 1.0),
-        _set("refused candidates", 1, refused, _evenly(refused, REFUSED), None),
+        _set(label, step, rows, _evenly(rows, most), mean)
+        for step, (label, rows, most, mean) in enumerate(
+            zip(TRACES, (kept, refused), (KEPT, REFUSED), (1.0, None), strict=True)
+        )
     ]
     filled = [one for one in sets if one.total]
     strategies = sorted({_strategy(row) for row in kept})
@@ -57,6 +59,8 @@ def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
                 "logprobs": [],
                 "masked": None,
                 "versions": None,
+                "steps": [],
+                "spans": None,
                 "reward": row.get("score"),
                 "terms": {},
                 "metrics": {f"strategy/{_strategy(row)}": 1.0},

@@ -127,9 +127,8 @@ def reward_hack(run: Evidence) -> Iterator[Finding]:
         if not any(value is not None for value in truth):
             continue
         down = shifted(truth, sigmas=JUMP, least=0.1, sticky=-1)
-        up = shifted(reward, sigmas=JUMP, least=0.02, sticky=1)
-        jumps = zip(down, up, strict=True)
-        since = run.metrics.since([fell < 0 < rose for fell, rose in jumps])
+        up = shifted(reward, sigmas=JUMP, least=0.02, sticky=0)
+        since = run.metrics.since(_fallen(down, [sign > 0 for sign in up], with_it=True))
         if since is None:
             since = run.metrics.since(_parting(reward, truth))
         if since is not None:
@@ -173,7 +172,8 @@ def reward_error(run: Evidence) -> Iterator[Finding]:
         shifted(metrics.column("length"), sigmas=JUMP, least=1.0, sticky=0),
         shifted(metrics.column("entropy"), sigmas=JUMP, least=0.02, sticky=0),
     ]
-    unexplained = _unexplained(jumped, [any(signs) for signs in zip(*changed, strict=True)])
+    explained = [any(signs) for signs in zip(*changed, strict=True)]
+    unexplained = _fallen(jumped, explained, with_it=False)
     since = metrics.since(unexplained)
     if since is not None:
         why = f"the reward fell at once to {_last(reward):.3g}; length and entropy did not change"
@@ -259,14 +259,17 @@ def stall(run: Evidence) -> Iterator[Finding]:
         yield Finding("stall", "watch", since, why, "look at the load of the machine: perilune top")
 
 
-def _unexplained(jumped: Sequence[int], changed: Sequence[bool]) -> list[bool]:
-    """Where values are below their baseline since a step at which the answers did not change."""
+def _fallen(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> list[bool]:
+    """Where values are below their baseline since a step at which `beside` held, or did not hold.
+
+    The step after the fall counts too, except for the fall itself, where it is not known yet.
+    """
     flags: list[bool] = []
     began = 0
     for place, sign in enumerate(jumped):
         if sign < 0 and not (flags and jumped[place - 1] < 0):
             began = place
-        flags.append(sign < 0 and not any(changed[began : min(place, began + 1) + 1]))
+        flags.append(sign < 0 and any(beside[began : min(place, began + 1) + 1]) == with_it)
     return flags
 
 

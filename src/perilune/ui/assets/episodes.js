@@ -8,8 +8,10 @@ const Episodes = (() => {
   const live = Data.live; // where the page finds episodes that it does not contain, or null
   const PAGE = 60; // rows added to the list at a time
   const MOST_FETCHED = 40; // steps to search together in a live page
+  const ofStep = (step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
+  for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
   const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
-  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [] };
+  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "" };
   const view = {};
 
   const has = (stage) => index.stages.some((one) => one.stage === stage && one.sets.length);
@@ -151,6 +153,9 @@ const Episodes = (() => {
         ? `${Format.integer(embedded)} of ${Format.integer(total)} are ${live ? "shown" : "in this file"}`
         : `all ${Format.integer(total)} are ${live ? "shown" : "in this file"}`;
     view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
+    const place = `${stage.stage}/${state.all ? "" : state.set}`;
+    if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
+    state.drawn = place;
     drawList();
     const asked = wanted && state.found.find((episode) => episode.id === wanted);
     if (asked || !keepSelection || !state.found.includes(state.current))
@@ -250,6 +255,7 @@ const Episodes = (() => {
     }
     requestAnimationFrame(reveal);
     if (episode && touched) remember(episode);
+    Groups.mark(view.matrix, episode);
     view.detail.replaceChildren(
       ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")]),
     );
@@ -282,7 +288,7 @@ const Episodes = (() => {
     const known = new Set(stage.sets.map((set) => set.step));
     const wasLast = stage === state.stage && state.set === stage.sets.length - 1;
     const added = steps.filter((step) => !known.has(step));
-    stage.sets.push(...added.map((step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` })));
+    stage.sets.push(...added.map(ofStep));
     if (stage !== state.stage || !added.length) return;
     if (wasLast && !touched) setPlace(stage.sets.length - 1);
     else {
@@ -372,7 +378,8 @@ const Episodes = (() => {
           ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)]
           : null,
         h("h4", {}, episode.turns ? "Turns" : "Answer"),
-        tokens(episode),
+        Tokens.view(episode),
+        Spans.lanes(episode),
         terms.length || figures.length ? h("h4", {}, "What it got") : null,
         terms.length || figures.length
           ? h("dl", { class: "fields" }, [
@@ -392,120 +399,6 @@ const Episodes = (() => {
     if (versions === null) return null;
     if (typeof versions === "number") return `version ${versions}`;
     return versions && versions.length ? `versions ${versions[0][0]} to ${versions[versions.length - 1][0]}` : null;
-  }
-
-  function versionAt(episode, place) {
-    if (typeof episode.versions === "number") return episode.versions;
-    let end = 0;
-    for (const [version, count] of episode.versions || []) if (place < (end += count)) return version;
-    return null;
-  }
-
-  // Depth of colour of a token: none when it was certain, full at a probability of one in a thousand.
-  const heat = (logprob) => Math.min(1, Math.max(0, -logprob / 6.9)) ** 0.7 * 0.72;
-
-  const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
-
-  function tokens(episode) {
-    if (!episode.tokens) {
-      const why = !episode.length
-        ? null
-        : episode.vocabulary
-          ? "The tokens of this group were too large to include, so only the text is shown."
-          : "The tokenizer of this run was not found, so only the text is shown.";
-      return [
-        h(
-          "div",
-          { class: "prose", tabindex: 0 },
-          episode.turns
-            ? episode.turns.map((turn) => [h("span", { class: "role" }, turn.role), h("span", {}, turn.text), "\n"])
-            : episode.text || "(empty)",
-        ),
-        why ? h("p", { class: "heat-key" }, why) : null,
-      ].filter(Boolean);
-    }
-    const pieces = episode.tokens.map((token) => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
-    const holder = h("div", {
-      class: "tokens",
-      tabindex: 0,
-      role: "group",
-      "aria-label": "Answer, token by token; arrow keys move",
-    });
-    const elements = pieces.map(([text, special], place) => {
-      const masked = episode.masked && episode.masked[place];
-      const element = h(
-        "span",
-        { class: `token${special ? " special" : ""}${masked ? " masked" : ""}` },
-        special
-          ? text
-          : VISIBLE[text] !== undefined
-            ? [h("span", { class: "invisible" }, VISIBLE[text][0]), VISIBLE[text].slice(1)]
-            : text,
-      );
-      if (!masked) element.style.setProperty("--heat-alpha", heat(episode.logprobs[place] / 1000).toFixed(3));
-      return element;
-    });
-    const starts = new Map((episode.turns || []).map((turn) => [turn.start, turn.role]));
-    for (const [place, element] of elements.entries()) {
-      if (starts.has(place)) holder.append(h("span", { class: "role" }, starts.get(place)));
-      holder.append(element);
-    }
-    let current = null;
-    const show = (place) => {
-      if (current !== null) elements[current].classList.remove("current");
-      current = place;
-      if (place === null) return Charts.hideTooltip();
-      const element = elements[place];
-      element.classList.add("current");
-      const logprob = episode.logprobs[place] / 1000;
-      const box = element.getClientRects()[0] || element.getBoundingClientRect();
-      const version = versionAt(episode, place);
-      const probability = Math.exp(logprob);
-      return Charts.showTooltip(box.left + box.width / 2, box.top, `token ${place + 1} of ${pieces.length}`, [
-        { name: "token", value: JSON.stringify(pieces[place][0]) },
-        ...(episode.masked && episode.masked[place]
-          ? [{ name: "written by", value: "environment, not the policy" }]
-          : [
-              { name: "log-prob", value: Format.number(logprob, 4) },
-              {
-                name: "probability",
-                value:
-                  probability > 0.9995
-                    ? "> 99.9%"
-                    : probability < 1e-4
-                      ? Format.number(probability, 3)
-                      : Format.percent(probability),
-              },
-            ]),
-        ...(version === null ? [] : [{ name: "sampled by", value: `weights version ${version}` }]),
-      ]);
-    };
-    holder.addEventListener("pointerover", (event) => {
-      const place = elements.indexOf(event.target.closest(".token"));
-      show(place < 0 ? null : place);
-    });
-    holder.addEventListener("pointerleave", () => show(null));
-    holder.addEventListener("blur", () => show(null));
-    holder.addEventListener("keydown", (event) => {
-      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (event.key === "Escape") show(null);
-      if (!by) return;
-      event.preventDefault();
-      show(Math.max(0, Math.min(elements.length - 1, current === null ? 0 : current + by)));
-    });
-    const key = h("p", { class: "heat-key" }, "Probability of each token under the policy:");
-    for (const [label, probability] of [
-      ["certain", 1],
-      ["50%", 0.5],
-      ["10%", 0.1],
-      ["1%", 0.01],
-      ["0.1%", 0.001],
-    ]) {
-      const sample = h("span", { class: "token" }, label);
-      sample.style.setProperty("--heat-alpha", heat(Math.log(probability)).toFixed(3));
-      key.append(sample);
-    }
-    return [holder, key];
   }
 
   function advantageBar(value, largest) {
@@ -783,6 +676,7 @@ const Episodes = (() => {
     view.list = h("ol", { on: { keydown: moveFocus } });
     view.detail = h("div", { class: "detail" });
     view.picker = h("div", { class: "picker" });
+    view.matrix = h("div", { class: "matrix" });
     const element = make(
       "episodes",
       "Episodes",
@@ -797,6 +691,7 @@ const Episodes = (() => {
         h("label", { class: "control last" }, "Sort", view.sort),
       ),
       view.picker,
+      view.matrix,
       h(
         "div",
         { class: "toolbar" },

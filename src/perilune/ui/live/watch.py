@@ -11,7 +11,7 @@ from typing import Any
 
 from perilune.control.runs.experiments import read_progress
 from perilune.ui.attempt import Attempt
-from perilune.ui.episodes import Source, files_of
+from perilune.ui.episode_sets import steps_of
 from perilune.ui.health import healths_of
 from perilune.ui.report import plain
 from perilune.ui.view import ExperimentView, StageView
@@ -78,7 +78,7 @@ class Watch:
             self._shape = shape
             self._stages = [_Stage(one, Attempt(one.attempt_dir)) for one in view.stages]
             for stage in self._stages:
-                stage.episodes = set(_steps(stage)) if stage.view.state == "active" else set()
+                stage.episodes = set(steps_of(stage.attempt)) if stage.view.state == "active" else set()
         for stage in self._stages:
             yield from self._new_lines(stage)
         status = self._current_status(time.time() if now is None else now)
@@ -96,7 +96,7 @@ class Watch:
             return
         _extend(stage.attempt.metric_lines, found["metrics"])
         _extend(stage.attempt.timing_lines, found["timings"])
-        episodes = set(_steps(stage))
+        episodes = set(steps_of(stage.attempt))
         new = sorted(episodes - stage.episodes)
         stage.episodes = episodes
         yield Event("steps", {"stage": stage.view.name, **found, "episodes": new}, self._offsets)
@@ -147,10 +147,6 @@ def _extend(kept: list[Mapping[str, Any]], new: list[Mapping[str, Any]]) -> None
 
 def _paths(root: Path | None) -> list[Path]:
     return [] if root is None else [root / "artifacts" / f"{name}.jsonl" for name in FILES]
-
-
-def _steps(stage: _Stage) -> list[int]:
-    return [one.step for one in files_of(Source(stage.view.name, stage.view.task, stage.attempt))]
 
 
 def _size(path: Path) -> int:

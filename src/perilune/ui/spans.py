@@ -1,0 +1,44 @@
+"""What the page shows of the agents of an episode, and of the rewards inside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from perilune.data.episode import Episode
+from perilune.data.spans import critical_steps, total_steps
+from perilune.ui.turns import shortened_messages
+
+
+def spans_of(episode: Episode, most: int) -> dict[str, Any] | None:
+    """The lanes of an episode with sub-agents, or None without; texts have at most `most` characters."""
+    if not episode.spans:
+        return None
+    return {
+        "total": total_steps(episode.spans),
+        "critical": critical_steps(episode.spans),
+        "lanes": [
+            {
+                "id": span.span_id,
+                "name": span.name,
+                "rounds": span.rounds,
+                "joined": span.joined,
+                "prompt_tokens": span.prompt_tokens,
+                "tokens": span.tokens,
+                "version": span.policy_version,
+                "messages": shortened_messages(span.messages, most),
+            }
+            for span in sorted(episode.spans, key=lambda one: [*map(int, one.span_id.split("."))])
+        ],
+    }
+
+
+def step_rewards_of(episode: Episode) -> list[tuple[int, float]]:
+    """(position of its last token, reward) of each segment with a process reward."""
+    if episode.step_rewards is None:
+        return []
+    return [
+        (place, float(f"{value:.6g}"))
+        for place, value in enumerate(episode.step_rewards.tolist())
+        if math.isfinite(value)
+    ]
