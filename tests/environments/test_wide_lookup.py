@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from perilune.data.generators import make_teacher
-from perilune.environments import Task, make_environment
+from perilune.environments import Task, Transcript, make_environment
 from perilune.environments.core.protocol import Observation
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
@@ -201,3 +201,19 @@ def test_a_task_has_its_values_in_its_shards():
 def test_an_observation_of_a_cut_off_turn_ends_the_episode():
     session = make_environment(section()).reset(TASK, 0)
     assert session.step("+A", finished=False) == Observation(done=True, truncated=True)
+
+
+def test_an_answer_format_is_asked_of_the_orchestrator_alone():
+    actions = [
+        f"<answer>{SPAWN_ALL}</answer>",
+        *(turn for turns in zip(*READERS, strict=True) for turn in turns),
+        ".",
+    ]
+    environment = make_environment(section(prompting={"format": "answer_tags"}))
+    session = environment.reset(TASK, 0)
+    for action in actions:
+        assert not session.step(action).done  # the last one has no format, so it is empty
+    end = session.step("<answer>.</answer>")
+    assert end.rewards == (1.0,) and end.terms["format"] == pytest.approx(2 / 3)
+    score = environment.score(TASK, Transcript("<answer>.</answer>", earlier=tuple(actions)))
+    assert score.reward == 1.0 and score.terms == end.terms

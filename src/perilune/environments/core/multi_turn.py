@@ -21,6 +21,7 @@ from typing import Any
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import (
+    Environment,
     EpisodeFailedError,
     Failure,
     Message,
@@ -64,22 +65,27 @@ class MultiTurn(ABC):
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Replay the transcript's actions and sum the rewards."""
-        session = self.reset(task, transcript.seed)
-        totals = EpisodeTotals(self.players)
-        try:
-            for index, action in enumerate(transcript.actions):
-                if session.observation.done:
-                    return Failure("verifier", f"the episode was done before action {index + 1}")
-                is_last = index == len(transcript.earlier)
-                totals.add(session.step(action, transcript.finished or not is_last))
-        except EpisodeFailedError as error:
-            return error.failure
-        finally:
-            session.close()
-        return totals.score(transcript.player)
+        return score_by_replay(self, task, transcript)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """Release resources; by default there are none."""
+
+
+def score_by_replay(environment: Environment, task: Task, transcript: Transcript) -> Outcome:
+    """The total that a session with the actions of a transcript gives to its player."""
+    session = environment.reset(task, transcript.seed)
+    totals = EpisodeTotals(environment.players)
+    try:
+        for index, action in enumerate(transcript.actions):
+            if session.observation.done:
+                return Failure("verifier", f"the episode was done before action {index + 1}")
+            is_last = index == len(transcript.earlier)
+            totals.add(session.step(action, transcript.finished or not is_last))
+    except EpisodeFailedError as error:
+        return error.failure
+    finally:
+        session.close()
+    return totals.score(transcript.player)
 
 
 class ScriptedSession:

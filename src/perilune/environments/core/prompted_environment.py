@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from perilune.environments.core.answer_format import FORMATS
+from perilune.environments.core.multi_turn import score_by_replay
 from perilune.environments.core.prompting import KEY, Asker, Example, PromptingSettings
 from perilune.environments.core.protocol import (
     Environment,
@@ -93,17 +94,18 @@ class PromptedEnvironment:
         judges = getattr(self._environment, "judges", True)
         if self._format is None:
             return self._environment.score(task, transcript) if judges else Score(0.0)
-        answers = [self.parse(action) for action in transcript.actions]
-        *earlier, last = [answer or "" for answer in answers]
-        parsed = replace(transcript, text=last, earlier=tuple(earlier))
-        outcome = self._environment.score(task, parsed) if judges else Score(0.0)
-        if self.max_turns == 1 and answers[0] is None:
+        if self.max_turns > 1:
+            return score_by_replay(self, task, transcript)
+        answer = self.parse(transcript.text)
+        outcome = (
+            self._environment.score(task, replace(transcript, text=answer or "")) if judges else Score(0.0)
+        )
+        if answer is None:
             outcome = _without_gain(outcome)
         if isinstance(outcome, Failure):
             return outcome
-        formed = sum(answer is not None for answer in answers) / len(answers)
-        is_complete = transcript.finished or self.max_turns > 1
-        return replace(outcome, terms={**outcome.terms, FORMAT: formed if is_complete else 0.0})
+        formed = float(answer is not None and transcript.finished)
+        return replace(outcome, terms={**outcome.terms, FORMAT: formed})
 
     def close(self) -> None:
         """Close the environment."""
@@ -198,9 +200,11 @@ class _ParsedSession:
         self.observation = session.observation
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        """Parse the action and apply it; an action without the format is an empty one."""
-        answer = self._environment.parse(action)
-        self._formed.append(answer is not None)
+        """Parse the player's action and apply it; one without the format is empty. Sub-agents have none."""
+        (turn, *_) = self.observation.due
+        answer = action if turn.agent else self._environment.parse(action)
+        if not turn.agent:
+            self._formed.append(answer is not None)
         seen = self._session.step(answer or "", finished)
         formed = {FORMAT: sum(self._formed) / len(self._formed)} if seen.done else {}
         self.observation = replace(seen, terms={**seen.terms, **formed})
