@@ -8,6 +8,7 @@ also that of all sub-agents. Writes results/swarm.json.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -30,7 +31,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     BUDGET: (NO_TERMS,),
     PARL: (),
 }
-KEYS, STEPS, UNTIL = 8, 80, 40  # keys of a task, steps, and steps over which the weights fall to 0
+KEYS, STEPS = 8, 60
+PAID = range(21, 31)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
 ABOUT = (
     "A task asks for the values of 8 keys, each hidden in a shard of its own. A tiny model from nothing "
@@ -60,22 +62,20 @@ def run(seed: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         for arm, overrides in ARMS.items():
             stages = run_recipe(RECIPE, seed, overrides, Path(home))
-            found["after SFT"] = figures(episodes(stages["after_sft"], "greedy"))
-            found[arm] = figures(episodes(stages["after_rl"], "greedy")) | {
-                f"spawned in step {UNTIL}": figures(episodes(stages["rl"], f"step-{UNTIL:06d}", only=True))[
-                    "spawned"
-                ],
-                f"finished in step {UNTIL}": figures(episodes(stages["rl"], f"step-{UNTIL:06d}", only=True))[
-                    "finished"
-                ],
+            paid = figures(episodes(stages["rl"], [f"step-{step:06d}" for step in PAID]))
+            found["after SFT"] = figures(episodes(stages["after_sft"]))
+            found[arm] = figures(episodes(stages["after_rl"])) | {
+                f"{name} while paid": paid[name] for name in ("spawned", "finished")
             }
+            print(json.dumps({"seed": seed, arm: found[arm]}), flush=True)
     return found
 
 
-def episodes(stage: Mapping[str, Any], name: str, *, only: bool = False) -> list[Episode]:
-    """The episodes of a stage: of the file of a name `only`, or of all others."""
+def episodes(stage: Mapping[str, Any], names: Sequence[str] = ()) -> list[Episode]:
+    """The sampled episodes of a stage, or those of the files with these names."""
     files = sorted((stage["folder"] / "artifacts" / "episodes").glob("*.parquet"))
-    return [one for file in files if (file.stem == name) == only for one in read_episodes(file)]
+    wanted = [file for file in files if (file.stem in names if names else file.stem != "greedy")]
+    return [one for file in wanted for one in read_episodes(file)]
 
 
 def figures(played: Sequence[Episode]) -> dict[str, float]:
@@ -136,14 +136,15 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
 
 def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
     """What the issue asked for, each with what came out."""
-    share, spawned = of(ONE_AGENT, "episodes that spawn"), of(PARALLEL, f"spawned in step {UNTIL}")
-    rate, cured = of(PARALLEL, f"finished in step {UNTIL}"), of(PARL, f"finished in step {UNTIL}")
+    share, spawned = of(ONE_AGENT, "episodes that spawn"), of(PARALLEL, "spawned while paid")
+    rate, cured = of(PARALLEL, "finished while paid"), of(PARL, "finished while paid")
     steps, accuracy, tokens = (compared[name] for name in ("critical steps", "accuracy", "total tokens"))
     return [
         f"Serial collapse: with performance alone, {max(share):.0%} of the episodes spawn at most"
         f" ({_said(max(share) < 0.1)}: below 10% in every seed).",
         f"Spurious parallelism: with parallel and without finish, an episode spawned {fmean(spawned):.1f}"
-        f" sub-agents in step {UNTIL}, of which {fmean(rate):.0%} finished; with finish {fmean(cured):.0%}"
+        f" sub-agents in steps {PAID[0]} to {PAID[-1]}, of which {fmean(rate):.0%} finished; with finish"
+        f" {fmean(cured):.0%}"
         f" ({_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}: more than {2 * KEYS}, and fewer"
         " finish, in every seed).",
         f"Cure: with all terms and the budget, critical steps change by {steps.mean:+.0%} (95% interval"

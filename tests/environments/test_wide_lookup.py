@@ -9,7 +9,6 @@ import pytest
 
 from perilune.data.generators import make_teacher
 from perilune.environments import Task, Transcript, make_environment
-from perilune.environments.core.protocol import Observation
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
@@ -198,9 +197,13 @@ def test_a_task_has_its_values_in_its_shards():
             assert key + value in shard and len(shard) == 7 and sum(map(str.isdigit, shard)) == 1
 
 
-def test_an_observation_of_a_cut_off_turn_ends_the_episode():
+def test_a_turn_that_was_cut_off_is_not_read_and_ends_the_episode():
     session = make_environment(section()).reset(TASK, 0)
-    assert session.step("+A", finished=False) == Observation(done=True, truncated=True)
+    for action in ("+A\nA1\nB2\nC3\nD4", "?A"):
+        end = session.step(action, finished=action != "?A")
+    assert not end.done and end.due[0].agent == "0"  # which was due at the same time
+    end = session.step("?A")
+    assert end.done and end.rewards == (1.0,) and end.terms["finish"] == 0.0
 
 
 def test_an_answer_format_is_asked_of_the_orchestrator_alone():

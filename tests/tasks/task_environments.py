@@ -215,3 +215,16 @@ class Team(MultiTurn):
             begun += len(stage)
             texts.append((yield ask(f"[{len(texts)}]")))
         yield end_episode(sum(any(map(str.isdigit, text)) for text in texts) / len(texts))
+
+
+class Beside(Team):
+    """The player and a sub-agent take turns at the same time."""
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        yield from sample(self.rounds())
+        yield end_episode(1.0)
+
+    def rounds(self) -> AgentProgram[None]:
+        for number in range(self.max_turns):
+            said = ({"role": "user", "content": f"do {number} "},)
+            yield [AgentTurn("", said), AgentTurn("0", said, "part", 6)]

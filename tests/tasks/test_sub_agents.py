@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 from task_cases import episodes, figures_of, metrics, run_task, summary
-from task_environments import Team
+from task_environments import Beside, Team
 from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 
 from perilune.data.episode import Episode
@@ -170,6 +171,20 @@ def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.Monkey
         assert one.reward == share / (
             1 + len(stages) + sum(map(sum, (turns for stage in stages for turns in stage)))
         )
+
+
+def test_a_turn_that_is_cut_off_ends_the_episode_while_sub_agents_run() -> None:
+    section = {"id": "factory", "factory": "task_environments:Beside"}
+    environment = Beside(section)
+    tasks = list(islice(environment.tasks("train", 0), 2))
+    with Scorer(section) as scorer:
+        rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
+        groups = rollouts.play(
+            tasks, samples=4, params=replace(PARAMS, max_tokens=8), step=1, watch=Stopwatch()
+        )
+    cut = [one for group in groups for one in group if one.truncated]
+    assert cut and not any(one.failure for group in groups for one in group)
+    assert all(len(one.spans) == 2 and one.spans[0].rounds == one.spans[1].rounds for one in cut)
 
 
 def test_a_recording_leaves_out_what_no_tape_holds() -> None:

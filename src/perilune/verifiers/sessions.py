@@ -92,6 +92,9 @@ class Sessions:
                 (answer,) = actions
                 calls.append(_Answer(session.task, Transcript(answer, finished, seed=session.seed)))
         self._ask(calls, [session for session, _, _ in moves])
+        for session, actions, finished in moves:
+            if not finished and isinstance(session.result, Observation) and session.result.truncated:
+                del session.actions[len(session.actions) - len(actions) + 1 :]  # the first ended the episode
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
         """Close these sessions."""

@@ -166,9 +166,14 @@ def _apply(session: Session, actions: Sequence[str], finished: bool) -> Observat
 
     Raises:
         ValueError: when an observation before the last has results, which would be lost.
+
+    Returns:
+        the last observation; that of the first action if it was cut off and so ended the episode.
     """
     for left, action in zip(range(len(actions) - 1, -1, -1), actions, strict=True):
         seen = session.step(action, finished or left < len(actions) - 1)
+        if seen.truncated and not finished:
+            break
         if left and (seen.done or seen.rewards or seen.terms or seen.metrics):
             raise ValueError(f"a result came before the last {left} turns of a round")
     return session.observation

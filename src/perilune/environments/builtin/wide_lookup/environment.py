@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perilune.environments.builtin.wide_lookup.lines import BAD, Reader, serial_actions
+from perilune.environments.builtin.wide_lookup.lines import BAD, END, Reader, serial_actions
 from perilune.environments.builtin.wide_lookup.settings import WideLookupSpec
 from perilune.environments.builtin.wide_lookup.tasks import draw_tasks, opening
 from perilune.environments.core.agents import AgentProgram, Programs, sample
@@ -26,10 +26,12 @@ class WideLookupEnvironment(MultiTurn):
     """Reward 1 for the values of all keys, if found within the budget of critical steps.
 
     The term "parallel" grows with the logarithm of the number of spawned sub-agents. "finish" is the share of
-    them that ended with a value for each of their keys. "performance" is the reward.
+    them that ended with a value for each of their keys. "performance" is the reward. A turn of the
+    orchestrator that the token limit cut off is not read, and ends the episode.
     """
 
     Spec = WideLookupSpec
+    cut_off = END
 
     def __init__(self, spec: WideLookupSpec) -> None:
         self.spec = spec
