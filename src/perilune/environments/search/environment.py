@@ -22,6 +22,7 @@ from perilune.environments.interpreter.interpreter import CodeRunner
 from perilune.environments.search import prompts
 from perilune.environments.search.agents import CallAgent, CodeAgent, SearchAgent
 from perilune.environments.search.corpus import Corpus, read_corpus
+from perilune.environments.search.embeddings import Embeddings, EmbeddingsSpec
 from perilune.environments.search.index import index_of
 from perilune.environments.search.stack import SearchStack
 from perilune.errors import RequestError
@@ -41,6 +42,9 @@ class SearchSpec(BaseModel):
         None,
         description="JSON Lines file of documents (`text`, and possibly `id` and `title`), relative to the"
         " recipe; null: the documents that the tasks bring along",
+    )
+    embeddings: EmbeddingsSpec | None = Field(
+        None, description="server of embeddings that `rerank` uses; null: `rerank` uses BM25"
     )
     mode: prompts.Mode = Field(
         "code",
@@ -96,6 +100,7 @@ class SearchEnvironment(MultiTurn):
         self.id = f"search/{self._source.id}"
         self.max_turns = spec.turns
         self.characters = self._borrowed.characters
+        self._embeddings = None if spec.embeddings is None else Embeddings(spec.embeddings)
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 
     def check_files(self) -> None:
@@ -116,7 +121,8 @@ class SearchEnvironment(MultiTurn):
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Let the policy search until it answers."""
         own = Task(task.task_id, (), task.data["task"], task.difficulty)
-        stack = SearchStack(index_of(self._corpus(own)), self.spec.results, self.spec.searches)
+        index = index_of(self._corpus(own))
+        stack = SearchStack(index, self.spec.results, self.spec.searches, self._embeddings)
         agent = self._agent(stack)
         observed, answer = 0, None
         taken = agent.take((yield ask()))

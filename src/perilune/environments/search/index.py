@@ -33,14 +33,11 @@ class Index:
 
     def search(self, query: str, k: int) -> list[Document]:
         """The best `k` documents that have a word of the query, the best first."""
-        scores = self._scores(query)
-        return [self._documents[number] for number in _ranked(scores)[:k] if scores[number] > 0]
+        scores = self.scores(query)
+        return [self._documents[number] for number in ranked(scores)[:k] if scores[number] > 0]
 
-    def ranked(self, query: str) -> list[Document]:
-        """All documents, the best first."""
-        return [self._documents[number] for number in _ranked(self._scores(query))]
-
-    def _scores(self, query: str) -> list[float]:
+    def scores(self, query: str) -> list[float]:
+        """The score of each document; 0 for those without a word of the query."""
         words = [word for word in _words(query) if word in self._known]
         if not words:
             return [0.0] * len(self._documents)
@@ -58,7 +55,8 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _ranked(scores: Sequence[float]) -> list[int]:
+def ranked(scores: Sequence[float]) -> list[int]:
+    """The numbers of documents, the best first; equal scores in their order."""
     return sorted(range(len(scores)), key=lambda number: -scores[number])
 
 

@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field, ValidationError, validate_call
 
 from perilune.environments.search import functions
 from perilune.environments.search.corpus import Document
-from perilune.environments.search.index import Index
+from perilune.environments.search.embeddings import Embeddings
+from perilune.environments.search.index import Index, ranked
 
 HOSTED = ("search", "fan_out", "rerank")
 """Functions that need the index. The others are also defined in the sandbox."""
@@ -35,13 +36,17 @@ class SearchStack:
     Args:
         most_results: most documents that a search returns.
         most_searches: most searches of the episode.
+        embeddings: what `rerank` uses in place of BM25.
 
     Attributes:
         searches: queries so far.
     """
 
-    def __init__(self, index: Index, most_results: int, most_searches: int) -> None:
+    def __init__(
+        self, index: Index, most_results: int, most_searches: int, embeddings: Embeddings | None = None
+    ) -> None:
         self._index, self._most_results, self._most_searches = index, most_results, most_searches
+        self._embeddings = embeddings
         self.searches = 0
         strict = validate_call(config=ConfigDict(strict=True))
         self.functions: Mapping[str, Callable[..., Any]] = {
@@ -83,5 +88,9 @@ class SearchStack:
     def _rerank(
         self, documents: Documents, query: str, k: Annotated[int, Field(ge=1)] = _MOST_GIVEN
     ) -> list[Document]:
-        whole = [{"id": "", "title": "", "text": "", **one} for one in documents]
-        return Index(whole).ranked(query)[:k]
+        if self._embeddings:
+            texts = [f"{one['title']}\n{one['text']}".strip() for one in documents]
+            scores = self._embeddings.similarities(query, texts)
+        else:
+            scores = Index(documents).scores(query)
+        return [documents[number] for number in ranked(scores)[:k]]

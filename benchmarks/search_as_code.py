@@ -1,0 +1,118 @@
+"""One search stack, called from code or with single function calls, for several seeds.
+
+    python benchmarks/search_as_code.py [--seeds 0 1 2] [--home FOLDER]
+
+Runs search_as_code.yaml: for each mode a cold start from nothing, then held-out questions about corpora as
+large as in training, and 16 times as large. Writes results/search_as_code.json.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from perilune.metrics.across_seeds import compare_over_seeds
+from recipe_runs import HERE, described, document, for_seeds, mean_pass_rate, options, run_recipe, write
+
+RECIPE = HERE / "search_as_code.yaml"
+MODES = {"calls": "single calls", "code": "code"}
+CORPORA = {"": "100 companies, about 580 documents", "_large": "1,600 companies, about 9,300 documents"}
+KINDS = {0.0: "one search", 1.0: "two searches", 2.0: "count over many documents"}
+ABOUT = """\
+A tiny model learned from 600 demonstrations, from nothing, to answer questions about documents that it \
+has to search. In one arm it writes Python that calls the search stack in the sandbox, and sees what it \
+prints. In the other arm it calls the same functions one at a time, and every result enters its context. \
+The corpora of evaluation are not in training; the smaller ones are as large as those of training. Tokens \
+are characters. Observed tokens are those that results put into the context. The whole context also has \
+the question and all that the model wrote. That accuracy holds on the larger corpora is a property of the \
+programs that the model writes and of BM25, not of the weights: the model copies the names of a question \
+into one of three programs. A tiny model cannot show that a language model would choose such programs by \
+itself, or how it copes with documents in English. The demonstrations decide how many tokens each arm \
+needs, so the ratio holds for them and not for every agent. Differences over paired seeds are tested with \
+Student's t test, with Holm's correction over all comparisons of this page.\
+"""
+
+
+def main() -> None:
+    parser = options(__doc__, "search_as_code")
+    parser.add_argument(
+        "--home", type=Path, help="keep the runs in this folder, and reuse those that are there"
+    )
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
+        home = arguments.home or Path(folder)
+        rows = for_seeds(lambda seed: rows_of(seed, home), arguments.seeds, arguments.jobs)
+    words = ["--seeds", *map(str, arguments.seeds)]
+    write(arguments.out, report(rows) | document("search_as_code.py", words, began))
+
+
+def rows_of(seed: int, home: Path) -> list[dict[str, Any]]:
+    """One row for each mode and size of the corpora."""
+    run = run_recipe(RECIPE, seed, home=home)
+    return [
+        {"seed": seed, "mode": mode, "corpora": corpora, "pass@1": mean_pass_rate(run[mode + size])}
+        | contexts(run[mode + size])
+        for size, corpora in CORPORA.items()
+        for mode in MODES
+    ]
+
+
+def contexts(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """Mean tokens of an episode, and pass@1 for each kind of question."""
+    columns = ["prompt_ids", "token_ids", "loss_mask"]
+    table = pq.read_table(stage["folder"] / "artifacts" / "episodes" / "step-000000.parquet", columns=columns)
+    episodes = table.to_pylist()
+    levels = {one["difficulty"]: one["pass@1"] for one in stage["summary"]["by_difficulty"]}
+    return {
+        "observed tokens": fmean(one["loss_mask"].count(False) for one in episodes),
+        "written tokens": fmean(one["loss_mask"].count(True) for one in episodes),
+        "whole context": fmean(len(one["prompt_ids"]) + len(one["token_ids"]) for one in episodes),
+        **{f"pass@1, {name}": levels[level] for level, name in KINDS.items()},
+    }
+
+
+def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """The page: comparisons over seeds, then all rows."""
+    found = compare_over_seeds(
+        {
+            f"{what}, {corpora}": [difference(rows, corpora, what) for rows in by_seed]
+            for corpora in CORPORA.values()
+            for what in ("pass@1", "observed tokens", "whole context")
+        }
+    )
+    findings = [
+        f"{name}: code minus single calls: {one.describe(is_share=name.startswith('pass@1'))}"
+        + ("." if name.startswith("pass@1") else f"; {ratio(by_seed, *reversed(name.split(', ', 1)))}.")
+        for name, one in found.items()
+    ]
+    return {
+        "title": "Search as code against single function calls",
+        "about": described(ABOUT, findings),
+        "by seed": [row for rows in by_seed for row in rows],
+    }
+
+
+def difference(rows: Sequence[Mapping[str, Any]], corpora: str, what: str) -> float:
+    """Code minus single calls, for one seed."""
+    found = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
+    return float(found["code"] - found["calls"])
+
+
+def ratio(by_seed: Sequence[Sequence[Mapping[str, Any]]], corpora: str, what: str) -> str:
+    """How many tokens fewer, for each seed."""
+    shares = []
+    for rows in by_seed:
+        found = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
+        shares.append(100 * (1 - found["code"] / found["calls"]))
+    return "by seed " + ", ".join(f"{share:.0f}%" for share in shares) + " fewer"
+
+
+if __name__ == "__main__":
+    main()

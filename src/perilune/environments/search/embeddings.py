@@ -1,0 +1,156 @@
+"""Similarities of texts, from an OpenAI-compatible server of embeddings."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from perilune.environments.core.protocol import EpisodeFailedError
+from perilune.errors import RequestError
+from perilune.files import append_json_line, read_json_lines, sha256_bytes
+
+_ATTEMPTS, _WAIT = 4, 0.5  # seconds before the second attempt; doubles each time
+_BUSY = frozenset({429, 502, 503, 504})
+_TEXTS = 64  # of a request
+_MOST_BYTES = 64 << 20  # of an answer
+_TIMEOUT = 60.0  # seconds
+_DIGITS = 6  # of recorded numbers
+
+
+class EmbeddingsSpec(BaseModel):
+    """A server of embeddings, which `rerank` then uses in place of BM25."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(description="URL of an OpenAI-compatible server, with or without /v1")
+    model: str = Field(description="the model's name on the server")
+    token: str | None = Field(
+        None,
+        description="name of the environment variable that holds the server's token; list it in `secrets`",
+    )
+    record: Path | None = Field(
+        None,
+        description="absolute path of a JSON Lines file that keeps every embedding, so that replays are the"
+        " same and need no server; null: each process remembers its own",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_server(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+            raise ValueError("not the URL of a server, such as http://HOST:PORT/v1, without a password")
+        return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    @field_validator("record")
+    @classmethod
+    def _is_absolute(cls, record: Path | None) -> Path | None:
+        if record is not None and not record.is_absolute():
+            raise ValueError("the path of the record must be absolute, because several processes share it")
+        return record
+
+
+class Embeddings:
+    """Embeds texts, each of them once.
+
+    Raises:
+        RequestError: when httpx is not installed.
+    """
+
+    def __init__(self, spec: EmbeddingsSpec) -> None:
+        try:
+            import httpx
+        except ImportError:
+            remedy = "pip install 'perilune[remote]'"
+            raise RequestError(
+                "embeddings need httpx", where="environment.embeddings", remedy=remedy
+            ) from None
+        self._spec, self._httpx = spec, httpx
+        self._known: dict[str, list[float]] = {}
+
+    def similarities(self, query: str, texts: Sequence[str]) -> list[float]:
+        """The cosine of each text with the query.
+
+        Raises:
+            EpisodeFailedError: when the server does not answer, or its answer is wrong.
+        """
+        self._learn([query, *texts])
+        (own, *others) = (self._known[self._key(text)] for text in (query, *texts))
+        return [_cosine(own, other) for other in others]
+
+    def _learn(self, texts: Sequence[str]) -> None:
+        missing = self._missing(texts)
+        if missing and self._spec.record is not None:
+            for row in read_json_lines(self._spec.record):
+                self._known.setdefault(row["key"], row["vector"])
+            missing = self._missing(texts)
+        for start in range(0, len(missing), _TEXTS):
+            part = missing[start : start + _TEXTS]
+            for text, vector in zip(part, self._request(part), strict=True):
+                key, rounded = self._key(text), [round(number, _DIGITS) for number in vector]
+                self._known[key] = rounded
+                if self._spec.record is not None:
+                    append_json_line(self._spec.record, {"key": key, "vector": rounded})
+
+    def _missing(self, texts: Sequence[str]) -> list[str]:
+        return [text for text in dict.fromkeys(texts) if self._key(text) not in self._known]
+
+    def _key(self, text: str) -> str:
+        return sha256_bytes(f"{self._spec.model}\n{text}".encode())
+
+    def _request(self, texts: Sequence[str]) -> list[list[float]]:
+        """The vectors of at most `_TEXTS` texts."""
+        body = {"model": self._spec.model, "input": list(texts), "encoding_format": "float"}
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_WAIT * 2 ** (attempt - 1))
+            try:
+                status, content = self._exchange(body)
+            except self._httpx.HTTPError as error:
+                status, content = 0, type(error).__name__.encode()
+            if status == 200:
+                return _vectors(content, len(texts))
+            if status not in (0, *_BUSY):
+                break
+        what = f"answers {status}" if status else f"does not answer ({content.decode()})"
+        raise EpisodeFailedError("model", f"the server of embeddings {what}")
+
+    def _exchange(self, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        token = os.environ.get(self._spec.token or "", "")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        url = f"{self._spec.url}/v1/embeddings"
+        with self._httpx.stream("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
+            content = bytearray()
+            for part in answer.iter_bytes():
+                content += part
+                if len(content) > _MOST_BYTES:
+                    raise EpisodeFailedError("model", "the answer of the server of embeddings is too large")
+            return answer.status_code, bytes(content)
+
+
+def _vectors(content: bytes, count: int) -> list[list[float]]:
+    try:
+        rows = sorted(json.loads(content)["data"], key=lambda row: int(row["index"]))
+        vectors = [[float(number) for number in row["embedding"]] for row in rows]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise EpisodeFailedError("model", "the answer of the server of embeddings has no vectors") from None
+    sizes = {len(vector) for vector in vectors}
+    is_finite = all(math.isfinite(number) for vector in vectors for number in vector)
+    if len(vectors) != count or len(sizes) != 1 or not is_finite:
+        raise EpisodeFailedError(
+            "model", f"the server of embeddings returned no {count} equally long vectors"
+        )
+    return vectors
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    norm = math.sqrt(sum(x * x for x in one) * sum(x * x for x in other))
+    return sum(x * y for x, y in zip(one, other, strict=False)) / norm if norm else 0.0
