@@ -44,10 +44,14 @@ class LiveHome:
         found = next(self.root.glob("runs/*/attempts/1/artifacts/metrics.jsonl"), None)
         return found.read_bytes().count(b"\n") if found else 0
 
+    @property
+    def worker(self) -> psutil.Process:
+        """The worker, which beats while its child computes the task."""
+        return psutil.Process(json.loads((self.attempt / "runtime" / "claim.json").read_text())["pid"])
+
     def kill(self) -> None:
         """SIGKILL the command, the worker and the task, all at once."""
-        worker = json.loads((self.attempt / "runtime" / "claim.json").read_text())["pid"]
-        ours = [psutil.Process(worker), psutil.Process(self.command.pid)]
+        ours = [self.worker, psutil.Process(self.command.pid)]
         for one in [child for own in ours for child in own.children(recursive=True)] + ours:
             one.kill()
         self.command.wait()

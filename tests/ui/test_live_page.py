@@ -56,6 +56,12 @@ def until(page: Any, expression: str) -> None:
     wait_for(lambda: page.evaluate(expression), expression, 30.0)
 
 
+def told(page: Any, status: str, finding: str) -> None:
+    """Wait until the verdict says this."""
+    until(page, f"document.querySelector('#verdict').textContent.includes({json.dumps(finding)})")
+    assert page.locator("#verdict strong").inner_text() == status
+
+
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
@@ -86,9 +92,16 @@ def test_a_point_arrives_within_two_seconds_and_the_page_outlives_the_run(
     assert place.startswith("#episodes/rl/step%20")
     read = page.locator(".detail h3").first.inner_text()
 
+    task = run.worker.children(recursive=True)
+    for one in task:
+        one.suspend()
+    told(page, "Broken", "Stall")
+    for one in task:
+        one.resume()
+    until(page, "!document.querySelector('#verdict').textContent.includes('Stall')")
+
     run.kill()
-    until(page, "document.querySelector('#verdict strong').textContent === 'Broken'")
-    assert "No heartbeat" in page.locator("#verdict").inner_text()
+    told(page, "Broken", "No heartbeat")
     assert page.locator(".detail h3").first.inner_text() == read
 
     page.goto("about:blank")
@@ -97,6 +110,21 @@ def test_a_point_arrives_within_two_seconds_and_the_page_outlives_the_run(
     assert again.evaluate(LAST_STEP) == run.steps()  # all that was written
     assert errors + more == []
     again.close()
+    page.close()
+
+
+def test_the_list_is_searched_and_experiments_are_compared(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = opened(browser, f"{url}/?q=alive", "a.experiment")
+    assert page.locator("a.experiment").count() == 1
+    page.get_by_label("Search", exact=True).fill("nothing")
+    assert page.locator("a.experiment").count() == 0
+    assert page.url.endswith("/?q=nothing")
+    identity = httpx.get(f"{url}/experiments.json").json()["experiments"][0]["id"]
+    page.goto(f"{url}/compare/{identity},{identity}")
+    page.wait_for_selector("#arms table")
+    page.locator(".brand").click()
+    page.wait_for_selector("a.experiment")
+    assert errors == []
     page.close()
 
 

@@ -169,10 +169,30 @@ def test_smoothing_and_log_scale_redraw(window: Window) -> None:
     assert window.page.locator('[data-chart="sft-grad"] path.line').last.get_attribute("d") != exact
     assert window.page.locator('[data-chart="sft-grad"] path.line.raw').get_attribute("d") == exact
     window.page.get_by_label("Smoothing").fill("0")
-    window.page.locator('[data-chart="sft-grad"] button').click()
+    window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert line.get_attribute("d") != exact
-    window.page.locator('[data-chart="sft-grad"] button').click()
+    window.page.locator('[data-chart="sft-grad"] button[aria-pressed]').click()
     assert line.get_attribute("d") == exact
+
+
+def test_a_range_is_looked_at_closely_on_all_linked_charts(window: Window) -> None:
+    page = window.page
+    box = window.chart("rl-reward").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + 0.5 * box["width"], middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.9 * box["width"], middle, steps=4)
+    assert window.count(".selection") == 1
+    page.mouse.up()
+    window.chart("rl-entropy").focus()
+    page.keyboard.press("Home")
+    first = int(page.locator(".tooltip").inner_text().split()[1])
+    assert 4 < first < 9
+    page.keyboard.press("0")
+    window.chart("rl-entropy").focus()
+    page.keyboard.press("Home")
+    assert "step 1\n" in page.locator(".tooltip").inner_text()
+    page.keyboard.press("Escape")
 
 
 # ------------------------------------------------------------------------------------------- episodes

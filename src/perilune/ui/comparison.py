@@ -72,13 +72,14 @@ def build_comparison(found: Comparison, out: Path) -> Path:
     Raises:
         RequestError: when `out` cannot be written.
     """
-    page = render_page(f"Comparison: {found.title}", SCRIPTS, _document(found))
+    page = render_page(f"Comparison: {found.title}", SCRIPTS, comparison_document(found))
     with storage_errors("write the page", out):
         write_atomic(out, page)
     return out
 
 
-def _document(found: Comparison) -> dict[str, Any]:
+def comparison_document(found: Comparison) -> dict[str, Any]:
+    """All data of the page of a comparison."""
     enough = all(len(arm.finished) >= MIN_SEEDS for arm in found.arms)
     return {
         "title": found.title,

@@ -59,7 +59,7 @@ def render(data: ReportData, names: Sequence[str] = SCRIPTS, live: Mapping[str, 
         names: of its scripts.
         live: where its scripts find episodes and news; None for a page that contains everything.
     """
-    document = document_of(data) | {"live": live}
+    document = document_of(data) | {"live": live, "index": "/" if live else None}
     index, blocks = _episodes(data.library)
     title = f"{data.experiment.name}: {data.headline.title}"
     index_block = data_block("episodes-index", embeddable_json(index))

@@ -4,6 +4,7 @@
 
 const Charts = (() => {
   const groups = new Map(); // name of a linked x axis -> the charts that share its crosshair
+  const zooms = new Map(); // name of a linked x axis -> the range that is shown of it
   const smoothed = new Set(); // charts that follow the smoothing slider
   let smoothing = 0;
 
@@ -295,6 +296,59 @@ const Charts = (() => {
     return Math.abs(xs[low] - target) <= Math.abs(xs[high] - target) ? low : high;
   }
 
+  // The points of a series from range[0] to range[1].
+  function within(one, [from, to]) {
+    const places = one.x.map((_, place) => place).filter((place) => one.x[place] >= from && one.x[place] <= to);
+    const cut = (values) => values && places.map((place) => values[place]);
+    return { ...one, x: cut(one.x), y: cut(one.y), low: cut(one.low), high: cut(one.high) };
+  }
+
+  // Show a range of the x axis in all charts of a group, or the whole axis for null.
+  function zoom(group, range) {
+    if (range) zooms.set(group, range);
+    else zooms.delete(group);
+    hideTooltip();
+    for (const chart of groups.get(group) || []) chart.refresh();
+  }
+
+  // Let the mouse select a range by dragging; the click that ends it picks nothing.
+  function brush(root, spec, area, valueAt) {
+    let start = null;
+    let selection = null;
+    const pixel = (event) => {
+      const box = root.getBoundingClientRect();
+      const at = ((event.clientX - box.left) * root.viewBox.baseVal.width) / box.width;
+      return Math.max(area.left, Math.min(area.right, at));
+    };
+    root.addEventListener("pointerdown", (event) => {
+      if (event.pointerType === "mouse" && event.button === 0) start = pixel(event);
+    });
+    root.addEventListener("pointermove", (event) => {
+      if (start === null) return;
+      const at = pixel(event);
+      if (!selection && Math.abs(at - start) < 8) return;
+      selection ||= root.appendChild(box(start, area.top, 1, area.bottom - area.top, "selection"));
+      selection.setAttribute("x", round(Math.min(start, at)));
+      selection.setAttribute("width", round(Math.abs(at - start)));
+    });
+    root.addEventListener("pointerleave", () => {
+      if (selection) selection.remove();
+      start = selection = null;
+    });
+    root.addEventListener(
+      "click",
+      (event) => {
+        const chosen = selection && [start, pixel(event)].sort((a, b) => a - b).map(valueAt);
+        start = selection = null;
+        if (!chosen) return;
+        event.stopImmediatePropagation();
+        zoom(spec.group, chosen);
+      },
+      true,
+    );
+    root.addEventListener("dblclick", () => zoom(spec.group, null));
+  }
+
   /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?, format?} over one x axis.
      series may be a function that returns them, for charts that are refreshed.
      low and high are whiskers, or with `area` the edges of a filled area.
@@ -304,10 +358,17 @@ const Charts = (() => {
     const y = { format: Format.number, zero: true, ...spec.y };
     const height = spec.height || 168;
     const read = typeof spec.series === "function" ? spec.series : () => spec.series;
+    const reset = spec.group
+      ? h("button", { type: "button", class: "chip", hidden: true, on: { click: () => zoom(spec.group, null) } }, "whole range")
+      : null;
     let series;
     let xs;
     const measure = () => {
-      series = read().filter((one) => one.y.some(isNumber));
+      const range = zooms.get(spec.group);
+      series = read()
+        .map((one) => (range ? within(one, range) : one))
+        .filter((one) => one.y.some(isNumber));
+      if (reset) reset.hidden = !range;
       xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
     };
     measure();
@@ -416,6 +477,7 @@ const Charts = (() => {
         root.append(crosshair, dots);
         if (log) noteHidden(root, series, area);
         state = { root, x, toY, crosshair, dots, area, width };
+        if (spec.group) brush(root, spec, area, (at) => x.invert(at));
         listen(root);
         show(hovered);
         return root;
@@ -528,6 +590,11 @@ const Charts = (() => {
           PageDown: current + 10,
         };
         if (event.key === "Escape") return announce(null);
+        if (event.key === "z" && spec.group && hovered !== null) {
+          const reach = Math.max(2, Math.round(xs.length / 6));
+          return zoom(spec.group, [xs[Math.max(0, hovered - reach)], xs[Math.min(last, hovered + reach)]]);
+        }
+        if (event.key === "0" && spec.group) return zoom(spec.group, null);
         if (event.key === "Enter" && spec.pick && hovered !== null) return spec.pick(xs[hovered]);
         if (!(event.key in moves)) return undefined;
         event.preventDefault();
@@ -558,6 +625,7 @@ const Charts = (() => {
       measure();
       chart.redraw();
     };
+    if (reset) chart.tools.prepend(reset);
     if (spec.group) groups.set(spec.group, [...(groups.get(spec.group) || []), chart]);
     if (spec.smooth) smoothed.add(chart);
     return chart.element;

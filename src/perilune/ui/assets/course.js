@@ -389,10 +389,32 @@ const Course = ((data) => {
     );
   };
 
+  // The main curve of the last training, for a head without evaluations; null without training.
+  function mainChart(height) {
+    const training = [...data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
+    if (!training) return null;
+    const sets = Object.keys(training.columns).filter((key) => /^eval\/[^/]+\/pass@1$/.test(key));
+    const names = training.columns.reward
+      ? [["reward", "reward", 1], ...sets.map((key) => [key, key.split("/")[1], 3])]
+      : [["loss", "loss", 1], ["validation_loss", "held out", 3]];
+    return Charts.lines({
+      key: "main",
+      title: `${training.columns.reward ? "Reward" : "Loss"} in stage ${training.stage}`,
+      note: "All steps as they were recorded, without smoothing.",
+      height,
+      x,
+      y: {},
+      series: () => seriesOf(training, names).filter((one) => one.y.some((value) => value !== null)),
+      group: `main-${training.stage}`,
+      showLegend: true,
+    });
+  }
+
   // Draw the curves of a stage again after its columns have grown.
   function update(stage) {
     const training = data.training.find((one) => one.stage === stage);
     const group = `training-${stage}`;
+    Charts.refresh(`main-${stage}`);
     if (drawn.get(stage) === curvesOf(training, "shape")) return Charts.refresh(group);
     const old = [...document.querySelectorAll("#curves [data-stage]")].find((one) => one.dataset.stage === stage);
     Charts.forget(group);
@@ -411,7 +433,7 @@ const Course = ((data) => {
     return section(
       "curves",
       "Training curves",
-      "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step.",
+      "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.",
       h(
         "div",
         { class: "toolbar" },
@@ -631,5 +653,5 @@ const Course = ((data) => {
     ];
   }
 
-  return { curves, time, update };
+  return { curves, mainChart, time, update };
 })(Data);

@@ -3,6 +3,7 @@
 
 ((data) => {
   const STATES = ["active", "failed", "cancelled", "succeeded", "queued", "waiting"];
+  const chosen = new Set(); // ids of experiments to compare
   const view = {
     search: h("input", { type: "search", placeholder: "Search name, override, stage", "aria-label": "Search", on: { input: draw } }),
     state: h(
@@ -10,6 +11,7 @@
       { "aria-label": "State", on: { change: draw } },
       [["", "any state"], ...STATES.map((one) => [one, one])].map(([value, text]) => h("option", { value }, text)),
     ),
+    compare: h("a", { class: "plain", hidden: true }, ""),
     count: h("span", { class: "muted", role: "status" }),
     list: h("ol", { class: "experiments", on: { keydown: move } }),
   };
@@ -64,9 +66,22 @@
     const [value, more] = figure(one);
     const health = one.health;
     const first = health && health.findings[0];
+    const box = h("input", {
+      type: "checkbox",
+      checked: chosen.has(one.id),
+      "aria-label": `Compare ${one.name} of ${date(one.submitted)}`,
+      on: {
+        change: () => {
+          if (box.checked) chosen.add(one.id);
+          else chosen.delete(one.id);
+          offer();
+        },
+      },
+    });
     return h(
       "li",
       {},
+      box,
       h(
         "a",
         { href: `/experiments/${one.id}`, class: "experiment" },
@@ -89,6 +104,12 @@
         ),
       ),
     );
+  }
+
+  function offer() {
+    view.compare.hidden = chosen.size < 2;
+    view.compare.href = `/compare/${[...chosen].join(",")}`;
+    view.compare.textContent = `Compare ${chosen.size}`;
   }
 
   function draw() {
@@ -126,7 +147,7 @@
   view.empty = h("p", { class: "notice" }, h("b", {}, "No experiments yet. "), "perilune quickstart makes one in a few minutes; it appears here.");
   document.getElementById("main").append(
     h("h1", { class: "small", id: "top" }, "Experiments"),
-    h("div", { class: "toolbar" }, view.search, view.state, view.count),
+    h("div", { class: "toolbar" }, view.search, view.state, view.count, view.compare),
     view.empty,
     view.list,
   );

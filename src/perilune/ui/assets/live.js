@@ -5,8 +5,6 @@
   const source = new EventSource(`${data.live.base}/events?offsets=${encodeURIComponent(JSON.stringify(data.live.offsets))}`);
   const sign = h("span", { class: "connection", role: "status" }, "connecting");
   document.querySelector(".brand").after(sign);
-  document.querySelector(".brand").href = "/";
-  document.querySelector(".brand").ariaLabel = "All experiments";
   const say = (text, kind) => {
     sign.textContent = text;
     sign.className = `connection ${kind}`;

@@ -189,6 +189,8 @@ const Page = (() => {
 
   // Footer, colour scheme and navigation, once the sections are in the page.
   function finish(footer) {
+    const brand = document.querySelector(".brand");
+    if (location.protocol !== "file:" && Data.index) [brand.href, brand.ariaLabel] = [Data.index, "All experiments"];
     document.getElementById("footer").append(footer);
     theme();
     navigation();

@@ -7,7 +7,7 @@ const Report = ((data) => {
   // ---------------------------------------------------------------------------------------- head
   function hero() {
     const { experiment, headline } = data;
-    const chart = Outcome.climbChart(276, "climb");
+    const chart = Outcome.climbChart(240, "climb") || Course.mainChart(200);
     return h(
       "div",
       { class: "hero", id: "top" },

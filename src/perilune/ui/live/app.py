@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+import perilune
+from perilune.control.queries.comparison import compare_experiments
 from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect
+from perilune.ui.comparison import SCRIPTS as COMPARISON_SCRIPTS
+from perilune.ui.comparison import comparison_document
 from perilune.ui.episode_sets import read_set
 from perilune.ui.episodes import Source
 from perilune.ui.experiment import view_in_home
@@ -25,6 +30,7 @@ from perilune.ui.report import LIVE_SCRIPTS, document_of, render, render_page
 
 EVERY = 0.5  # seconds between two looks at the files
 MOST_STREAMS = 64
+MOST_COMPARED = 32
 MOST_EXPERIMENTS = 50  # of the first page, without ?last=
 LIST_SCRIPTS = ("page.js", "charts.js", "list.js")
 
@@ -42,6 +48,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     app.add_middleware(Access, token=token)
     app.add_exception_handler(PeriluneError, _refused)
     app.state.closing = False
+    footer = f"Perilune {perilune.__version__} reads {control.home.root} and changes nothing."
     listing, streams = Listing(control), asyncio.Semaphore(MOST_STREAMS)
 
     @app.get("/", response_class=HTMLResponse)
@@ -56,12 +63,19 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     def list_events(request: Request, last: Last = MOST_EXPERIMENTS) -> StreamingResponse:
         return _stream(request, _list_changes(listing, last), streams)
 
+    @app.get("/compare/{targets}", response_class=HTMLResponse)
+    def comparison(targets: str) -> str:
+        document = comparison_document(compare_experiments(control, targets.split(",")[:MOST_COMPARED]))
+        document |= {"footer": footer, "index": "/"}
+        return render_page(f"Comparison: {document['title']}", COMPARISON_SCRIPTS, document, live=True)
+
     @app.get("/{kind}/{target}", response_class=HTMLResponse)
     def page(kind: Kind, target: str) -> str:
         view = view_in_home(control, target)
         offsets = offsets_of(view)
         base = f"/{kind}/{target}"
-        return render(collect(view, embed=False), LIVE_SCRIPTS, live={"base": base, "offsets": offsets})
+        data = replace(collect(view, embed=False), footer=footer)
+        return render(data, LIVE_SCRIPTS, live={"base": base, "offsets": offsets})
 
     @app.get("/{kind}/{target}/document.json")
     def document(kind: Kind, target: str) -> JSONResponse:
