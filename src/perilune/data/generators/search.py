@@ -16,6 +16,8 @@ from perilune.environments.search.index import index_of
 from perilune.errors import RequestError
 
 _FEW, _MANY = 3, 12  # results of a query for a fact, and for the facts about a city
+_VALUE = f"extract(search({{0}},{_FEW}),{{0}}+' {{{{}}}}')[0]"
+_ABOUT = f"filter(search(n,{_MANY}),n)"
 
 
 class SearchTeacher(ScriptedTeacher):
@@ -51,18 +53,19 @@ class SearchTeacher(ScriptedTeacher):
 
 
 def _code(asked: Question) -> str:
-    name, relation = asked.name, asked.relation
+    name = asked.name
     match asked.kind:
         case "one":
-            return f"print(extract(search('{name} {relation}',{_FEW}),'{name} {relation} {{}}')[0])"
+            return f"n='{name} {asked.relation}';print({_VALUE.format('n')})"
         case "two":
-            head = f"h=extract(search('{name} h',{_FEW}),'{name} h {{}}')[0]"
-            return f"{head};print(extract(search(h+' l',{_FEW}),h+' l {{}}')[0])"
+            return f"n='{name} h';n={_VALUE.format('n')}+' l';print({_VALUE.format('n')})"
         case "count":
-            return f"print(len(dedup(filter(search('c {name}',{_MANY}),'c {name}'))))"
-    found = f"extract(filter(search('c {name}',{_MANY}),'c {name}'),'{{}} c')"
-    goods = f"fan_out([n+' s'for n in {found}],{_FEW})"
-    return f"print(len(dedup(filter({goods},'s {asked.goods}'))))"
+            return f"n='c {name}';print(len(dedup({_ABOUT})))"
+    companies = f"extract({_ABOUT},'{{}} c')"
+    return (
+        f"n='c {name}';f=fan_out([x+' s'for x in {companies}],{_FEW});"
+        f"print(len(dedup(filter(f,'s {asked.goods}'))))"
+    )
 
 
 def _calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:

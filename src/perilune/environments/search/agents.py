@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
+from perilune.environments.builtin.tool_calls import Answer, Misunderstood
+from perilune.environments.interpreter import actions
 from perilune.environments.interpreter import prompts as interpreter_prompts
 from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
 from perilune.environments.search import prompts
@@ -38,13 +39,12 @@ class CodeAgent:
         self.counts = {"blocks": 0.0}
 
     def take(self, text: str) -> Answer | str:
-        action = read_action(text, compact=self._style == "compact")
+        action = actions.read(text, "python", self._style)
         if isinstance(action, Answer):
             return action
-        if not isinstance(action, Call) or action.name != "python":
-            why = action.why if isinstance(action, Misunderstood) else f"there is no tool {action.name}"
-            return f"error: {why}"
-        block = self._run(action.arguments["code"])
+        if not isinstance(action, actions.Code):
+            return f"error: {action.why if isinstance(action, Misunderstood) else 'the tool is Python'}"
+        block = self._run(action.text)
         self.counts["blocks"] += 1
         if block.cause:
             contained = f"contained/{block.cause}"

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Misunderstood
+from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Misunderstood, read_action
 from perilune.environments.program.tool_calls import read_calls
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 4000  # characters of a compact call
 
 
@@ -38,12 +36,11 @@ def read_single(text: str, *, compact: bool) -> FunctionCall | Answer | Misunder
     read = read_calls(text)
     if read is None:
         return Misunderstood("a malformed call")
-    rest, calls = read
-    if calls:
-        name, arguments = calls[0]
+    if read[1]:
+        name, arguments = read[1][0]
         return FunctionCall(name, (), json.loads(arguments))
-    answers = _ANSWER.findall(rest)
-    return Answer(answers[-1].strip()) if answers else Misunderstood("neither a call nor an <answer>")
+    found = read_action(text, compact=False)
+    return found if isinstance(found, Answer) else Misunderstood("neither a call nor an <answer>")
 
 
 def _read_compact(text: str) -> FunctionCall | Misunderstood:

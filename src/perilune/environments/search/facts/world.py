@@ -1,7 +1,7 @@
 """A generated world of companies, their heads and cities, as documents with one fact each.
 
-A tenth of a fact would not answer a question: what a company makes, where it is and who leads it stand in
-different documents. Former seats distract, and reprints repeat.
+What a company makes, where it is and who leads it stand in different documents. Former
+seats distract, and reprints repeat.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Literal
 from perilune.environments.search.corpus import Corpus, Document
 
 Style = Literal["natural", "compact"]
-MOST_COMPANIES = 4000
+MOST_COMPANIES = 2000
 
-_SYLLABLES = ["".join(pair) for pair in itertools.product("bcdfghjklmnpqrstvwxz", "aeiou")]
+_CONSONANTS = "bdfgjkmpqrtvwxyz"  # without the letters of relations, so that a tiny model can copy names
 _IN_A_CITY = 6  # most companies, so that a tiny model can count them
 _PER_CITY = 3  # on average
 _GOODS = 4  # kinds of goods
@@ -80,7 +80,7 @@ class World:
 def draw_world(seed: str, companies: int) -> World:
     """The world of a seed."""
     draw = random.Random(f"facts/world/{seed}/{companies}")
-    names = ["".join(pair) for pair in itertools.product(_SYLLABLES, repeat=2)]
+    names = _names()
     draw.shuffle(names)
     fresh = iter(names)
     cities = [next(fresh) for _ in range(max(companies // _PER_CITY, 2))]
@@ -108,6 +108,12 @@ def corpus_of(seed: str, companies: int, style: Style) -> Corpus:
             for number, fact in enumerate(draw_world(seed, companies).printed, 1)
         )
     )
+
+
+def _names() -> list[str]:
+    """4,800 names of four different letters."""
+    syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, "aeiou")]
+    return [one + other for one, other in itertools.product(syllables, repeat=2) if not {*one} & {*other}]
 
 
 def _document(number: int, fact: Fact, style: Style) -> Document:
