@@ -119,6 +119,17 @@ def test_a_planted_sickness_is_named_within_two_steps(planted: str, onset: int) 
         assert [at for at, _ in named] == [*range(step, onset + 6)]  # it stays named while it lasts
 
 
+def test_a_real_run_with_too_few_tokens_is_named_at_its_second_step() -> None:
+    metrics, timings = evidence(json.loads((HERE / "sick_run.json").read_text()))
+    found = dict(verdicts(metrics, timings, (1, 2, 20, 57)))
+    assert found[1].status == "healthy"
+    assert {one.name: one.since for one in found[2].findings} == {"truncation": 1, "dead groups": 1}
+    assert [one.name for one in found[20].findings] == [
+        "dead groups"
+    ]  # the policy learned to be short instead
+    assert "almost no answer is right" in found[57].line
+
+
 def test_the_verdict_ends_with_the_sickness() -> None:
     metrics, timings = evidence(RUNS[0])
     for row in metrics[20:30]:

@@ -35,8 +35,9 @@ def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = N
         health = health_of(attempt, here=stage.here, now=now)
         findings = health.findings
         if stage.state == "failed":
-            why = str(attempt.verdict.get("message") or stage.cause or "the task failed").partition("\n")[0]
-            remedy = f"perilune explain {stage.run_id}, then perilune retry {stage.run_id}"
+            message = str(attempt.verdict.get("message") or stage.cause or "the task failed")
+            why, _, advice = (part.strip() for part in message.partition("\n"))
+            remedy = advice.removeprefix("try: ") or f"perilune explain {stage.run_id}"
             findings = (Finding("failed", "broken", None, why, remedy), *findings)
         steps = sum(bool(one.get("step")) for one in attempt.metric_lines)
         if findings or "steps" in (attempt.job.get("spec") or {}):

@@ -296,6 +296,9 @@ const Charts = (() => {
     return Math.abs(xs[low] - target) <= Math.abs(xs[high] - target) ? low : high;
   }
 
+  // Whether a chart is still to be drawn: it was not drawn yet, or nothing has taken its place.
+  const isOnPage = (chart) => !chart.width || chart.element.isConnected;
+
   // The points of a series from range[0] to range[1].
   function within(one, [from, to]) {
     const places = one.x.map((_, place) => place).filter((place) => one.x[place] >= from && one.x[place] <= to);
@@ -626,7 +629,7 @@ const Charts = (() => {
       chart.redraw();
     };
     if (reset) chart.tools.prepend(reset);
-    if (spec.group) groups.set(spec.group, [...(groups.get(spec.group) || []), chart]);
+    if (spec.group) groups.set(spec.group, [...(groups.get(spec.group) || []).filter(isOnPage), chart]);
     if (spec.smooth) smoothed.add(chart);
     return chart.element;
   }
@@ -878,7 +881,9 @@ const Charts = (() => {
     },
     smooth(weight) {
       smoothing = weight;
-      for (const chart of smoothed) chart.redraw();
+      for (const chart of smoothed)
+        if (isOnPage(chart)) chart.redraw();
+        else smoothed.delete(chart);
     },
   };
 })();

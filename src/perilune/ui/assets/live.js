@@ -16,6 +16,7 @@
   function draw() {
     for (const stage of pending) Course.update(stage);
     pending.clear();
+    readAgain().catch(() => say("no connection", "off"));
   }
 
   source.addEventListener("steps", (event) => {
@@ -37,6 +38,23 @@
     document.getElementById("progress").replaceWith(Verdict.progress(progress));
   });
   source.addEventListener("changed", () => location.reload());
+
+  // The rest of the page is read again, seldom enough that it costs the machine little.
+  const SELDOM = 30; // times as long as reading takes
+  let next = performance.now() + 10_000;
+  async function readAgain() {
+    const began = performance.now();
+    if (document.hidden || began < next) return;
+    next = Infinity;
+    try {
+      const answer = await fetch(`${data.live.base}/document.json`);
+      const { training, ...rest } = await answer.json();
+      Object.assign(data, rest);
+      Report.refresh();
+    } finally {
+      next = performance.now() + Math.max(10_000, SELDOM * (performance.now() - began));
+    }
+  }
 
   // Add rows to columns of equal length; a row of a known step replaces it.
   function append(columns, rows) {

@@ -38,7 +38,8 @@ const Report = ((data) => {
   }
 
   function notices() {
-    return data.notices.map((notice) =>
+    const told = data.notices.filter((notice) => !(data.live && notice.kind === "active")); // the bars tell it
+    return told.map((notice) =>
       h(
         "div",
         { class: `notice ${notice.kind}`, role: "note" },
@@ -152,7 +153,19 @@ const Report = ((data) => {
     Page.finish(data.footer);
   }
 
-  return { build };
+  // Draw the head and the times again, after the data have changed.
+  function refresh() {
+    for (const [selector, make] of [
+      ["#top.hero", hero],
+      [".facts", facts],
+      ["#time", Course.time],
+    ]) {
+      const [old, fresh] = [document.querySelector(selector), make()];
+      if (old && fresh) old.replaceWith(fresh);
+    }
+  }
+
+  return { build, refresh };
 })(Data);
 
 Report.build();

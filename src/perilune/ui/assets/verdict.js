@@ -41,7 +41,20 @@ const Verdict = ((data) => {
     );
   }
 
+  const PARTS = ["sampling", "scoring", "learning", "other", "evaluation"];
+  const RECENT = 30; // steps that tell how long the others will take
+
+  // Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
+  function left(one) {
+    const training = data.training.find((found) => found.stage === one.stage);
+    const count = training && training.timings.step ? Math.min(RECENT, training.timings.step.length) : 0;
+    if (!count || one.unit !== "steps") return null;
+    const spent = PARTS.map((part) => (training.timings[part] || []).slice(-count).reduce((sum, value) => sum + (value || 0), 0));
+    return (spent.reduce((sum, value) => sum + value, 0) / count) * (one.total - one.done);
+  }
+
   function bar(one) {
+    const rest = left(one);
     const share = one.total ? Math.min(1, one.done / one.total) : 0;
     const fill = h("i", {});
     fill.style.setProperty("--share", `${100 * share}%`);
@@ -51,7 +64,7 @@ const Verdict = ((data) => {
       { class: "progress" },
       h("b", {}, one.stage),
       h("span", { class: "track", role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(100 * share)) }, fill),
-      h("span", {}, `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`),
+      h("span", {}, `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}${rest === null ? "" : `, ${Format.seconds(rest)} left`}`),
       h("span", { class: "muted" }, figures.join(" · ")),
     );
   }
