@@ -24,22 +24,21 @@ from recipe_runs import HERE, described, document, for_seeds, options, run_recip
 
 RECIPE = HERE.parent / "recipes" / "swarm.yaml"
 NO_BUDGET, NO_TERMS = "rl.environment.critical_budget=null", "rl.auxiliary_rewards=null"
-ONE_AGENT, PARALLEL, BUDGET, PARL = "performance", "parallel", "budget", "parallel, finish, budget"
+ONE_AGENT, PARALLEL, PARL = "performance", "performance, parallel", "performance, parallel, finish, budget"
 ARMS: Mapping[str, Sequence[str]] = {
     ONE_AGENT: (NO_TERMS, NO_BUDGET),
     PARALLEL: ("rl.auxiliary_rewards.weights={parallel: 2.0}", NO_BUDGET),
-    BUDGET: (NO_TERMS,),
     PARL: (),
 }
-KEYS, STEPS = 8, 60
-PAID = range(21, 31)  # the last ten steps with weights above 0
+KEYS, STEPS = 8, 70
+PAID = range(26, 36)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
 ABOUT = (
     "A task asks for the values of 8 keys, each hidden in a shard of its own. A tiny model from nothing "
     "reads the shards one after another (9 critical steps), or spawns sub-agents that read one each (4). "
     "After SFT on traces of which 90% are serial, only the orchestrator learns; all sub-agents are the "
     f"model after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. Every arm has the "
-    "reward performance: 1 if all values are right, in the arms with a budget only within 6 critical "
+    "reward performance: 1 if all values are right, in the arm with a budget only within 6 critical "
     "steps. The term parallel has the weight 2 and finish the weight 1, both falling to 0 by half of "
     "training. An episode has room for 8 sub-agents, and further ones are spawned in vain. Accuracy is on "
     "192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents: prompts, "
