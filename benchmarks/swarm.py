@@ -42,9 +42,12 @@ ABOUT = (
     "steps. The term parallel has the weight 2 and finish the weight 1, both falling to 0 by half of "
     "training. An episode has room for 8 sub-agents, and further ones are spawned in vain. Accuracy is on "
     "192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents: prompts, "
-    "results and sampled ones. A sub-agent counts as finished if it ends with a value. The orchestrator "
-    "learns when to spawn and what to hand over; looking up one value is a skill of SFT, and no arm tests "
-    "whether a larger model would find the swarm without being shown it."
+    "results and sampled ones. A sub-agent counts as finished if it ends with a value. A prefix that "
+    "sub-agents share is counted for each of them. The orchestrator learns when to spawn and what to hand "
+    "over; looking up one value is a skill of SFT, and no arm tests whether a larger model would find the "
+    "swarm without being shown it. With a longer cold start (500 SFT steps, after which swarms are nearly "
+    "as accurate as one agent) and a lower learning rate, one seed showed the serial collapse but no "
+    "spurious parallelism within 60 steps: it takes exploration."
 )
 
 

@@ -1,0 +1,58 @@
+"""Programs of sub-agents that run at the same time."""
+
+from __future__ import annotations
+
+from perilune.environments import AgentTurn, Programs, together
+
+
+def speak(name, turns, closed=()):
+    """A program of some turns that returns all its actions."""
+    said = []
+    try:
+        for _ in range(turns):
+            said += yield [AgentTurn(name, ())]
+        return name, said
+    finally:
+        if isinstance(closed, list):
+            closed.append(name)
+
+
+def due(programs):
+    return [turn.agent for turn in programs.turns]
+
+
+def test_a_program_may_start_while_others_run():
+    programs = Programs()
+    programs.start(speak("0", 3))
+    assert due(programs) == ["0"]
+    programs.take(["a"])
+    programs.start(speak("1", 1))
+    assert due(programs) == ["0", "1"]
+    programs.take(["b", "x"])
+    assert programs.results == {1: ("1", ["x"])} and due(programs) == ["0"]
+    programs.start(speak("2", 0))
+    assert programs.results[2] == ("2", [])
+    programs.take(["c"])
+    assert programs.results[0] == ("0", ["a", "b", "c"]) and not programs.turns
+
+
+def test_close_ends_programs_that_have_not_finished():
+    programs, closed = Programs(), []
+    for name in "012":
+        programs.start(speak(name, 1 + (name == "1"), closed))
+    programs.take(["a", "b", "c"])
+    assert closed == ["0", "2"]
+    programs.close()
+    assert closed == ["0", "2", "1"]
+
+
+def test_together_returns_results_in_the_order_of_the_programs():
+    running = together([speak("0", 2), speak("1", 1), speak("2", 0)])
+    assert [turn.agent for turn in next(running)] == ["0", "1"]
+    assert [turn.agent for turn in running.send(["a", "x"])] == ["0"]
+    try:
+        running.send(["b"])
+    except StopIteration as end:
+        assert end.value == [("0", ["a", "b"]), ("1", ["x"]), ("2", [])]
+    else:
+        raise AssertionError("it has not ended")
