@@ -87,6 +87,7 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
             for what in ("pass@1", "observed tokens", "whole context")
         }
     )
+    shown = ("mode", "corpora", "pass@1", "observed tokens", "whole context")
     findings = [
         f"{name}: code minus single calls: {one.describe(is_share=name.startswith('pass@1'))}"
         + ("." if name.startswith("pass@1") else f"; {ratio(by_seed, *reversed(name.split(', ', 1)))}.")
@@ -95,6 +96,10 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     return {
         "title": "Search as code against single function calls",
         "about": described(ABOUT, findings),
+        "over seeds": [
+            {key: rows[0][key] if key in ("mode", "corpora") else [row[key] for row in rows] for key in shown}
+            for rows in zip(*by_seed, strict=True)
+        ],
         "by seed": [row for rows in by_seed for row in rows],
     }
 

@@ -20,6 +20,8 @@ from perilune.environments.search.corpus import Corpus
 from perilune.environments.search.index import Index, index_of
 from perilune.environments.search.stack import InvalidCallError, SearchStack
 from perilune.errors import RequestError
+from perilune.verifiers.audit import audit_reward
+from perilune.verifiers.conformance import check_environment
 
 FACTS = {"id": "facts", "style": "compact", "companies": 40, "corpora": 2}
 COMPACT: dict[str, Any] = {
@@ -215,6 +217,21 @@ def test_compact_calls_that_are_no_calls_are_told_so(text: str) -> None:
 def test_an_episode_without_an_answer_is_truncated_with_its_metrics() -> None:
     score, seen = play({**COMPACT, "mode": "calls", "turns": 2}, ["search('a')", "search('c')"])
     assert score.reward == 0.0 and score.metrics["searches"] == 2 and len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "section",
+    [FACTS, {**FACTS, "style": "natural"}, COMPACT, {**COMPACT, "prompt": "natural", "mode": "calls"}],
+)
+def test_the_environments_conform(section: dict[str, Any]) -> None:
+    found = check_environment(section, tasks=1)
+    assert not found.findings, found.findings
+
+
+@pytest.mark.parametrize("style", ["natural", "compact"])
+def test_the_audit_trusts_the_reward_of_facts(style: str) -> None:
+    audit = audit_reward({**FACTS, "style": style}, tasks=2, search_budget=8)
+    assert audit.grade == "A", audit.findings
 
 
 @pytest.mark.parametrize(

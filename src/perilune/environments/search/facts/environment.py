@@ -82,10 +82,9 @@ class FactsEnvironment(SingleTurn):
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Compare names without case. A truncated answer scores 0."""
-        text = transcript.text
-        if task.data["style"] == "compact":
-            text = text.rpartition(MARK)[2]
-        right = transcript.finished and text.strip().casefold() == task.data["answer"]
+        right = transcript.finished and transcript.text.strip().casefold() == self.reply(
+            task, task.data["answer"]
+        )
         return Score(float(right), metrics={f"right/{task.data['question']['kind']}": float(right)})
 
     def gold(self, task: Task) -> Transcript:
