@@ -62,6 +62,9 @@ def told(page: Any, status: str, finding: str) -> None:
     assert page.locator("#verdict strong").inner_text() == status
 
 
+WIDE = """() => [...document.querySelectorAll("body *")]
+  .filter((one) => one.getBoundingClientRect().right > 391 && !one.closest("#nav, .scroll, svg, .skip"))
+  .map((one) => `${one.tagName} ${one.className}`)"""
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
@@ -133,6 +136,7 @@ def test_it_works_on_a_phone(browser: Any, run: LiveHome, url: str) -> None:
         page, errors = opened(
             browser, address.replace("/alive/rl", f"/{run.attempt.parents[1].name}"), wanted, 390
         )
+        assert page.evaluate(WIDE) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert errors == []
         page.close()

@@ -6,24 +6,34 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from make_experiment import SyntheticExperiment
 
 from perilune.files import append_json_line
 from perilune.ui.attempt import Attempt
 from perilune.ui.episode_sets import index_episodes, read_set
 from perilune.ui.episodes import Source
-from perilune.ui.live.watch import CHUNK, Watch, appended, offsets_of
+from perilune.ui.live import followed, watch
+from perilune.ui.live.followed import CHUNK, appended
+from perilune.ui.live.watch import Watch, offsets_of
 
 
-def told(watch: Watch) -> dict[str, Any]:
-    return {event.kind: json.loads(event.encode().partition("data: ")[2]) for event in watch.poll()}
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at everything each time."""
+    monkeypatch.setattr(followed, "SELDOM", 0)
+    monkeypatch.setattr(watch, "LOOK", 0)
+
+
+def told(reader: Watch) -> dict[str, Any]:
+    return {event.kind: json.loads(event.encode().partition("data: ")[2]) for event in reader.poll()}
 
 
 def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=3)
-    watch = Watch(made.view, offsets_of(made.view()))
-    first = told(watch)
+    reader = Watch(made.view, offsets_of(made.view()))
+    first = told(reader)
     assert first.keys() == {"status"}
     assert first["status"]["progress"][0]["done"] == 3
     metrics = root / "artifacts" / "metrics.jsonl"
@@ -31,7 +41,7 @@ def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: P
     with metrics.open("a") as stream:
         stream.write('{"step": 5, "rew')  # a line that is being written
     (root / "artifacts" / "episodes" / "step-000004.parquet").write_bytes(b"")
-    events = list(watch.poll())
+    events = list(reader.poll())
     assert [one.kind for one in events] == ["steps", "status"]
     assert events[0].data["metrics"] == [{"step": 4, "reward": 0.5}]
     assert events[0].data["episodes"] == [4]
@@ -39,17 +49,17 @@ def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: P
         stream.write('ard": 0.75}\n')
     offsets = json.loads(events[0].encode().partition("id: ")[2].partition("\n")[0])
     assert told(Watch(made.view, offsets))["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
-    assert told(watch)["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
-    assert told(watch) == {}
+    assert told(reader)["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
+    assert told(reader) == {}
 
 
 def test_a_stage_that_ends_is_told(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=2)
-    watch = Watch(made.view, {})
-    told(watch)
+    reader = Watch(made.view, {})
+    told(reader)
     made.fail(root, "no space is left on the disk", 3.0)
-    found = told(watch)
+    found = told(reader)
     assert found["changed"] == {}
     health = found["status"]["health"][0]
     assert (health["status"], health["findings"][0]["name"]) == ("broken", "failed")

@@ -28,10 +28,17 @@ LOG_CHARACTERS = 6000
 
 @dataclass
 class Attempt:
-    """One attempt. `root` is its directory, None before the first attempt."""
+    """One attempt.
+
+    Attributes:
+        root: its directory, None before the first attempt.
+        damage: what could not be read, and why.
+        known_lines: lines of its JSON Lines files that were read already, by path.
+    """
 
     root: Path | None
     damage: list[str] = field(default_factory=list)
+    known_lines: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
 
     @cached_property
     def job(self) -> Mapping[str, Any]:
@@ -186,6 +193,8 @@ class Attempt:
         return {} if self.root is None else self.document(self.root / name)
 
     def _lines(self, name: str) -> list[Mapping[str, Any]]:
+        if name in self.known_lines:
+            return self.known_lines[name]
         return [] if self.root is None else self.rows(self.root / name)
 
     def _modified(self, name: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from perilune.control.queries.lookup import StageStatus, find_experiment, find_run, stage_statuses
@@ -51,12 +52,19 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
 
 def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`."""
+    name, seed, recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
+    stages = tuple(stage_view(control, one) for one in statuses)
+    return ExperimentView(name, seed, recipe, stages)
+
+
+@lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
+def _recipe(path: Path) -> tuple[str, int, str]:
+    """Name, seed and YAML of a submitted recipe."""
     import yaml
 
-    document = read_json(control.home.experiment(experiment_id) / "recipe.json")
-    recipe = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    stages = tuple(stage_view(control, one) for one in statuses)
-    return ExperimentView(str(document["name"]), int(document["seed"]), recipe, stages)
+    document = read_json(path)
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    return str(document["name"]), int(document["seed"]), text
 
 
 def stage_view(control: Control, one: StageStatus) -> StageView:

@@ -40,8 +40,9 @@
   source.addEventListener("changed", () => location.reload());
 
   // The rest of the page is read again, seldom enough that it costs the machine little.
-  const SELDOM = 30; // times as long as reading takes
-  let next = performance.now() + 10_000;
+  const SOON = 15_000; // milliseconds
+  const SELDOM = 60; // times as long as reading takes
+  let next = performance.now() + SOON;
   async function readAgain() {
     const began = performance.now();
     if (document.hidden || began < next) return;
@@ -52,7 +53,7 @@
       Object.assign(data, rest);
       Report.refresh();
     } finally {
-      next = performance.now() + Math.max(10_000, SELDOM * (performance.now() - began));
+      next = performance.now() + Math.max(SOON, SELDOM * (performance.now() - began));
     }
   }
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from threading import Lock
 from typing import Any
 
 from perilune.control.queries.lookup import StageStatus, experiment_count, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, read_progress
-from perilune.ui.attempt import Attempt
-from perilune.ui.curves import thin
 from perilune.ui.experiment import stage_view
-from perilune.ui.health import healths_of
+from perilune.ui.live.followed import Followed
 from perilune.ui.overview import state_of
 from perilune.ui.report import plain
 from perilune.ui.view import StageView
@@ -22,14 +22,20 @@ GRAVITY = ("broken", "watch", "healthy")
 
 
 class Listing:
-    """Reads the list. What a finished stage wrote is read once."""
+    """Reads the list. What a finished stage wrote is read once, and of a running stage only what is new."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._finished: dict[str, dict[str, Any]] = {}
+        self._followed: dict[str, Followed] = {}
+        self._lock = Lock()  # requests come in threads
 
     def document(self, most: int) -> dict[str, Any]:
         """The latest `most` experiments, the newest first, as JSON."""
+        with self._lock:
+            return self._document(most)
+
+    def _document(self, most: int) -> dict[str, Any]:
         latest = latest_experiments(self._control, most)
         statuses = sorted(
             stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
@@ -62,7 +68,10 @@ class Listing:
     def _stage(self, status: StageStatus, view: StageView) -> dict[str, Any]:
         if view.run_id in self._finished:
             return self._finished[view.run_id]
-        attempt = Attempt(view.attempt_dir)
+        followed = self._followed.get(view.run_id)
+        if followed is None or followed.view != view:
+            followed = self._followed[view.run_id] = Followed(view)
+        followed.grow()
         progress = read_progress(view.attempt_dir) if view.attempt_dir and view.state == "active" else None
         found: dict[str, Any] = plain(
             {
@@ -70,25 +79,25 @@ class Listing:
                 "task": view.task,
                 "run": view.run_id,
                 "state": view.state,
-                "seconds": attempt.seconds,
+                "seconds": followed.attempt.seconds,
                 "progress": progress,
                 "pass@1": status.summary.get("pass@1"),
-                "curve": _curve(attempt),
-                "health": next(iter(healths_of([(view, attempt)])), None),
+                "curve": _curve(followed.attempt.metric_lines),
+                "health": next(iter(followed.health(time.time())), None),
             }
         )
         if view.state in ("succeeded", "failed", "cancelled"):
             self._finished[view.run_id] = found
+            del self._followed[view.run_id]
         return found
 
 
-def _curve(attempt: Attempt) -> Mapping[str, Any] | None:
+def _curve(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The sparkline of a stage: its main figure by step."""
-    columns = attempt.metrics
     for name in CURVES:
-        known = [place for place, value in enumerate(columns.get(name, ())) if value is not None]
-        if len(known) > 1:
-            rows = {key: [columns[key][place] for place in known] for key in ("step", name)}
-            thinned = thin(rows, SPARK)
-            return {"name": name, "step": thinned["step"], "value": thinned[name]}
+        points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
+        if len(points) > 1:
+            places = sorted({round(index * (len(points) - 1) / (SPARK - 1)) for index in range(SPARK)})
+            step, value = zip(*(points[place] for place in places), strict=True)
+            return {"name": name, "step": step, "value": value}
     return None

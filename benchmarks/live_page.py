@@ -1,0 +1,169 @@
+"""What the live page costs: the delay of a point, processor time beside a run, and the paint of a long run.
+
+    python benchmarks/live_page.py [--seconds 30] [--steps 10000]
+
+A real run trains on a tiny model while Chromium shows its page. The long run has the lines and the episodes
+of that run, repeated. Needs Chromium. Writes results/live_page.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
+EPISODES = 100  # in each step of the long run
+ABOUT = (
+    "A tiny model trains with GRPO on one core while a browser shows its page. Delay: from the line in "
+    "`metrics.jsonl` to the point in the page. Processor time: of the server of the page, for each second of "
+    "watching, with one page open. Long run: a run with many steps and episodes, opened in a browser; the "
+    "first paint is the browser's own figure, and contains the server's work."
+)
+sys.path[:0] = [str(ROOT / "tests" / "ui")]
+
+
+@contextmanager
+def chromium() -> Any:
+    """A browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+def servers() -> list[psutil.Process]:
+    """The servers of pages that this process started."""
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if "ui" in one.cmdline()[1:4]]
+
+
+def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
+    """Delays of points, and the server's processor time, while a page shows a run in progress."""
+    page = browser.new_page()
+    page.goto(f"{url}/experiments/alive")
+    page.wait_for_selector('[data-chart="rl-reward"]')
+    last = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
+    (server,) = servers()
+    used = sum(server.cpu_times()[:2])
+    began, first = time.monotonic(), run.steps()
+    delays = []
+    while time.monotonic() - began < seconds:
+        written, since = run.steps(), time.monotonic()
+        while page.evaluate(last) < written:
+            time.sleep(0.01)
+        delays.append(time.monotonic() - since)
+        time.sleep(0.3)
+    spent = time.monotonic() - began
+    page.close()
+    return {
+        "steps a second of the run": round((run.steps() - first) / spent, 2),
+        "median delay, seconds": round(statistics.median(delays), 3),
+        "longest delay, seconds": round(max(delays), 3),
+        "server, share of a core": round((sum(server.cpu_times()[:2]) - used) / spent, 4),
+    }
+
+
+def lengthen(attempt: Path, steps: int) -> None:
+    """Make a dead run long: repeat its lines, and give each step an episode file of `EPISODES` episodes."""
+    from perilune.data.episodes_file import read_episodes, write_episodes
+
+    artifacts = attempt / "artifacts"
+    for name in ("metrics", "timings"):
+        path = artifacts / f"{name}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        lines = (json.dumps(rows[step % len(rows)] | {"step": step + 1}) for step in range(steps))
+        path.write_text("".join(f"{line}\n" for line in lines))
+    first = artifacts / "episodes" / "step-000001.parquet"
+    own = read_episodes(first)
+    many = [own[place % len(own)] for place in range(EPISODES)]
+    for path in artifacts.glob("episodes/*.parquet"):
+        path.unlink()
+    write_episodes(first, many)
+    for step in range(2, steps + 1):
+        os.link(first, first.with_name(f"step-{step:06d}.parquet"))
+
+
+def opened(browser: Any, url: str) -> float:
+    """Seconds to the first paint of a page in a new window."""
+    page = browser.new_page()
+    page.goto(url)
+    page.wait_for_selector(".detail h3")
+    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    page.close()
+    return float(painted) / 1000
+
+
+def measure(seconds: float, steps: int) -> dict[str, Any]:
+    """All figures."""
+    from live_home import pages, training
+
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser, training(Path(folder)) as run:
+        with pages(run.root) as url:
+            live = watched(browser, url, run, seconds)
+        run.kill()
+        lengthen(run.attempt, steps)
+        with pages(run.root) as url:
+            paints = [opened(browser, f"{url}/experiments/alive") for _ in range(5)]
+            lists = [opened_list(browser, url) for _ in range(5)]
+    return {
+        "watching a run": [live],
+        "a long run": [
+            {
+                "steps": steps,
+                "episodes": steps * EPISODES,
+                "first paint, median of 5, seconds": round(statistics.median(paints), 2),
+                "first paint of the list, seconds": round(statistics.median(lists), 2),
+            }
+        ],
+    }
+
+
+def opened_list(browser: Any, url: str) -> float:
+    """Seconds to the first paint of the list of experiments."""
+    page = browser.new_page()
+    page.goto(url)
+    page.wait_for_selector("a.experiment")
+    painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    page.close()
+    return float(painted) / 1000
+
+
+def main() -> None:
+    """Measure and write."""
+    from perilune.bundle.machine import describe_machine
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--steps", type=int, default=10_000)
+    given = parser.parse_args()
+    document = {
+        "title": "Delay and cost of the live page",
+        "about": ABOUT,
+        "command": f"python benchmarks/live_page.py --seconds {given.seconds:g} --steps {given.steps}",
+        **measure(given.seconds, given.steps),
+        "machine": describe_machine(),
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps({name: document[name] for name in ("watching a run", "a long run")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A stage whose files are read once, and then only where they grow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perilune.ui.attempt import Attempt
+from perilune.ui.health import StageHealth, healths_of
+from perilune.ui.view import StageView
+
+CHUNK = 4 << 20  # bytes to read at a time; a longer line is skipped
+FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
+SELDOM = 20  # judging takes at most this part of the time
+
+Row = Mapping[str, Any]
+
+
+class Followed:
+    """Follows one attempt.
+
+    Args:
+        known: sizes of `FILES` that count as read; what lies beyond is new.
+
+    Attributes:
+        view: the stage as it was seen last.
+        attempt: its files, with all lines that were read.
+        offsets: bytes of `FILES` that were read.
+    """
+
+    def __init__(self, view: StageView, known: Sequence[int] = (0, 0)) -> None:
+        self.view = view
+        self.attempt = Attempt(view.attempt_dir, known_lines={name: [] for name in FILES})
+        self.offsets = [0, 0]
+        self._health: list[StageHealth] = []
+        self._next = 0.0
+        for place, most in enumerate(known):
+            self._read(place, most)
+
+    def grow(self) -> tuple[list[Row], list[Row]]:
+        """The new lines of metrics.jsonl and timings.jsonl."""
+        return self._read(0), self._read(1)
+
+    def health(self, now: float) -> list[StageHealth]:
+        """The verdict; an old one if the last one took long."""
+        began = time.monotonic()
+        if began >= self._next:
+            self._health = healths_of([(self.view, self.attempt)], now)
+            self._next = time.monotonic() + SELDOM * (time.monotonic() - began)
+        return self._health
+
+    def _read(self, place: int, until: int | None = None) -> list[Row]:
+        if self.view.attempt_dir is None:
+            return []
+        path, found = self.view.attempt_dir / FILES[place], list[Row]()
+        while until is None or self.offsets[place] < until:
+            rows, offset = appended(path, self.offsets[place], until)
+            if offset == self.offsets[place]:
+                break
+            found += rows
+            self.offsets[place] = offset
+        self.attempt.known_lines[FILES[place]].extend(found)
+        return found
+
+
+def appended(path: Path, offset: int, until: int | None = None) -> tuple[list[Row], int]:
+    """The complete lines of a JSON Lines file from `offset` to `until`, and the offset after them.
+
+    A line that is no JSON object, or is longer than `CHUNK`, is left out. A file that was replaced by a
+    shorter one is read from its start.
+    """
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(offset if offset <= size else (offset := 0))
+            data = stream.read(CHUNK if until is None else min(CHUNK, max(0, until - offset)))
+    except OSError:
+        return [], offset
+    end = data.rfind(b"\n") + 1
+    if end == 0:
+        return [], offset + (len(data) if len(data) == CHUNK else 0)
+    rows: list[Row] = []
+    for line in data[:end].splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows, offset + end
