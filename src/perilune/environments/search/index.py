@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from perilune.environments.search.corpus import Corpus, Document
 from perilune.errors import RequestError
 
@@ -34,14 +37,15 @@ class Index:
     def search(self, query: str, k: int) -> list[Document]:
         """The best `k` documents that have a word of the query, the best first."""
         scores = self.scores(query)
-        return [self._documents[number] for number in ranked(scores)[:k] if scores[number] > 0]
+        found = scores.nonzero()[0]
+        return [self._documents[number] for number in found[ranked(scores[found])[:k]]]
 
-    def scores(self, query: str) -> list[float]:
+    def scores(self, query: str) -> NDArray[np.float32]:
         """The score of each document; 0 for those without a word of the query."""
         words = [word for word in _words(query) if word in self._known]
         if not words:
-            return [0.0] * len(self._documents)
-        scores: list[float] = self._bm25.get_scores(words).tolist()
+            return np.zeros(len(self._documents), np.float32)
+        scores: NDArray[np.float32] = self._bm25.get_scores(words)
         return scores
 
 
@@ -55,9 +59,9 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def ranked(scores: Sequence[float]) -> list[int]:
+def ranked(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int64]:
     """The numbers of documents, the best first; equal scores in their order."""
-    return sorted(range(len(scores)), key=lambda number: -scores[number])
+    return np.argsort(-np.asarray(scores), kind="stable")
 
 
 def _bm25() -> Any:

@@ -90,7 +90,7 @@ class SearchStack:
     ) -> list[Document]:
         if self._embeddings:
             texts = [f"{one['title']}\n{one['text']}".strip() for one in documents]
-            scores = self._embeddings.similarities(query, texts)
+            order = ranked(self._embeddings.similarities(query, texts))
         else:
-            scores = Index(documents).scores(query)
-        return [documents[number] for number in ranked(scores)[:k]]
+            order = ranked(Index(documents).scores(query))
+        return [documents[number] for number in order[:k]]
