@@ -89,7 +89,9 @@ def test_filter_dedup_and_extract() -> None:
     found = documents("Kova has its seat in Lumi.", "kova has its SEAT in lumi", "Bela is led by Rita.")
     assert functions.filter(found, "seat LUMI") == found[:2] and functions.filter(found, "sea") == []
     assert functions.dedup(found) == [found[0], found[2]]
+    assert functions.dedup(documents("a bc", "ab c")) == documents("a bc", "ab c")
     assert functions.extract(found, "seat in {}.") == ["Lumi"]
+    assert functions.extract(found, "SEAT in {}") == ["Lumi", "lumi"]
     assert functions.extract(found, "{} is led") == ["Bela"] and functions.extract(found, "x {}") == []
     for wrong in ("no place", "{} {}"):
         with pytest.raises(ValueError, match="needs one"):
@@ -101,6 +103,12 @@ def test_rerank_orders_given_documents_and_keeps_those_without_a_match() -> None
     given = documents("x", "y z", "z")
     assert [one["id"] for one in stack.call("rerank", [given, "z"], {})] == ["d3", "d2", "d1"]
     assert stack.call("rerank", [given], {"query": "y", "k": 1}) == [given[1]]
+
+
+def test_a_search_returns_at_most_the_results_that_the_section_allows() -> None:
+    stack = SearchStack(Index(documents("a", "a", "a")), 2, 5)
+    assert len(stack.call("search", ["a"], {})) == 2 and len(stack.call("search", ["a", 1], {})) == 1
+    assert len(stack.call("fan_out", [["a", "b", "a"]], {})) == 4 and stack.searches == 5
 
 
 @pytest.mark.parametrize(
@@ -190,14 +198,17 @@ def test_single_calls_work_on_the_documents_that_were_seen_last(own: dict[str, A
         call("filter", words="a", documents=[2]),
         call("filter", words="planet", documents=[2]),
         call("rerank", query="star", documents=[1]),
+        call("extract", template="{} star"),
+        call("dedup"),
         call("python", code="1"),
         "<tool_call>no</tool_call>",
         "<answer>Phobos</answer>",
     ]
-    _, seen = play({**own, "mode": "calls"}, actions)
+    _, seen = play({**own, "mode": "calls", "turns": 12}, actions)
     assert seen[:3] == ["(nothing)", "1 Venus: A planet without moons.\n2 Sun: A star.\n", "1 Sun: A star.\n"]
     assert seen[3] == "error: documents is a list of numbers up to 1" and seen[4] == "1 Sun: A star.\n"
-    assert seen[5:] == ["error: there is no function python", "error: a malformed call"]
+    assert seen[5:7] == ["1 A\n", "1 Sun: A star.\n"]
+    assert seen[7:] == ["error: there is no function python", "error: a malformed call"]
 
 
 def test_errors_of_functions_are_exceptions_in_the_code(own: dict[str, Any]) -> None:
