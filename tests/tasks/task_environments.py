@@ -228,3 +228,21 @@ class Beside(Team):
         for number in range(self.max_turns):
             said = ({"role": "user", "content": f"do {number} "},)
             yield [AgentTurn("", said), AgentTurn("0", said, "part", 6)]
+
+
+class Long(MultiTurn):
+    """Three turns with an output after each; worth the share of digits in the last action."""
+
+    id, max_turns, cut_off = "long", 3, "0"  # so that an action that is too long ends nothing
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.section = dict(section)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        return Digits({}).tasks(split, seed)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        yield ask()
+        yield ask("12345", role="tool")
+        action = yield ask("67890", role="tool")
+        yield end_episode(sum(one.isdigit() for one in action) / max(len(action), 1))

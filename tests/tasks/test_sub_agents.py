@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.data.spans import critical_steps, total_steps
 from perilune.environments import Task, Transcript
+from perilune.errors import RequestError
 from perilune.rollout.groups import Groups
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
@@ -231,6 +233,28 @@ def test_a_stage_trains_with_sub_agents(tmp_path: Path, trained: bool) -> None:
         assert line["reward"] == pytest.approx(step["reward"].mean())
         assert line["groups"] == 3
     assert any("sub_agents" in figures_of(pairs) for pairs in own["metrics"])
+
+
+def test_a_policy_learns_in_every_context_of_a_long_episode(tmp_path: Path) -> None:
+    section = {
+        "id": "factory",
+        "factory": "task_environments:Long",
+        "context": {"rule": "fold", "above": 8, "last": 0},
+    }
+    options: dict[str, Any] = {
+        "environment": section,
+        "steps": 2,
+        "prompts": 3,
+        "samples": 4,
+        "max_tokens": 6,
+    }
+    bundle = run_task(tmp_path, "rl", train_sub_agents=True, **options)
+    rows = episodes(bundle)
+    later = rows[rows["group_id"].str.endswith("/agents")]
+    assert 0 < len(later) < len(rows) and summary(bundle)["logprob_gap_max"] < 1e-5
+    assert set(later["reward"]) <= set(rows["reward"]) and later["loss_mask"].map(any).all()
+    with pytest.raises(RequestError, match="would not learn in them"):
+        run_task(tmp_path / "only the first", "rl", **options)
 
 
 def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -> None:

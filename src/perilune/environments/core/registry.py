@@ -18,12 +18,13 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from perilune.environments.core import prompting
+from perilune.environments.core import managed_context, prompting
 from perilune.environments.core.episode_settings import KEY, EpisodeSettings, episode_settings
+from perilune.environments.core.managed_context import ContextSettings, ManagedContext
 from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
@@ -200,7 +201,8 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     """
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    apart = (REWARDS, KEY, prompting.KEY, *(("id", SOURCE) if names_file(spec.get("id")) else ()))
+    shared = (REWARDS, KEY, prompting.KEY, managed_context.KEY)
+    apart = (*shared, *(("id", SOURCE) if names_file(spec.get("id")) else ()))
     own = {name: value for name, value in spec.items() if name not in apart}
     try:
         settings = episode_settings(spec)
@@ -230,11 +232,21 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
                 where=f"environment.{KEY}.{bound}",
                 remedy="remove it; the stage's max_tokens limits the answer",
             )
-    if parts:
-        return environment  # each part has the rewards and the prompting
-    if spec.get(prompting.KEY):
-        environment = PromptedEnvironment(environment, _prompting_settings(spec[prompting.KEY]))
-    if spec.get(REWARDS):
+    return _with_sections(environment, spec)
+
+
+def _with_sections(environment: Environment, spec: Mapping[str, Any]) -> Environment:
+    """The environment with the sections that every environment accepts. Parts have rewards and prompting."""
+    has_parts = bool(part_sections(spec))
+    if spec.get(prompting.KEY) and not has_parts:
+        asked = _shared(PromptingSettings, prompting.KEY, spec[prompting.KEY])
+        environment = PromptedEnvironment(environment, asked)
+    if spec.get(managed_context.KEY):
+        if spec.get("id") == MIXTURE:
+            raise RequestError("belongs to a part", where="environment.context", remedy="set it in each part")
+        kept = _shared(ContextSettings, managed_context.KEY, spec[managed_context.KEY])
+        environment = ManagedContext(environment, kept)
+    if spec.get(REWARDS) and not has_parts:
         return WeightedRewards(environment, spec[REWARDS])
     return environment
 
@@ -262,11 +274,15 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
 
 
-def _prompting_settings(section: Any) -> PromptingSettings:
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def _shared(model: type[Settings], key: str, section: Any) -> Settings:
+    """The settings in a section that every environment accepts."""
     try:
-        return PromptingSettings.model_validate(section)
+        return model.model_validate(section)
     except ValidationError as error:
-        raise _request_error(error, PromptingSettings, f"{prompting.KEY}.") from None
+        raise _request_error(error, model, f"{key}.") from None
 
 
 @cache
@@ -276,8 +292,10 @@ def _with_shared_sections(model: type[BaseModel]) -> type[BaseModel]:
         default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
     )
     asked = Field(None, description="prompt of a pretrained model, and how its answer is extracted")
+    context = Field(None, description="what leaves the policy's context in a long episode; null: nothing")
     fields: dict[str, Any] = {
         KEY: (EpisodeSettings, episodes),
+        managed_context.KEY: (ContextSettings | None, context),
         prompting.KEY: (PromptingSettings | None, asked),
     }
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)

@@ -1,0 +1,202 @@
+"""The `context` section: what leaves the policy's context in a long episode.
+
+When the conversation grows beyond `above`, the policy continues in a new context: the task, what the rule
+keeps of the conversation, and the new messages. The new context is a sub-agent of the episode, so every token
+keeps the context in which it was sampled, also in the loss, and contexts with the same beginning share it in
+the prefix cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
+from perilune.environments.core.protocol import (
+    AgentTurn,
+    Environment,
+    EpisodeFailedError,
+    Message,
+    Observation,
+    Split,
+    Task,
+)
+from perilune.errors import RequestError
+
+KEY = "context"  # in the environment section of a recipe
+
+Turn = tuple[Message, ...]
+"""The environment's messages, and the policy's action."""
+
+_DROPPED = "[dropped]"
+_FOLDED = "[{turns} earlier turns are not shown]"
+_SUMMARY = "Summary of the earlier turns: {summary}"
+_FOLD = re.compile(r"<fold>(.*?)</fold>", re.DOTALL)
+
+
+class ContextSettings(BaseModel):
+    """What leaves the context of a long episode."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rule: Literal["drop_output", "fold", "summarise", "policy"] = Field(
+        description="drop_output: earlier messages of the environment become '[dropped]'; fold: earlier"
+        " turns are left out; summarise: the policy summarises them; policy: <fold>text</fold> in an action"
+        " replaces all turns so far by the text"
+    )
+    above: int = Field(
+        4000, ge=1, description="characters of the messages after the prompt; the rule applies above them"
+    )
+    last: int = Field(2, ge=0, le=100, description="latest turns that stay as they are")
+    ask: str = Field(
+        "Summarise the work so far. From now on you see only the task and this summary.",
+        min_length=1,
+        description="message that asks for a summary",
+    )
+
+
+class ManagedContext(MultiTurn):
+    """An environment with several turns whose policy sees what the rule leaves of the conversation.
+
+    Raises:
+        RequestError: for an environment with a single turn or several players.
+    """
+
+    stops_agents = True  # the environment's stop texts end the turns of all contexts
+
+    def __init__(self, environment: Environment, settings: ContextSettings) -> None:
+        own_turns = getattr(environment, "max_turns", 1)
+        if own_turns == 1 or getattr(environment, "players", 1) > 1:
+            kind = "a single turn" if own_turns == 1 else "several players"
+            raise RequestError(
+                f"needs an environment with several turns and one player; {environment.id} has {kind}",
+                where=f"environment.{KEY}",
+                remedy="remove it",
+            )
+        self.id = environment.id
+        self.max_turns = 2 * own_turns  # a summary is a turn, too; the environment counts its own
+        self.confined = getattr(environment, "confined", True)
+        self.cut_off = getattr(environment, "cut_off", None)
+        self._environment, self._settings = environment, settings
+
+    def __getattr__(self, name: str) -> Any:
+        """What the environment offers besides the protocol."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._environment, name)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The environment's tasks."""
+        return self._environment.tasks(split, seed)
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        """Play the environment's episode in as many contexts as the rule needs."""
+        session = self._environment.reset(task, rng.seed)
+        context = _Context(task, self._settings)
+        try:
+            while not (seen := session.observation).done:
+                if seen.turns:
+                    raise EpisodeFailedError("environment", "context does not support sub-agents")
+                session.step((yield from context.act(seen.messages)))
+        finally:
+            session.close()
+        figures = {**session.observation.metrics, "contexts": float(context.number + 1)}
+        done = session.observation
+        yield Observation(
+            done.messages, 0, done.rewards, done.terms, figures, done=True, truncated=done.truncated
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+
+class _Context:
+    """The policy's context in one episode.
+
+    Attributes:
+        number: how many contexts came before.
+    """
+
+    def __init__(self, task: Task, settings: ContextSettings) -> None:
+        self.number = 0
+        self._prompt, self._settings = task.prompt, settings
+        self._note = ""  # what stands for turns that are gone
+        self._turns: list[Turn] = []
+        self._opening: tuple[Message, ...] = ()  # of a new context, until the policy sees it
+
+    def act(self, messages: tuple[Message, ...]) -> Generator[Observation, str, str]:
+        """The policy's action on the environment's messages."""
+        gone, kept = self._parted()
+        if self._settings.rule != "policy" and gone and self._size(messages) > self._settings.above:
+            yield from self._shorten(gone, kept, messages)
+        action: str = yield self._observation(messages)
+        fold = _FOLD.search(action) if self._settings.rule == "policy" else None
+        if fold:
+            action = action[fold.end() :].strip()
+            own: Message = {"role": "assistant", "content": action}
+            self._open(_SUMMARY.format(summary=fold[1].strip()), [(own,)] if action else [])
+            if action:
+                return action
+            action = yield self._observation(messages)
+        self._turns.append((*messages, {"role": "assistant", "content": action}))
+        return action
+
+    def _parted(self) -> tuple[list[Turn], list[Turn]]:
+        """The turns that a rule may change, and the latest ones."""
+        place = max(len(self._turns) - self._settings.last, 0)
+        return self._turns[:place], self._turns[place:]
+
+    def _size(self, messages: Sequence[Message]) -> int:
+        shown = [*chain.from_iterable(self._turns), *messages]
+        return len(self._note) + sum(len(one["content"]) for one in shown)
+
+    def _shorten(
+        self, gone: list[Turn], kept: list[Turn], messages: tuple[Message, ...]
+    ) -> Generator[Observation, str, None]:
+        """Apply the rule, unless it would change nothing."""
+        match self._settings.rule:
+            case "drop_output":
+                dropped = [tuple(map(_without_output, turn)) for turn in gone]
+                if dropped != gone:
+                    self._open(self._note, [*dropped, *kept])
+            case "fold":
+                before = int(self._note.strip("[").partition(" ")[0] or 0)
+                self._open(_FOLDED.format(turns=before + len(gone)), kept)
+            case _:
+                asked: Message = {"role": "user", "content": self._settings.ask}
+                summary = yield self._observation((*messages, asked))
+                self._open(_SUMMARY.format(summary=summary.strip()), kept)
+
+    def _open(self, note: str, turns: list[Turn]) -> None:
+        """Begin a new context with the task, a note and these turns."""
+        self.number += 1
+        self._note, self._turns = note, turns
+        noted: list[Message] = [{"role": "user", "content": note}] if note else []
+        self._opening = (*self._prompt, *noted, *chain.from_iterable(turns))
+
+    def _observation(self, messages: tuple[Message, ...]) -> Observation:
+        if not self.number:
+            return Observation(messages)
+        shown, self._opening = (*self._opening, *messages), ()
+        return Observation(turns=(AgentTurn(str(self.number - 1), _merged(shown), "context"),))
+
+
+def _without_output(message: Message) -> Message:
+    return message if message["role"] == "assistant" else {**message, "content": _DROPPED}
+
+
+def _merged(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages, with one for several of the user in a row, because chat templates refuse these."""
+    found: list[Message] = []
+    for one in messages:
+        if found and one["role"] == found[-1]["role"] == "user":
+            found[-1] = {**one, "content": f"{found[-1]['content']}\n\n{one['content']}"}
+        else:
+            found.append(one)
+    return tuple(found)
