@@ -109,6 +109,10 @@ def test_a_search_returns_at_most_the_results_that_the_section_allows() -> None:
     stack = SearchStack(Index(documents("a", "a", "a")), 2, 5)
     assert len(stack.call("search", ["a"], {})) == 2 and len(stack.call("search", ["a", 1], {})) == 1
     assert len(stack.call("fan_out", [["a", "b", "a"]], {})) == 4 and stack.searches == 5
+    large = SearchStack(Index(documents("a " * 300_000)), 2, 5)
+    assert large.call("search", ["a"], {})
+    with pytest.raises(InvalidCallError, match="ask for fewer"):
+        large.call("search", ["a"], {})
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,14 @@ def test_single_calls_work_on_the_documents_that_were_seen_last(own: dict[str, A
     assert seen[3] == "error: documents is a list of numbers up to 1" and seen[4] == "1 Sun: A star.\n"
     assert seen[5:7] == ["1 A\n", "1 Sun: A star.\n"]
     assert seen[7:] == ["error: there is no function python", "error: a malformed call"]
+
+
+def test_calls_that_are_too_large_for_the_sandbox_end_the_block_and_not_the_episode(
+    own: dict[str, Any],
+) -> None:
+    code = "for n in range(6): search(f'{n}' * 10**6)"
+    score, seen = play(own, [fenced("n = 5"), fenced(code), fenced("print(n)"), "<answer>Phobos</answer>"])
+    assert seen[1].startswith("[ended: results") and seen[2] == "5\n" and score.reward == 1.0
 
 
 def test_errors_of_functions_are_exceptions_in_the_code(own: dict[str, Any]) -> None:

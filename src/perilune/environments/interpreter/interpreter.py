@@ -22,6 +22,8 @@ from perilune.sandbox import Execution, Sandbox, SandboxLimits
 _REMEMBERED = 512  # runs; samples of a group often write the same code
 _LARGEST_TEXT = 1 << 16  # characters of texts in a run that is remembered
 
+_FOLDER = 1 << 16  # bytes of the scratch folder for the program and the folder itself
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -60,7 +62,8 @@ class BlockResult:
     Attributes:
         output: what it printed, or its traceback.
         answer: `answer["content"]` as text if `answer["ready"]` is true, else None.
-        cause: why it was ended, as in `Execution.cause`, or "calls" for too many of them. Its variables are
+        cause: why it was ended, as in `Execution.cause`, or "calls" for too many of them, or "results" if
+            they are too large, with the arguments. Its variables are
             then lost.
     """
 
@@ -70,9 +73,14 @@ class BlockResult:
 
 
 class CodeRunner:
-    """Runs programs in a sandbox, and remembers the outcome of small ones."""
+    """Runs programs in a sandbox, and remembers the outcome of small ones.
+
+    Attributes:
+        room: characters of a state and texts that fit into the scratch folder.
+    """
 
     def __init__(self, limits: SandboxLimits, allow_missing: Sequence[str] = ()) -> None:
+        self.room = limits.scratch_bytes - _FOLDER
         self._sandbox = Sandbox(limits, allow_missing=allow_missing)
         self._program = Path(inside.__file__).read_text()
         self._remembered = lru_cache(maxsize=_REMEMBERED)(self._execute)
@@ -126,7 +134,12 @@ class Interpreter:
         known = len(self._results)
         self._blocks.append(code)
         while True:
-            execution = self._execute()
+            state = self._state()
+            if len(state) + sum(map(len, self.texts.values())) > self.runner.room and self._results:
+                return self._undo(known, "", "results")
+            execution = self.runner.run(
+                state, tuple((f"{name}.txt", text) for name, text in self.texts.items())
+            )
             outcome = _outcome(execution)
             if execution.cause:
                 return self._undo(known, execution.output, execution.cause)
@@ -145,8 +158,7 @@ class Interpreter:
         del self._results[known:]
         return BlockResult(output, cause=cause)
 
-    def _execute(self) -> Execution:
-        files = {f"{name}.txt": text for name, text in self.texts.items()}
+    def _state(self) -> str:
         state = {
             "prelude": self.prelude,
             "blocks": self._blocks,
@@ -154,7 +166,7 @@ class Interpreter:
             "functions": list(self.functions),
             "results": self._results,
         }
-        return self.runner.run(json.dumps(state), tuple(files.items()))
+        return json.dumps(state)
 
 
 def _outcome(execution: Execution) -> dict[str, Any]:

@@ -21,6 +21,7 @@ SOURCE = Path(functions.__file__).read_text()
 """Python that defines the other functions."""
 
 _MOST_GIVEN = 1000  # documents or queries in the arguments of a call
+_MOST_RETURNED = 1_000_000  # characters of all results of an episode, which travel into the sandbox
 
 Documents = Annotated[list[Document], Field(max_length=_MOST_GIVEN)]
 Queries = Annotated[list[str], Field(max_length=_MOST_GIVEN)]
@@ -48,6 +49,7 @@ class SearchStack:
         self._index, self._most_results, self._most_searches = index, most_results, most_searches
         self._embeddings = embeddings
         self.searches = 0
+        self._returned = 0
         strict = validate_call(config=ConfigDict(strict=True))
         self.functions: Mapping[str, Callable[..., Any]] = {
             "search": strict(self._search),
@@ -65,7 +67,7 @@ class SearchStack:
             InvalidCallError: when an argument is wrong, or there are too many searches.
         """
         try:
-            return self.functions[name](*arguments, **named)
+            result = self.functions[name](*arguments, **named)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = first["loc"][0]
@@ -74,6 +76,11 @@ class SearchStack:
             raise InvalidCallError(f"{name}: {place}: {first['msg']}") from None
         except (ValueError, KeyError) as error:
             raise InvalidCallError(f"{name}: {error}") from None
+        size = sum(len("".join(one.values()) if isinstance(one, dict) else one) for one in result)
+        if self._returned + size > _MOST_RETURNED:
+            raise InvalidCallError(f"{name}: an episode may get {_MOST_RETURNED} characters; ask for fewer")
+        self._returned += size
+        return result
 
     def _search(self, query: str, k: Annotated[int, Field(ge=1)] = 10) -> list[Document]:
         return self._fan_out([query], k)
