@@ -113,7 +113,9 @@ def data_block(name: str, json_text: str) -> str:
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
-_EXACT = (int, str, type(None), bool)  # need no look
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return (kind is float and math.isfinite(value)) or kind is int or value is None or kind is str
 
 
 def plain(value: Any) -> Any:
@@ -123,7 +125,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [item if type(item) in _EXACT else plain(item) for item in value]
+        return [item if _is_plain(item) else plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

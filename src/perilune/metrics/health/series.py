@@ -22,14 +22,13 @@ class Series:
         by_step = {step: row for row in rows if isinstance(step := row.get("step"), int) and step > 0}
         self.steps = sorted(by_step)
         self._rows = [by_step[step] for step in self.steps]
+        self._columns: dict[str, list[float | None]] = {}
 
     def column(self, name: str) -> list[float | None]:
         """The values of a metric by step; None where it is missing or not finite."""
-        return [_number(row.get(name)) for row in self._rows]
-
-    def names(self, prefix: str) -> list[str]:
-        """Names of the metrics that begin with `prefix`."""
-        return sorted({name for row in self._rows for name in row if name.startswith(prefix)})
+        if name not in self._columns:
+            self._columns[name] = [_number(row.get(name)) for row in self._rows]
+        return self._columns[name]
 
     def since(self, flags: Sequence[bool]) -> int | None:
         """The step at which the condition began that holds at the last step; None if none holds.

@@ -14,7 +14,7 @@ from perilune.ui.view import StageView
 
 CHUNK = 4 << 20  # bytes to read at a time; a longer line is skipped
 FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
-SELDOM = 20  # judging takes at most this part of the time
+SELDOM = 100  # judging takes at most one part in this many of the time
 
 Row = Mapping[str, Any]
 
