@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from live_home import LiveHome, pages, training, wait_for
-from test_report_browser import ARGUMENTS, CHROMIUM
+from test_report_browser import ARGUMENTS, CHROMIUM, PAYLOADS
+
+from perilune.ui.live.app import LIST_SCRIPTS
+from perilune.ui.report import render_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -128,6 +131,25 @@ def test_the_list_is_searched_and_experiments_are_compared(browser: Any, run: Li
     page.locator(".brand").click()
     page.wait_for_selector("a.experiment")
     assert errors == []
+    page.close()
+
+
+def test_names_in_the_list_are_only_text(browser: Any) -> None:
+    hostile = PAYLOADS[0]
+    finding = {"name": hostile, "status": "broken", "since": None, "why": hostile, "remedy": hostile}
+    health = {"stage": hostile, "state": "active", "status": "broken", "steps": 1, "findings": [finding]}
+    stage = {"stage": hostile, "task": hostile, "run": hostile, "state": "active", "progress": None}
+    stage |= {"health": health, "pass@1": None, "curve": {"name": hostile, "step": [1, 2], "value": [0, 1]}}
+    one = {"id": "01X", "name": hostile, "submitted": 0.0, "overrides": [hostile], "state": "active"}
+    document = {"home": hostile, "older": 0, "experiments": [one | {"health": health, "stages": [stage]}]}
+    page = browser.new_page()
+    html = render_page("Perilune", LIST_SCRIPTS, document, live=True)
+    page.route("**/*", lambda route: route.fulfill(status=200, content_type="text/html", body=html))
+    page.goto("http://localhost/")
+    assert page.locator("a.experiment b").first.inner_text() == hostile
+    assert hostile in page.locator("a.experiment .how").inner_text()
+    assert page.locator("main img, [onerror]").count() == 0
+    assert page.evaluate("window.broken") is None
     page.close()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,10 @@ def test_the_command_does_not_know_what_was_never_run(
     result = CliRunner().invoke(app, ["report", "nothing"])
     assert isinstance(result.exception, RequestError)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_front_end_is_small() -> None:
+    assets = [one.read_bytes() for one in (files("perilune.ui") / "assets").iterdir() if one.is_file()]
+    assert len(assets) > 10
+    assert sum(map(len, assets)) < 200_000
+    assert sum(len(gzip.compress(one)) for one in assets) < 60_000
