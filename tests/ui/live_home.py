@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -106,5 +107,5 @@ def pages(home: Path, *options: str, **variables: str) -> Iterator[str]:
         said = "".join(iter(server.stdout.readline, "}\n"))
         yield str(json.loads(said + "}")["url"])
     finally:
-        server.terminate()
-        server.wait(10)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0  # Ctrl-C is how it ends

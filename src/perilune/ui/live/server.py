@@ -50,4 +50,5 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End the streams, which would never end by themselves, then stop."""
         self.config.app.state.closing = True  # type: ignore[union-attr]
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit
+        self.should_exit = True
