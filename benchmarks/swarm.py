@@ -30,8 +30,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     PARALLEL: ("rl.auxiliary_rewards.weights={parallel: 2.0}", NO_BUDGET),
     PARL: (),
 }
-KEYS, STEPS = 8, 70
-PAID = range(26, 36)  # the last ten steps with weights above 0
+KEYS, STEPS = 8, 80
+PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
 ABOUT = (
     "A task asks for the values of 8 keys, each hidden in a shard of its own. A tiny model from nothing "
@@ -45,9 +45,8 @@ ABOUT = (
     "results and sampled ones. A sub-agent counts as finished if it ends with a value. A prefix that "
     "sub-agents share is counted for each of them. The orchestrator learns when to spawn and what to hand "
     "over; looking up one value is a skill of SFT, and no arm tests whether a larger model would find the "
-    "swarm without being shown it. With a longer cold start (500 SFT steps, after which swarms are nearly "
-    "as accurate as one agent) and a lower learning rate, one seed showed the serial collapse but no "
-    "spurious parallelism within 60 steps: it takes exploration."
+    "swarm without being shown it. The rates matter: with 400 steps of SFT and a learning rate of 8e-4, the "
+    "training with all terms diverged for one of two seeds."
 )
 
 
@@ -148,7 +147,7 @@ def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
         f" sub-agents in steps {PAID[0]} to {PAID[-1]}, of which {fmean(rate):.0%} finished; with finish"
         f" {fmean(cured):.0%}"
         f" ({_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}: more than {2 * KEYS}, and fewer"
-        " finish, in every seed).",
+        f" finish, in every one of {len(rate)} seeds).",
         f"Cure: with all terms and the budget, critical steps change by {steps.mean:+.0%} (95% interval"
         f" {steps.low:+.0%} to {steps.high:+.0%}; {_said(steps.high <= -0.4)}: 40% fewer), and accuracy by"
         f" {100 * accuracy.mean:+.1f} points ({100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f};"
