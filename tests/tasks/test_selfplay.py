@@ -20,9 +20,11 @@ from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.rl.update import PolicyUpdates
 from perilune.tasks.selfplay.league import League
 from perilune.tasks.selfplay.matches import Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
+from perilune.tasks.selfplay.spec import SelfPlaySpec
 from perilune.tasks.stage.training import StepReport
 
 FINAL = "artifacts/checkpoints/final"
@@ -248,3 +250,41 @@ def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], mess
 
     with pytest.raises(RequestError, match=message):
         plugin.plan(make_job("selfplay", **options(**change)))
+
+
+def test_the_magnet_is_the_newest_member_after_a_kill_too(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, str]] = []
+    make = PolicyUpdates._make
+
+    def watched(self: PolicyUpdates, groups: Any, step: int) -> Any:
+        assert self._reference is not None
+        seen.append((step, checksum(dict(self._reference.named_parameters()))))
+        if step == killed_at:
+            raise KeyboardInterrupt
+        return make(self, groups, step)
+
+    monkeypatch.setattr(PolicyUpdates, "_make", watched)
+    settings = options(kl=0.2, kl_estimator="k2", league={"magnet": "newest"}, steps=5)
+    job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **settings), {"checkpoint": start}
+    killed_at, whole = -1, make_bundle(tmp_path / "whole", job, inputs)
+    run_in(whole)
+    members = {step: checksum(weights(whole / LEAGUE / f"step-{step:06d}")) for step in (0, 2, 4)}
+    assert len(set(members.values())) == 3
+    assert seen == [(step, members[step // 2 * 2]) for step in range(5)]
+    killed_at, broken = 3, make_bundle(tmp_path / "broken", job, inputs)
+    with pytest.raises(KeyboardInterrupt):
+        run_in(broken)
+    killed_at, again = -1, make_bundle(tmp_path / "again", job, inputs)
+    restore_outputs(broken / "artifacts", again / "artifacts")
+    run_in(again)
+    assert compare_artifacts(whole, again) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "what"), [({}, "kl is 0"), ({"kl": 0.1, "lora": {"rank": 2}}, "Remove lora")]
+)
+def test_a_magnet_without_a_reference_that_can_move_is_refused(more: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        SelfPlaySpec.model_validate({"checkpoint": "sft", "league": {"magnet": "newest"}, **more})

@@ -75,7 +75,8 @@ def run(
             longest=player.longest,
             draws_are_known=getattr(player.environment, "players", 1) == 1,
         )
-        gold = GoldWatch(workspace, lambda: reference or load_start(), spec.temperature, spec.token_budget)
+        start = None if opponents.moves_reference else reference
+        gold = GoldWatch(workspace, lambda: start or load_start(), spec.temperature, spec.token_budget)
         own = OwnMetrics(spec.metrics, workspace.log)
         recorder = Recorder(workspace, gold, own, stop_without_signal=stop_without_signal)
 
@@ -83,6 +84,8 @@ def run(
             publisher.publish()
             groups = publisher.check_versions(source.sample(done + 1, watch))
             of_source = source.figures(groups)
+            if opponents.move_reference(reference):
+                publisher.accept_reference()
             with watch.time_learning():
                 weighted, figures = updates.make(groups, done)
             figures = {**figures, **of_source, "epoch": source.epoch}

@@ -18,7 +18,10 @@ class NoOpponents:
 
     Attributes:
         rollouts: the worker that samples the stage's episodes.
+        moves_reference: whether the reference policy changes during the stage.
     """
+
+    moves_reference = False
 
     def __init__(self, rollouts: RolloutWorker) -> None:
         self.rollouts = rollouts
@@ -28,6 +31,10 @@ class NoOpponents:
     ) -> dict[str, float]:
         """Called after each step's update; returns the step's metrics, possibly with more of them."""
         return figures
+
+    def move_reference(self, reference: Decoder | None) -> bool:
+        """Called before each step's update; returns whether it changed the reference policy."""
+        return False
 
     def write(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
         """Write the stage's final policy."""

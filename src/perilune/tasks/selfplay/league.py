@@ -55,6 +55,8 @@ class League(NoOpponents):
         self._workspace, self._spec, self._settings = workspace, spec, spec.league
         self._learner, self._snapshots, self._evaluator = learner, snapshots, evaluator
         self._lines: list[Mapping[str, float]] | None = None
+        self._magnet: int | None = None  # the member that the reference is a copy of, in this attempt
+        self.moves_reference = spec.league.magnet == "newest"
         super().__init__(replace(evaluator.rollouts, opponents=self))
 
     @property
@@ -101,6 +103,15 @@ class League(NoOpponents):
 
     def _load(self, step: int) -> Engine:
         return self._snapshots.load(step, self._record["members"][str(step)])
+
+    def move_reference(self, reference: Decoder | None) -> bool:
+        """With `magnet: newest`, make the reference a copy of the newest member."""
+        newest = max(map(int, self._record["members"]))
+        if reference is None or not self.moves_reference or newest == self._magnet:
+            return False
+        self._snapshots.copy(newest, self._record["members"][str(newest)], reference)
+        self._magnet = newest
+        return True
 
     # -- after each step ---------------------------------------------------------------------------------
 

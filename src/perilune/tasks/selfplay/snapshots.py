@@ -42,8 +42,18 @@ class Snapshots:
             RequestError: when the snapshot is missing or damaged.
             WorkFailedError: when it has another checksum.
         """
-        if self._loaded == step:
-            return self.engine
+        if self._loaded != step:
+            self.copy(step, digest, self.decoder)
+            self.engine.update_weights(None, step)
+            self._loaded = step
+        return self.engine
+
+    def copy(self, step: int, digest: str, decoder: Decoder) -> None:
+        """Copy the policy of that step into `decoder`, bit for bit.
+
+        Raises:
+            RequestError, WorkFailedError: see `load`.
+        """
         tensors, _ = checkpoints.read(self._path(step), ("weights",))
         actual = checksum(tensors["weights"])
         if actual != digest:
@@ -52,10 +62,7 @@ class Snapshots:
                 where=str(self._path(step)),
                 remedy=REPORT_BUG,
             )
-        checkpoints.copy_into(trainable(self.decoder), tensors["weights"], self._path(step))
-        self.engine.update_weights(None, step)
-        self._loaded = step
-        return self.engine
+        checkpoints.copy_into(trainable(decoder), tensors["weights"], self._path(step))
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"

@@ -22,6 +22,11 @@ class LeagueSettings(Frozen):
         "prioritised", description="draw members uniformly, or prefer those that are hard to beat"
     )
     games: int = Field(64, ge=2, description="games of each match that evaluates a member")
+    magnet: Literal["initial", "newest"] = Field(
+        "initial",
+        description="reference policy of `kl`: the initial policy, or the newest member, which moves every"
+        " `every` steps (magnetic mirror descent)",
+    )
     against: tuple[str, ...] = Field(
         ("random",), description="players of the environment (its `opponent`) to evaluate members against"
     )
@@ -39,6 +44,21 @@ class SelfPlaySpec(RLSpec):
         if self.asynchronous is not None:
             raise ValueError(
                 "selfplay cannot sample asynchronously against a league yet. Remove asynchronous"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_magnet(self) -> SelfPlaySpec:
+        if self.league.magnet == "initial":
+            return self
+        if not self.kl:
+            raise ValueError(
+                "league.magnet is newest, and kl is 0, so nothing uses the magnet. Set kl to 0.2, for example"
+            )
+        if self.lora is not None or "deviation" in self.algorithm.needs:
+            raise ValueError(
+                "league.magnet: newest needs a reference with weights of its own that may move. Remove lora,"
+                " choose an algorithm that does not measure the distance to the start, or set initial"
             )
         return self
 

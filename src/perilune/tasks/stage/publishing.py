@@ -55,7 +55,7 @@ class Publisher:
     def __init__(self, engine: Engine, learner: Learner, reference: Decoder | None = None) -> None:
         self.published: dict[int, str] = {}
         self._engine, self._learner, self._reference = engine, learner, reference
-        self._start = None if reference is None else checksum(reference.state_dict())
+        self._expected = self._start = None if reference is None else checksum(reference.state_dict())
         ids = np.arange(_PROBE + 1) * 7919 % learner.decoder.config.vocab_size
         self._probe = ids[: learner.decoder.config.max_position_embeddings]
         self._check_reference()
@@ -72,6 +72,11 @@ class Publisher:
                 where="reference",
                 remedy=REPORT_BUG,
             )
+
+    def accept_reference(self) -> None:
+        """Expect the reference's current weights from now on, because the stage moved it."""
+        assert self._reference is not None
+        self._expected = checksum(self._reference.state_dict())
 
     def publish(self) -> None:
         """Make the engine sample with the learner's current weights.
@@ -99,7 +104,7 @@ class Publisher:
                 f"on {_PROBE} fixed tokens engine and learner differ by {gap:.3g} nats: the engine took"
                 f" version {version} and computes with {WITHOUT_ADAPTER if alone else 'other weights'}"
             )
-        if self._reference is not None and checksum(self._reference.state_dict()) != self._start:
+        if self._reference is not None and checksum(self._reference.state_dict()) != self._expected:
             raise self._error("the reference policy has changed: it is being trained")
 
     def _error(self, message: str) -> WorkFailedError:
