@@ -70,6 +70,17 @@ def test_a_strategy_that_was_never_chosen_before_contributes_by_choice_alone() -
     assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
 
 
+def test_rare_strategies_are_shown_as_one_and_the_sums_stay() -> None:
+    before = of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
+    after = of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
+    parts = decompose(before, after)
+    assert [one.strategy for one in parts] == ["direct", "2 strategies under 1%"]
+    assert parts[1].share == (pytest.approx(0.01), pytest.approx(0.012))
+    assert parts[1].accuracy == (pytest.approx(0.2), pytest.approx(0.5))
+    total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
+    assert sum(one.from_share + one.from_accuracy for one in parts) == pytest.approx(total)
+
+
 def test_what_no_strategy_accounts_for_is_shown_as_such() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from perilune.metrics.pass_at_k import pass_at_k
 
 UNRECOGNISED = "unrecognised"
 LEAST_SHARED = 0.9  # share of the larger evaluation's tasks that a paired difference needs
+RARE = 0.01  # share of the answers below which a strategy is shown with others
 NEGLIGIBLE = 1e-6  # a share below this is rounding
 
 Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
@@ -184,7 +186,28 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
                 from_accuracy=(accuracy1 - accuracy0) * (share0 + share1) / 2,
             )
         )
-    return tuple(contributions)
+    return _folded(contributions)
+
+
+def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
+    """Contributions with the strategies that are rare on both sides as one; sums stay the same."""
+    rare = [one for one in contributions if max(one.share) < RARE]
+    if len(rare) < 2:
+        return tuple(contributions)
+    shares, right = [0.0, 0.0], [0.0, 0.0]
+    for one in rare:
+        for side in (0, 1):
+            shares[side] += one.share[side]
+            right[side] += one.share[side] * (one.accuracy[side] or 0.0)
+    accuracy = [part / share if share else None for part, share in zip(right, shares, strict=True)]
+    together = Contribution(
+        strategy=f"{len(rare)} strategies under {RARE:.0%}",
+        share=(shares[0], shares[1]),
+        accuracy=(accuracy[0], accuracy[1]),
+        from_share=math.fsum(one.from_share for one in rare),
+        from_accuracy=math.fsum(one.from_accuracy for one in rare),
+    )
+    return (*(one for one in contributions if one not in rare), together)
 
 
 def _with_rest(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
