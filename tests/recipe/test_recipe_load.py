@@ -64,6 +64,7 @@ def test_every_default_is_filled_in(dinner: Path) -> None:
             "max_turns": None, "max_tokens": None, "seconds": 10.0, "on_failure": "drop", "max_failures": 0.5,
         },
         "prompting": None,
+        "context": None,
     }  # fmt: skip
     assert recipe.resources.threads == 0
 
