@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from perilune.bundle.job import Frozen
-from perilune.data.episode import Episode
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import RequestError
-from perilune.rollout.groups import Groups
+
+if TYPE_CHECKING:  # both import torch or pyarrow, and every reader of a recipe imports this module
+    from perilune.data.episode import Episode
+    from perilune.rollout.groups import Groups
 
 
 class AuxiliaryRewards(Frozen):
