@@ -24,6 +24,7 @@ from typing import Any
 from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
 from measured_views import generate_view, quickstart_view, trl_view
+from recursion_view import view as recursion_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
 from smollm2_view import view as smollm2_view
@@ -37,6 +38,7 @@ VIEWS = {
     "engine_vs_generate": generate_view,
     "grpo_step_vs_trl": trl_view,
     "quickstart": quickstart_view,
+    "recursion": recursion_view,
     "rollout": rollout_view,
     "algorithms": algorithms_view,
     "connect_four": connect_four_view,
