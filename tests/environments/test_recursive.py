@@ -158,6 +158,18 @@ def test_a_call_that_cannot_be_answered_is_an_error_in_the_code(deep: Any, code:
     assert seen[1][1].startswith(error)
 
 
+def test_equal_runs_are_made_once_but_for_those_that_ran_out_of_time(deep: Any) -> None:
+    runner, texts = deep._code, (("C.txt", "abc"),)
+    state = {"prelude": "", "texts": {"C": "C.txt"}, "functions": [], "results": []}
+    once = json.dumps(state | {"blocks": ["import time; print(time.time_ns())"]})
+    assert runner.run(once, texts).output == runner.run(once, texts).output
+    slow = json.dumps(
+        state | {"blocks": ["import time; print(time.time_ns(), flush=True)\nwhile True: pass"]}
+    )
+    first_run, second = runner.run(slow, texts), runner.run(slow, texts)
+    assert first_run.cause == second.cause == "timeout" and first_run.output != second.output
+
+
 def test_asks_in_a_loop_are_limited(deep: Any) -> None:
     own = [fenced("for n in range(4): ask(str(n))"), "<answer>1</answer>"]
     _, seen, *_ = play(deep, first(deep), own)

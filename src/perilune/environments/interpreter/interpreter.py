@@ -8,9 +8,9 @@ same blocks and results always give the same output. Equal runs are made once.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,8 @@ class BlockResult:
     Attributes:
         output: what it printed, or its traceback.
         answer: `answer["content"]` as text if `answer["ready"]` is true, else None.
-        cause: why it was ended, as in `Execution.cause`, or "calls" for too many of them, or "results" if
-            they are too large, with the arguments. Its variables are
-            then lost.
+        cause: why it was ended, as in `Execution.cause`; "calls" for too many of them; "results" if they are
+            too large, with the arguments. Its variables are then lost.
     """
 
     output: str
@@ -73,7 +72,7 @@ class BlockResult:
 
 
 class CodeRunner:
-    """Runs programs in a sandbox, and remembers the outcome of small ones.
+    """Runs programs in a sandbox, and remembers the outcome of small ones, unless it was a timeout.
 
     Attributes:
         room: characters of a state and texts that fit into the scratch folder.
@@ -83,7 +82,7 @@ class CodeRunner:
         self.room = limits.scratch_bytes - _FOLDER
         self._sandbox = Sandbox(limits, allow_missing=allow_missing)
         self._program = Path(inside.__file__).read_text()
-        self._remembered = lru_cache(maxsize=_REMEMBERED)(self._execute)
+        self._remembered: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], Execution] = OrderedDict()
 
     def run(self, state: str, texts: tuple[tuple[str, str], ...]) -> Execution:
         """Run `inside.py` with a state and the files that it names.
@@ -91,8 +90,15 @@ class CodeRunner:
         Raises:
             EpisodeFailedError: if the sandbox itself fails or lacks a wall.
         """
+        if found := self._remembered.get((state, texts)):
+            return found
+        execution = self._execute(state, texts)
         is_small = sum(len(text) for _, text in texts) + len(state) < _LARGEST_TEXT
-        return (self._remembered if is_small else self._execute)(state, texts)
+        if is_small and execution.cause != "timeout":  # a busy machine may cause one
+            self._remembered[state, texts] = execution
+            if len(self._remembered) > _REMEMBERED:
+                self._remembered.popitem(last=False)
+        return execution
 
     def close(self) -> None:
         """Stop the sandbox."""
