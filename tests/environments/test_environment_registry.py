@@ -16,7 +16,8 @@ def test_reasoning_gym_is_known_and_shows_its_section():
     assert "reasoning_gym" in environment_ids()
     model = environment_spec("reasoning_gym")
     assert issubclass(model, ReasoningGymSpec)
-    assert set(model.model_fields) - set(ReasoningGymSpec.model_fields) == {"episodes", "prompting"}
+    shared = {"context", "episodes", "prompting"}
+    assert set(model.model_fields) - set(ReasoningGymSpec.model_fields) == shared
     assert isinstance(make_environment(gym("chain_sum")), ReasoningGymEnvironment)
 
 
