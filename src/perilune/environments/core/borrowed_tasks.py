@@ -62,6 +62,20 @@ class BorrowedTasks:
         """The environment's tasks."""
         return self.environment.tasks(split, seed)
 
+    @staticmethod
+    def without_prompt(task: Task) -> Task:
+        """The environment's task in the data of a task that borrows it, without its prompt."""
+        return Task(task.task_id, (), task.data["task"], task.difficulty)
+
+    def score_reply(self, task: Task, answer: str) -> Score:
+        """The score of a bare answer, in the form that the environment's `reply` gives it, if it has one.
+
+        Raises:
+            EpisodeFailedError: when it cannot be scored.
+        """
+        reply = getattr(self.environment, "reply", lambda task, answer: answer)
+        return self.score(task, reply(task, answer))
+
     def score(self, task: Task, answer: str) -> Score:
         """The score of an answer to one of these tasks.
 

@@ -126,6 +126,7 @@ class _Context:
     def __init__(self, task: Task, settings: ContextSettings) -> None:
         self.number = 0
         self._prompt, self._settings = task.prompt, settings
+        self._folded = 0  # turns that the rule fold has left out
         self._note = ""  # what stands for turns that are gone
         self._turns: list[Turn] = []
         self._opening: tuple[Message, ...] = ()  # of a new context, until the policy sees it
@@ -166,8 +167,8 @@ class _Context:
                 if dropped != gone:
                     self._open(self._note, [*dropped, *kept])
             case "fold":
-                before = int(self._note.strip("[").partition(" ")[0] or 0)
-                self._open(_FOLDED.format(turns=before + len(gone)), kept)
+                self._folded += len(gone)
+                self._open(_FOLDED.format(turns=self._folded), kept)
             case _:
                 asked: Message = {"role": "user", "content": self._settings.ask}
                 summary = yield self._observation((*messages, asked))

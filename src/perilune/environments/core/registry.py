@@ -37,12 +37,7 @@ ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
 PROGRAM, TASKS = "program", "tasks"
-BORROWING = (
-    PROGRAM,
-    "mcp",
-    "recursive",
-    "search",
-)  # ids of the environments whose field `tasks` is an environment
+BORROWING = (PROGRAM, "mcp", "recursive", "search")  # ids whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`

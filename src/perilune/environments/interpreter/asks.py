@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.environments.interpreter.interpreter import Call
+from perilune.environments.interpreter.interpreter import Call, InvalidCallError
 
 FUNCTIONS = ("ask", "ask_all")
 
@@ -20,10 +20,6 @@ class Question:
 
     text: str
     context: str = ""
-
-
-class InvalidCallError(Exception):
-    """A call that cannot be answered; the agent's code sees the reason as a RuntimeError."""
 
 
 def questions(call: Call) -> list[Question]:

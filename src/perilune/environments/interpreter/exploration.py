@@ -11,7 +11,13 @@ from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.core.agents import AgentProgram, together
 from perilune.environments.core.protocol import AgentTurn, Message
 from perilune.environments.interpreter import actions, asks, prompts
-from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
+from perilune.environments.interpreter.interpreter import (
+    BlockResult,
+    CodeRunner,
+    Interpreter,
+    InvalidCallError,
+    Result,
+)
 
 
 class ExplorationSettings(BaseModel):
@@ -133,7 +139,7 @@ class Exploration:
                 try:
                     answers = yield from self._answer_all(agent, asks.questions(call))
                     result = Result(answers[0] if call.function == "ask" else answers)
-                except asks.InvalidCallError as error:
+                except InvalidCallError as error:
                     result = Result(error=str(error))
                 call = running.send(result)
         except StopIteration as end:
@@ -147,7 +153,7 @@ class Exploration:
         try:
             asked = asks.Question(action.question(agent.context))
             (answer,) = yield from self._answer_all(agent, [asked])
-        except asks.InvalidCallError as error:
+        except InvalidCallError as error:
             return f"error: {error}\n"
         return f"={answer}\n" if self._settings.prompt == "compact" else answer[: self._most_output]
 
@@ -159,7 +165,7 @@ class Exploration:
         """
         left = self._settings.asks - int(self.counts["asks"])
         if len(asked) > left:
-            raise asks.InvalidCallError(
+            raise InvalidCallError(
                 f"{len(asked)} asks are needed, and {left} of {self._settings.asks} are left in this episode"
             )
         self._count("asks", len(asked))

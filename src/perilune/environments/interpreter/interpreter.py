@@ -38,6 +38,10 @@ class Call:
     named: Mapping[str, Any]
 
 
+class InvalidCallError(Exception):
+    """A call that cannot be answered; the agent's code sees the reason as a RuntimeError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The result of a call.

@@ -84,12 +84,11 @@ class RecursiveEnvironment(MultiTurn):
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Let the policy explore until it answers."""
-        own = self._own(task)
+        own = self._borrowed.without_prompt(task)
         exploration = Exploration(self._code, self.spec, self.spec.sandbox.output)
         root = Agent("", self._source.context(own), self.spec.depth)
         answer = yield from sample(exploration.explore(root, ()))
-        reply = getattr(self._source, "reply", lambda task, answer: answer)
-        score = self._borrowed.score(own, reply(own, answer or ""))
+        score = self._borrowed.score_reply(own, answer or "")
         price = self.spec.ask_price * exploration.counts["asks"]
         yield Observation(
             rewards=(score.reward - price,),
@@ -103,7 +102,3 @@ class RecursiveEnvironment(MultiTurn):
         """Stop the sandbox, and the process that scores."""
         self._code.close()
         self._borrowed.close()
-
-    def _own(self, task: Task) -> Task:
-        """The task as the other environment knows it, without its prompt, which has the whole context."""
-        return Task(task.task_id, (), task.data["task"], task.difficulty)

@@ -7,11 +7,17 @@ from typing import Any, Protocol
 from perilune.environments.builtin.tool_calls import Answer, Misunderstood
 from perilune.environments.interpreter import actions
 from perilune.environments.interpreter import prompts as interpreter_prompts
-from perilune.environments.interpreter.interpreter import BlockResult, CodeRunner, Interpreter, Result
+from perilune.environments.interpreter.interpreter import (
+    BlockResult,
+    CodeRunner,
+    Interpreter,
+    InvalidCallError,
+    Result,
+)
 from perilune.environments.search import prompts
 from perilune.environments.search.corpus import Document
 from perilune.environments.search.single_calls import read_single
-from perilune.environments.search.stack import HOSTED, SOURCE, InvalidCallError, SearchStack
+from perilune.environments.search.stack import HOSTED, SOURCE, SearchStack
 
 
 class SearchAgent(Protocol):

@@ -120,7 +120,7 @@ class SearchEnvironment(MultiTurn):
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Let the policy search until it answers."""
-        own = Task(task.task_id, (), task.data["task"], task.difficulty)
+        own = self._borrowed.without_prompt(task)
         index = index_of(self._corpus(own))
         stack = SearchStack(index, self.spec.results, self.spec.searches, self._embeddings)
         agent = self._agent(stack)
@@ -133,8 +133,7 @@ class SearchEnvironment(MultiTurn):
             taken = agent.take((yield ask(taken, role="tool")))
         if isinstance(taken, Answer):
             answer = taken.text
-        reply = getattr(self._source, "reply", lambda task, answer: answer)
-        score = self._borrowed.score(own, reply(own, answer or ""))
+        score = self._borrowed.score_reply(own, answer or "")
         strategy = self.spec.mode if stack.searches else "guess"
         counts = {"observed": float(observed), "searches": float(stack.searches), **agent.counts}
         yield Observation(

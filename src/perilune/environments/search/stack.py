@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 
+from perilune.environments.interpreter.interpreter import InvalidCallError
 from perilune.environments.search import functions
 from perilune.environments.search.corpus import Document
 from perilune.environments.search.embeddings import Embeddings
@@ -25,10 +26,6 @@ _MOST_RETURNED = 1_000_000  # characters of all results of an episode, which tra
 
 Documents = Annotated[list[Document], Field(max_length=_MOST_GIVEN)]
 Queries = Annotated[list[str], Field(max_length=_MOST_GIVEN)]
-
-
-class InvalidCallError(Exception):
-    """A call that cannot be answered. The agent sees the reason."""
 
 
 class SearchStack:

@@ -10,6 +10,7 @@ from typing import Any
 
 from perilune.control.queries.lookup import StageStatus, experiment_count, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, read_progress
+from perilune.metrics.health.verdict import GRAVITY
 from perilune.ui.experiment import stage_view
 from perilune.ui.live.followed import Followed
 from perilune.ui.overview import state_of
@@ -18,7 +19,6 @@ from perilune.ui.view import StageView
 
 SPARK = 60  # points of a sparkline
 CURVES = ("eval/heldout/pass@1", "pass_rate", "reward", "accuracy", "loss")  # the first that a stage has
-GRAVITY = ("broken", "watch", "healthy")
 
 
 class Listing:
