@@ -210,3 +210,14 @@ def test_who_knows_only_the_rules_makes_any_move():
     kept, _ = collected(section("kuhn_poker"), 200, policy="random")
     assert len({tuple(one["content"] for one in record.messages) for record in kept}) == 24
     assert {chance for record in kept for chance in record.details["probabilities"]} == {0.5}
+
+
+def test_epsilon_makes_the_teacher_play_at_random_at_times():
+    about = section("kuhn_poker", list_moves=False)
+    kept, _ = collected(about, 100, strategies={"teacher": 1.0}, seats="second", epsilon=0.5)
+    facing_a_bet_with_a_king = {
+        record.messages[-1]["content"]: record.details["probabilities"][-1]
+        for record in kept
+        if record.messages[1]["content"] == "your card K\nso far Bet\n"
+    }
+    assert facing_a_bet_with_a_king == pytest.approx({"Pass": 0.25, "Bet": 0.75}, abs=0.001)

@@ -217,6 +217,22 @@ class Team(MultiTurn):
         yield end_episode(sum(any(map(str.isdigit, text)) for text in texts) / len(texts))
 
 
+class Wordless(Team):
+    """The player asks a sub-agent nothing; a task in two begins without text itself."""
+
+    def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
+        yield ask("" if task.data["blank"] else "begin ")
+        (answer,) = yield from sample(self.empty())
+        yield end_episode(float(answer == ""))
+
+    def empty(self) -> AgentProgram[list[str]]:
+        return (yield [AgentTurn("0", ({"role": "user", "content": ""},), "part", 6)])
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        for number, task in enumerate(super().tasks(split, seed)):
+            yield replace(task, prompt=(), data={**task.data, "blank": number % 2})
+
+
 class Beside(Team):
     """The player and a sub-agent take turns at the same time."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from task_cases import episodes, figures_of, metrics, run_task, summary
-from task_environments import Beside, Team
+from task_environments import Beside, Team, Wordless
 from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 
 from perilune.data.episode import Episode
@@ -173,6 +173,19 @@ def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.Monkey
         assert one.reward == share / (
             1 + len(stages) + sum(map(sum, (turns for stage in stages for turns in stage)))
         )
+
+
+def test_prompts_without_tokens_fail_alone() -> None:
+    section = {"id": "factory", "factory": "task_environments:Wordless"}
+    environment = Wordless(section)
+    tasks = list(islice(environment.tasks("train", 0), 4))
+    with Scorer(section) as scorer:
+        rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
+        groups = rollouts.play(tasks, samples=4, params=PARAMS, step=1, watch=Stopwatch())
+    found = [[one for one in group if is_whole(one)] for group in groups]
+    assert all(one.reward == 1 for group in found[::2] for one in group) and any(found[::2])
+    failures = {one.failure for group in groups[1::2] for one in group}
+    assert failures == {"environment: the prompt has no tokens"}
 
 
 def test_a_turn_that_is_cut_off_ends_the_episode_while_sub_agents_run() -> None:

@@ -44,6 +44,13 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
     assert scorer.score([(TASKS[0], transcript)]) == [tally.score()] == [ECHO.score(TASKS[0], transcript)]
 
 
+def test_the_time_limit_may_be_longer_than_the_kernel_waits():
+    with Scorer(SPEC, ScorerLimits(item_seconds=1e9)) as patient:
+        assert patient.score([(TASKS[0], Transcript("end", seed=5))]) == [
+            ECHO.score(TASKS[0], Transcript("end", seed=5))
+        ]
+
+
 @pytest.mark.parametrize(
     ("action", "boundary", "said"),
     [

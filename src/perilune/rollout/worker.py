@@ -272,7 +272,9 @@ class RolloutWorker:
                         encoded[text] = self.tokenizer.encode_prompt(opening)
                     trajectory.begin(opening, encoded[text])
                     prompt = trajectory.prompt_ids
-                    if turn.is_first and prompts.setdefault(rollout.key, prompt) != prompt:
+                    if not prompt:
+                        rollout.fail("environment", "the prompt has no tokens")
+                    elif turn.is_first and prompts.setdefault(rollout.key, prompt) != prompt:
                         rollout.fail("environment", "the same task and seed began differently")
                 if rollout.actions and not rollout.is_over and not self._has_room(turn, params):
                     rollout.truncate()
@@ -290,7 +292,8 @@ class RolloutWorker:
         except RequestError:
             trajectory.is_refused = True
             return
-        trajectory.is_refused = not self._fits(trajectory, self.params_of(turn, params))
+        fits = bool(trajectory.prompt_ids) and self._fits(trajectory, self.params_of(turn, params))
+        trajectory.is_refused = not fits
 
     def params_of(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
         """The parameters of a turn."""

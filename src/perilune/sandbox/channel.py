@@ -21,6 +21,7 @@ import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 importlib.import_module(sys.argv[2]).main()
 """
+_LONGEST_WAIT = 3600.0  # seconds; poll(2) takes no more than 2^31 milliseconds
 _READ = 65536
 _KEPT_ERROR = 2000  # bytes of standard error kept for error messages
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -90,7 +91,7 @@ class Line(ABC):
             left = until - time.monotonic()
             if left <= 0:
                 raise BrokenChannelError(f"no answer within {seconds:g} s")
-            for key, events in self._selector.select(left):
+            for key, events in self._selector.select(min(left, _LONGEST_WAIT)):
                 if key.fd == self._errors:
                     self._read_errors()
                 else:

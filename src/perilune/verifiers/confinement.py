@@ -42,7 +42,7 @@ class ScorerLimits:
     batch_seconds: float | None = None
     memory_bytes: int = 1 << 30
     open_files: int = 32
-    answer_bytes: int = 1 << 20
+    answer_bytes: int = 1 << 24  # all questions of one ask_all about a million tokens fit
 
 
 class Confinement:

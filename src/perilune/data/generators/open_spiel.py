@@ -21,6 +21,7 @@ from perilune.games.open_spiel_text import move_text
 from perilune.games.teachers import (
     BEST,
     GAME_TEACHERS,
+    EpsilonTeacher,
     GameTeacher,
     choose,
     make_game_teacher,
@@ -40,6 +41,9 @@ class OpenSpielOptions(BaseModel):
         "best", description="game teacher to imitate; best: the one for this game; random: random legal moves"
     )
     simulations: int = Field(200, ge=2, le=100_000, description="simulations per move of a search")
+    epsilon: float = Field(
+        0.0, ge=0, le=1, description="probability of a random legal move instead of the teacher's"
+    )
     greedy: bool = Field(False, description="play the most likely move instead of sampling one")
     keep: Outcome | float | None = Field(
         None,
@@ -92,10 +96,9 @@ class OpenSpielTeacher:
             )
         own = BEST[game.get_type().short_name] if name == "best" else name
         self._environment = environment
-        self._policy = make_game_teacher(
-            own, game, simulations=self.options.simulations, where="options.policy"
-        )
-        self._opponents: dict[str, GameTeacher] = {"teacher": self._policy}
+        teacher = make_game_teacher(own, game, simulations=self.options.simulations, where="options.policy")
+        self._policy = EpsilonTeacher(teacher, self.options.epsilon) if self.options.epsilon else teacher
+        self._opponents: dict[str, GameTeacher] = {"teacher": teacher}
         if spec.opponent != "self":
             default = {name: share for name, share in self.strategies.items() if share}
             if self.shares != default:

@@ -65,6 +65,20 @@ class UniformTeacher:
         return dict.fromkeys(legal, 1.0 / len(legal))
 
 
+class EpsilonTeacher:
+    """Plays a random legal move with probability `epsilon`, otherwise the teacher's: an imperfect player."""
+
+    def __init__(self, teacher: GameTeacher, epsilon: float) -> None:
+        self.name = teacher.name
+        self._teacher, self._epsilon = teacher, epsilon
+
+    def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
+        """The teacher's probabilities, mixed with equal ones for all legal actions."""
+        own, legal = self._teacher.probabilities(state, player, seed), state.legal_actions(player)
+        chance = self._epsilon / len(legal)
+        return {action: (1 - self._epsilon) * own.get(action, 0.0) + chance for action in legal}
+
+
 class SearchTeacher:
     """OpenSpiel's tree search with random rollouts (UCT; Kocsis and Szepesvari 2006), new at every move.
 
