@@ -214,7 +214,7 @@ def test_who_knows_only_the_rules_makes_any_move():
 
 def test_epsilon_makes_the_teacher_play_at_random_at_times():
     about = section("kuhn_poker", list_moves=False)
-    kept, _ = collected(about, 100, strategies={"teacher": 1.0}, seats="second", epsilon=0.5)
+    kept, _ = collected(about, 400, strategies={"teacher": 1.0}, seats="second", epsilon=0.5)
     facing_a_bet_with_a_king = {
         record.messages[-1]["content"]: record.details["probabilities"][-1]
         for record in kept
