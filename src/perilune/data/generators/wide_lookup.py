@@ -6,10 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.wide_lookup.lines import END, JOIN, SPAWN, serial_actions
+from perilune.environments.builtin.wide_lookup.lines import (
+    END,
+    JOIN,
+    SPAWN,
+    folding_actions,
+    serial_actions,
+)
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
+
+FOLD_EVERY = 3  # shards
 
 
 class WideLookupTeacher(ScriptedTeacher):
@@ -17,11 +25,13 @@ class WideLookupTeacher(ScriptedTeacher):
 
     * serial: reads the shards one after another, and notes each value in the turn after its shard,
     * parallel: spawns a sub-agent for each key and joins them. A task with a single
-      key is what a sub-agent gets, and its trace is serial.
+      key is what a sub-agent gets, and its trace is serial,
+    * repeated: as serial, and notes all values again at the end,
+    * folded: as repeated, and folds its notes after every third shard, for `context: {rule: policy}`.
     """
 
     name = "wide_lookup"
-    strategies: ClassVar = {"serial": 0.9, "parallel": 0.1}
+    strategies: ClassVar = {"serial": 0.9, "parallel": 0.1, "repeated": 0.0, "folded": 0.0}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         """The actions of all agents, in the order in which the environment asks for them.
@@ -32,6 +42,10 @@ class WideLookupTeacher(ScriptedTeacher):
         if "shards" not in task.data:
             raise RequestError("the wide_lookup teacher supports only that environment", where="teacher")
         values: Mapping[str, str] = task.data["values"]
+        if strategy == "repeated":
+            return serial_actions(values, repeat=True)
+        if strategy == "folded":
+            return folding_actions(values, FOLD_EVERY)
         if strategy == "serial" or len(values) == 1:
             return serial_actions(values)
         lookups = zip(*(serial_actions({key: value}) for key, value in values.items()), strict=True)

@@ -58,7 +58,7 @@ class WideLookupEnvironment(MultiTurn):
 
     def gold(self, task: Task) -> Transcript | None:
         """All shards read by the orchestrator; None if it has too few turns or critical steps for that."""
-        *earlier, last = serial_actions(task.data["values"])
+        *earlier, last = serial_actions(task.data["values"], repeat=self.spec.notes == "last")
         if len(earlier) >= min(self.spec.turns, self.spec.critical_budget or self.spec.turns):
             return None
         return Transcript(last, earlier=tuple(earlier))
@@ -118,6 +118,8 @@ def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgra
             own, *others = yield [AgentTurn("", messages), *agents.turns]
             found.critical_steps += 1
             agents.take(others)
+            if spec.notes == "last":
+                reader.notes.clear()
             seen = reader.take(own)
             for keys in reader.spawned:
                 found.spawned += 1

@@ -66,8 +66,24 @@ class Reader:
         return seen
 
 
-def serial_actions(values: Mapping[str, str]) -> list[str]:
-    """The actions of an agent that reads the shards of keys one after another, and notes their values."""
+def serial_actions(values: Mapping[str, str], *, repeat: bool = False) -> list[str]:
+    """The actions of an agent that reads the shards of keys one after another, and notes their values.
+
+    Args:
+        repeat: note all values again at the end.
+    """
     reads = [f"{READ}{key}" for key in values]
     notes = [f"{key}{value}\n" for key, value in values.items()]
-    return [reads[0], *map("".join, zip(notes, [*reads[1:], END], strict=True))]
+    ends = "".join(notes[:-1] if repeat else [])
+    *earlier, last = map("".join, zip(notes, [*reads[1:], END], strict=True))
+    return [reads[0], *earlier, ends + last]
+
+
+def folding_actions(values: Mapping[str, str], every: int) -> list[str]:
+    """Serial actions that fold all notes so far after `every` shards, for the rule policy of `context`."""
+    actions = serial_actions(values, repeat=True)
+    notes = [f"{key}{value}" for key, value in values.items()]
+    for place in range(every, len(notes), every):
+        read = actions[place].partition("\n")[2]
+        actions[place] = f"<fold>{' '.join(notes[:place])}</fold>{read}"
+    return actions

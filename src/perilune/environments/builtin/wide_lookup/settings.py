@@ -20,6 +20,9 @@ class WideLookupSpec(BaseModel):
     )
     letters: int = Field(8, ge=0, le=4096, description="letters of a shard, in which key and value stand")
     turns: int = Field(32, ge=2, le=64, description="maximum turns of the orchestrator")
+    notes: Literal["kept", "last"] = Field(
+        "kept", description="notes of the orchestrator that count: all, or only those of its last action"
+    )
     critical_budget: int | None = Field(
         None, ge=1, description="critical steps within which success counts; null: no limit"
     )
