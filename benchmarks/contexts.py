@@ -1,4 +1,4 @@
-"""Long episodes in a short context: what each rule of `context` keeps, and what that costs, for several seeds.
+"""Long episodes in a short context: what each rule of `context` keeps and costs, for several seeds.
 
     python benchmarks/contexts.py [--seeds 0 1 2]
 
@@ -49,17 +49,17 @@ ARMS: Mapping[str, Sequence[str]] = {
 }
 ABOUT = f"""\
 A tiny model from nothing reads eight shards, one a turn, and must write all eight values in its last turn \
-(environment `wide_lookup` with `notes: last`). The whole conversation has about 300 tokens. All arms but the \
-first have room for {LIMIT} tokens in a context. The teacher writes each value in the turn after its shard; in \
-the arm `policy` it also folds its notes after every third shard. Each arm has the same number of traces, \
-optimizer steps and episodes: 400 steps of SFT on its own traces, then 30 steps of RL with 64 episodes. A trace \
-gives one training sequence for each of its contexts. The rule `summarise` is not compared: nothing shows a \
-model from nothing how to answer its question. Accuracy is on 96 held-out tasks with 2 episodes each. \
-*Largest context* is the mean over episodes of the longest context, in tokens. *Total tokens* are those of \
-all contexts, what several of them share included. `fold` loses the values that it folds away, so what it can reach is near 0 by construction: it suits \
-tasks whose state the environment keeps. That `policy` and `drop_output` succeed is a property of what they \
-keep, and of demonstrations that use it; whether a language model would fold well by itself is not measured. \
-{SEEDS_ARE_THE_UNIT}\
+(environment `wide_lookup` with `notes: last`). The whole conversation has about 300 tokens. All arms but \
+the first have room for {LIMIT} tokens in a context. The teacher writes each value in the turn after its \
+shard; in the arm `policy` it also folds its notes after every third shard. Each arm has the same number of \
+traces, optimizer steps and episodes: 400 steps of SFT on its own traces, then 30 steps of RL with 64 \
+episodes. A trace gives one training sequence for each of its contexts. The rule `summarise` is not \
+compared: nothing shows a model from nothing how to answer its question. Accuracy is on 96 held-out tasks \
+with 2 episodes each. *Largest context* is the mean over episodes of the longest context, in tokens. *Total \
+tokens* are those of all contexts, what several of them share included. `fold` loses the values that it \
+folds away, so what it can reach is near 0 by construction: it suits tasks whose state the environment \
+keeps. That `policy` and `drop_output` succeed is a property of what they keep, and of demonstrations that \
+use it; whether a language model would fold well by itself is not measured. {SEEDS_ARE_THE_UNIT}\
 """
 
 
