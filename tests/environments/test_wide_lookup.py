@@ -220,3 +220,20 @@ def test_an_answer_format_is_asked_of_the_orchestrator_alone():
     assert end.rewards == (1.0,) and end.terms["format"] == pytest.approx(2 / 3)
     score = environment.score(TASK, Transcript("<answer>.</answer>", earlier=tuple(actions)))
     assert score.reward == 1.0 and score.terms == end.terms
+
+
+def test_only_the_last_action_is_read_for_notes_that_count_last() -> None:
+    earlier = ["?A", "A1\n?B", "B2\n?C", "C3\n?D"]
+    forgotten, _, _ = play([*earlier, "D4\n."], notes="last")
+    repeated, _, _ = play([*earlier, ALL], notes="last")
+    assert (forgotten.rewards, repeated.rewards) == ((0.0,), (1.0,))
+
+
+@pytest.mark.parametrize(("rule", "strategy"), [("fold", "repeated"), ("policy", "folded")])
+def test_the_teacher_is_right_in_every_context(rule: str, strategy: str) -> None:
+    environment = make_environment(section(notes="last", context={"rule": rule, "above": 30, "last": 1}))
+    teacher = make_teacher("wide_lookup", {strategy: 1.0}, {})
+    for one in teacher.candidates(list(islice(environment.tasks("train", 0), 3)), 0):
+        outcome = environment.score(one.task, Transcript(one.text, earlier=one.earlier))
+        assert outcome.reward == 1 and outcome.metrics["contexts"] > 1
+        assert ("<fold>" in "".join(one.earlier)) == (rule == "policy")
