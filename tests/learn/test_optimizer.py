@@ -16,19 +16,18 @@ from perilune.learn.training_settings import OptimizerSettings
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize(("grad_clip", "epsilon"), [(1e9, 1e-8), (0.5, 0.1)])
-def test_equals_torch(weight_decay: float, grad_clip: float, epsilon: float) -> None:
+@pytest.mark.parametrize("grad_clip", [1e9, 0.5])
+def test_equals_torch(weight_decay: float, grad_clip: float) -> None:
     torch.manual_seed(0)
     ours = {"matrix": nn.Parameter(torch.randn(5, 3)), "norm": nn.Parameter(torch.randn(4))}
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    mine = AdamW(ours, beta2=0.98, weight_decay=weight_decay, grad_clip=grad_clip, epsilon=epsilon)
+    mine = AdamW(ours, beta2=0.98, weight_decay=weight_decay, grad_clip=grad_clip)
     other = torch.optim.AdamW(
         [
             {"params": [theirs["matrix"]], "weight_decay": weight_decay},
             {"params": [theirs["norm"]], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.98),
-        eps=epsilon,
     )
     for step in range(1, 20):
         lr = 1e-2 / step

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from perilune.errors import WorkFailedError
 
 BETA1 = 0.9
+EPSILON = 1e-8
 
 
 class AdamW:
     """Decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101), applied to matrices only.
 
     Args:
-        epsilon: added to the root of the second moment.
         lr_factors: factors of the learning rate by parameter name; 1 for all others.
 
     Attributes:
@@ -36,7 +36,6 @@ class AdamW:
         beta2: float,
         weight_decay: float,
         grad_clip: float,
-        epsilon: float = 1e-8,
         lr_factors: Mapping[str, float] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
@@ -47,7 +46,6 @@ class AdamW:
         self._beta2 = beta2
         self._weight_decay = weight_decay
         self._grad_clip = grad_clip
-        self._epsilon = epsilon
         self._lr_factors = dict(lr_factors or {})
         self._lr = 0.0  # of the last update
 
@@ -104,7 +102,7 @@ class AdamW:
     def _change(self, name: str) -> Tensor:
         """What the last update subtracted from a parameter, after its decay."""
         correction = (1 - self._beta2**self.step) ** 0.5
-        denominator = self.second[name].sqrt().div_(correction).add_(self._epsilon)
+        denominator = self.second[name].sqrt().div_(correction).add_(EPSILON)
         size = self._rate(name) / (1 - BETA1**self.step)
         return (self.first[name] / denominator).mul_(size)
 

@@ -87,7 +87,6 @@ class Learner:
             beta2=optimizer.beta2,
             weight_decay=optimizer.weight_decay,
             grad_clip=optimizer.grad_clip,
-            epsilon=optimizer.adam_epsilon,
             lr_factors={}
             if critic_lr is None
             else {name: critic_lr / optimizer.peak_lr for name in parameters if name.startswith(CRITIC)},

@@ -50,12 +50,6 @@ class OptimizerSettings(BaseModel):
         1.0, ge=0, le=1, description="last learning rate divided by the peak; 1 is constant"
     )
     beta2: float = Field(0.99, gt=0, lt=1, description="decay rate of AdamW's second moments")
-    adam_epsilon: float = Field(
-        1e-8,
-        gt=0,
-        description="AdamW's epsilon. Far above the gradients, as in the equilibria of games, it keeps the"
-        " relative sizes of steps: lr / adam_epsilon becomes the rate of gradient descent with momentum",
-    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay, for matrices only")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     token_budget: int = Field(

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from perilune.errors import REPORT_BUG, WorkFailedError
-from perilune.learn.optimizer import BETA1
+from perilune.learn.optimizer import BETA1, EPSILON
 from perilune.learn.trainer import CRITIC, Learner
 from perilune.learn.training_settings import OptimizerSettings
 
@@ -158,8 +158,7 @@ class OptimizerChecker:
             matrices if decayed is None else np.full(len(matrices), decayed)
         )
         weights = before.weights * (1 - lr * decay)
-        denominator = np.sqrt(second / spread) + self._settings.adam_epsilon
-        return _State(weights - lr * (first / mean) / denominator, first, second)
+        return _State(weights - lr * (first / mean) / (np.sqrt(second / spread) + EPSILON), first, second)
 
     def _rounding(self) -> Array:
         parameters = self._learner.optimizer.parameters
