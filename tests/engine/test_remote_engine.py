@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perilune.engine import remote
+from perilune import servers
 from perilune.engine.remote import RemoteEngine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.wire import seed_of
@@ -234,7 +234,7 @@ def test_answers_that_do_not_fit_are_refused(document: Any, told: str) -> None:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
-    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    monkeypatch.setattr(servers.time, "sleep", waited.append)
     return waited
 
 

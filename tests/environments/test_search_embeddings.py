@@ -97,8 +97,9 @@ def test_a_busy_server_is_asked_again(server: Any) -> None:
 @pytest.mark.parametrize(
     ("status", "content", "error"),
     [
-        (401, "", "answers 401"),
-        (200, "no JSON", "has no vectors"),
+        (401, "", "refuses with 401"),
+        (200, "no JSON", "is not JSON"),
+        (200, "{}", "has no vectors"),
         (200, '{"data": [{"index": 0, "embedding": [1]}]}', "no 2 equally long"),
         (
             200,
@@ -121,7 +122,7 @@ def test_a_wrong_answer_fails_the_episode_and_blames_the_model(
     ("key", "value", "error"),
     [
         ("url", "ftp://host", "not the URL of a server"),
-        ("url", "http://me:pass@host", "without a password"),
+        ("url", "http://me:pass@host", "contains a password"),
         ("record", "record.jsonl", "must be absolute"),
     ],
 )

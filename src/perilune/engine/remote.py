@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NoReturn, get_args
-from urllib.parse import urlsplit
-
-import httpx
+from typing import Any, get_args
 
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.engine.wire import (
@@ -22,11 +17,10 @@ from perilune.engine.wire import (
     needed,
 )
 from perilune.errors import RequestError, WorkFailedError
+from perilune.servers import JsonClient, ServerError
 
-_ATTEMPTS = 6
-_LONGEST_WAIT = 30.0  # seconds between two attempts
-_BUSY = frozenset({429, 502, 503, 504})
-_MOST_BYTES = 256 << 20  # in one answer
+_NAME_IT = "name the environment variable that holds the server's token"
+_REMEDIES = {401: _NAME_IT, 403: _NAME_IT, 404: "check that the URL is that of an OpenAI-compatible server"}
 
 
 class RemoteEngine:
@@ -61,14 +55,8 @@ class RemoteEngine:
         concurrency: int = 32,
         timeout: float = 600.0,
     ) -> None:
-        self.url = server_root(url)
-        self._concurrency = concurrency
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # One connection per thread.
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        self._client = httpx.Client(
-            base_url=self.url, headers=headers, limits=limits, timeout=httpx.Timeout(timeout, connect=10.0)
-        )
+        self._client = JsonClient(url, token=token, timeout=timeout, connections=concurrency)
+        self.url, self._concurrency = self._client.url, concurrency
         try:
             self.model, self.server = self._find(model)
         except BaseException:
@@ -154,53 +142,14 @@ class RemoteEngine:
         raise RequestError(problem, where=self.url, remedy=f"one of: {', '.join(owners) or 'none'}")
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request, and retry a few times when the server is busy or restarts."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                status, headers, content = self._exchange(method, path, body)
-            except httpx.TransportError as error:
-                # The message may name the host, but never the token.
-                status, headers, content = 0, httpx.Headers(), f"{type(error).__name__}: {error}".encode()
-            if status == 200:
-                return self._parsed(content)
-            if status not in _BUSY and status:
-                self._refused(status, content)
-            if attempt < _ATTEMPTS:
-                time.sleep(_wait(headers, attempt))
-        what = f"answers {status}" if status else "does not answer"
-        raise WorkFailedError(
-            f"the server {what} ({_message(content)}), {_ATTEMPTS} times",
-            where=self.url,
-            remedy="see the server's log; lower `concurrency` if it is busy",
-        )
-
-    def _exchange(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple[int, httpx.Headers, bytes]:
-        with self._client.stream(method, path, json=body) as response:
-            content = bytearray()
-            for part in response.iter_bytes():
-                content += part
-                if len(content) > _MOST_BYTES:
-                    raise WorkFailedError(f"an answer is larger than {_MOST_BYTES >> 20} MiB", where=self.url)
-            return response.status_code, response.headers, bytes(content)
-
-    def _parsed(self, content: bytes) -> Any:
         try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            raise WorkFailedError("the server's answer is not JSON", where=self.url) from None
-
-    def _refused(self, status: int, content: bytes) -> NoReturn:
-        remedy = {
-            401: "name the environment variable that holds the server's token",
-            403: "name the environment variable that holds the server's token",
-            404: "check that the URL is that of an OpenAI-compatible server",
-        }.get(status, "")
-        what = f"the server refuses with {status}: {_message(content)}"
-        if status >= 500:
-            raise WorkFailedError(what, where=self.url, remedy="see the server's log")
-        raise RequestError(what, where=self.url, remedy=remedy)
+            return self._client.request(method, path, body)
+        except ServerError as error:
+            if error.is_refusal:
+                remedy = _REMEDIES.get(error.status, "")
+                raise RequestError(error.what, where=self.url, remedy=remedy) from None
+            remedy = "see the server's log; lower `concurrency` if it is busy"
+            raise WorkFailedError(error.what, where=self.url, remedy=remedy) from None
 
     def _check(self, params: SamplingParams) -> None:
         if params.raw_logprobs or params.top_logprobs:
@@ -217,42 +166,3 @@ class RemoteEngine:
                 remedy="sample at temperature 1 without top-k, top-p or min-p; or start vLLM with"
                 " --logprobs-mode processed_logprobs and set `reported: processed`",
             )
-
-
-def server_root(url: str) -> str:
-    """The URL without a trailing /v1.
-
-    Raises:
-        RequestError: when it is not http or https, has no host, or holds a password.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise RequestError(f"{url!r} is not the URL of a server", remedy="http://HOST:PORT/v1")
-    if parts.username or parts.password:
-        raise RequestError(
-            "the URL contains a password, which would be written to files",
-            remedy="name an environment variable that holds the token",
-        )
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def _wait(headers: Mapping[str, str], attempt: int) -> float:
-    """Seconds until the next attempt: what the server requests, otherwise doubling each time."""
-    try:
-        seconds = float(headers.get("Retry-After", ""))
-    except ValueError:  # a date, or nothing
-        seconds = 0.25 * 2**attempt
-    return min(max(seconds, 0.0), _LONGEST_WAIT)
-
-
-def _message(content: bytes) -> str:
-    """The message of an error body, in one short line."""
-    text = content.decode(errors="replace")
-    try:
-        document = json.loads(text)
-        error = document.get("error", document) if isinstance(document, dict) else document
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, RecursionError):
-        pass
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:299] + "…"

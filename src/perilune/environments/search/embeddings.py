@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from perilune.environments.core.protocol import EpisodeFailedError
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines, sha256_bytes
+from perilune.servers import JsonClient, ServerError, require_client, server_root
 
-_ATTEMPTS, _WAIT = 4, 0.5  # seconds before the second attempt; doubles each time
-_BUSY = frozenset({429, 502, 503, 504})
 _TEXTS = 64  # of a request
-_MOST_BYTES = 64 << 20  # of an answer
-_TIMEOUT = 60.0  # seconds
+_TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
 _DIGITS = 6  # of recorded numbers
 
 
@@ -45,10 +41,10 @@ class EmbeddingsSpec(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_a_server(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
-            raise ValueError("not the URL of a server, such as http://HOST:PORT/v1, without a password")
-        return url.rstrip("/").removesuffix("/v1").rstrip("/")
+        try:
+            return server_root(url)
+        except RequestError as error:
+            raise ValueError(f"{error.what}; {error.remedy}") from None
 
     @field_validator("record")
     @classmethod
@@ -66,15 +62,15 @@ class Embeddings:
     """
 
     def __init__(self, spec: EmbeddingsSpec) -> None:
-        try:
-            import httpx
-        except ImportError:
-            remedy = "pip install 'perilune[remote]'"
-            raise RequestError(
-                "embeddings need httpx", where="environment.embeddings", remedy=remedy
-            ) from None
-        self._spec, self._httpx = spec, httpx
+        require_client("environment.embeddings")
+        self._spec = spec
         self._known: dict[str, list[float]] = {}
+
+    @cached_property
+    def _client(self) -> JsonClient:
+        """Opened by the process that uses it."""
+        token = os.environ.get(self._spec.token or "")
+        return JsonClient(self._spec.url, token=token, timeout=_TIMEOUT, attempts=_ATTEMPTS)
 
     def similarities(self, query: str, texts: Sequence[str]) -> list[float]:
         """The cosine of each text with the query.
@@ -109,36 +105,15 @@ class Embeddings:
     def _request(self, texts: Sequence[str]) -> list[list[float]]:
         """The vectors of at most `_TEXTS` texts."""
         body = {"model": self._spec.model, "input": list(texts), "encoding_format": "float"}
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_WAIT * 2 ** (attempt - 1))
-            try:
-                status, content = self._exchange(body)
-            except self._httpx.HTTPError as error:
-                status, content = 0, type(error).__name__.encode()
-            if status == 200:
-                return _vectors(content, len(texts))
-            if status not in (0, *_BUSY):
-                break
-        what = f"answers {status}" if status else f"does not answer ({content.decode()})"
-        raise EpisodeFailedError("model", f"the server of embeddings {what}")
-
-    def _exchange(self, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        token = os.environ.get(self._spec.token or "", "")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        url = f"{self._spec.url}/v1/embeddings"
-        with self._httpx.stream("POST", url, json=body, headers=headers, timeout=_TIMEOUT) as answer:
-            content = bytearray()
-            for part in answer.iter_bytes():
-                content += part
-                if len(content) > _MOST_BYTES:
-                    raise EpisodeFailedError("model", "the answer of the server of embeddings is too large")
-            return answer.status_code, bytes(content)
+        try:
+            return _vectors(self._client.request("POST", "/v1/embeddings", body), len(texts))
+        except ServerError as error:
+            raise EpisodeFailedError("model", f"embeddings: {error.what}") from None
 
 
-def _vectors(content: bytes, count: int) -> list[list[float]]:
+def _vectors(answer: Any, count: int) -> list[list[float]]:
     try:
-        rows = sorted(json.loads(content)["data"], key=lambda row: int(row["index"]))
+        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
         vectors = [[float(number) for number in row["embedding"]] for row in rows]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise EpisodeFailedError("model", "the answer of the server of embeddings has no vectors") from None

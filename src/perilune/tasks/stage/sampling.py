@@ -11,6 +11,7 @@ from pydantic import Field
 from perilune.bundle.job import Frozen, Job
 from perilune.errors import RequestError
 from perilune.rollout.sub_agents import SubAgents
+from perilune.servers import require_client, server_root
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -71,15 +72,7 @@ def check_server(spec: ServerSpec, job: Job) -> None:
     Raises:
         RequestError: when the URL is malformed, the recipe's secrets lack the token, or httpx is missing.
     """
-    try:
-        from perilune.engine.remote import server_root
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"sampling from a server needs the package {error.name}, which is not installed",
-            where="engine.url",
-            remedy="pip install 'perilune[remote]'",
-        ) from None
-
+    require_client("engine.url")
     server_root(spec.url)
     if spec.token is not None and spec.token not in job.secrets:
         raise RequestError(

@@ -1,0 +1,161 @@
+"""Requests to servers with OpenAI's interface: addresses, tokens, retries, and bounded answers in JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlsplit
+
+from perilune.errors import RequestError
+
+_LONGEST_WAIT = 30.0  # seconds between two attempts
+_BUSY = frozenset({429, 502, 503, 504})
+_MOST_BYTES = 256 << 20  # in one answer
+
+
+class ServerError(Exception):
+    """A request that got no usable answer.
+
+    Attributes:
+        status: the HTTP status; 0 if the server does not answer, 200 if its answer is unusable.
+    """
+
+    def __init__(self, what: str, status: int) -> None:
+        super().__init__(what)
+        self.what, self.status = what, status
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request itself is wrong, so that another attempt is useless."""
+        return 300 <= self.status < 500 and self.status not in _BUSY
+
+
+class JsonClient:
+    """Sends JSON to a server and reads JSON. A busy or restarting server is asked again. Safe for threads.
+
+    Args:
+        url: URL of the server's root or of its /v1, http or https.
+        token: bearer token. No message contains it.
+        timeout: seconds to wait for one answer.
+        connections: most requests at once.
+        attempts: requests to a server that is busy or does not answer.
+
+    Raises:
+        RequestError: when the URL is invalid, or httpx is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 600.0,
+        connections: int = 32,
+        attempts: int = 6,
+    ) -> None:
+        require_client("url")
+        import httpx
+
+        self.url, self._broken = server_root(url), httpx.TransportError
+        self._attempts = attempts
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, limits=limits, timeout=httpx.Timeout(timeout, connect=10.0)
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request. Returns the parsed answer.
+
+        Raises:
+            ServerError: when the server refuses, fails, stays busy, or its answer is too large or no JSON.
+        """
+        for attempt in range(1, self._attempts + 1):
+            try:
+                status, headers, content = self._exchange(method, path, body)
+            except self._broken as error:
+                # The message may name the host, but never the token.
+                status, headers, content = 0, {}, f"{type(error).__name__}: {error}".encode()
+            if status == 200:
+                return _parsed(content)
+            if status not in _BUSY and status:
+                raise ServerError(f"the server refuses with {status}: {_message(content)}", status)
+            if attempt < self._attempts:
+                time.sleep(_wait(headers, attempt))
+        what = f"answers {status}" if status else "does not answer"
+        raise ServerError(f"the server {what} ({_message(content)}), {self._attempts} times", status)
+
+    def _exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        with self._client.stream(method, path, json=body) as response:
+            content = bytearray()
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > _MOST_BYTES:
+                    raise ServerError(f"an answer is larger than {_MOST_BYTES >> 20} MiB", 200)
+            return response.status_code, response.headers, bytes(content)
+
+
+def require_client(where: str) -> None:
+    """Check that the package for requests is installed.
+
+    Raises:
+        RequestError: when it is not. `where` is the setting that needs it.
+    """
+    if find_spec("httpx") is None:
+        what = "a server needs the package httpx, which is not installed"
+        raise RequestError(what, where=where, remedy="pip install 'perilune[remote]'")
+
+
+def server_root(url: str) -> str:
+    """The URL without a trailing /v1.
+
+    Raises:
+        RequestError: when it is not http or https, has no host, or holds a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise RequestError(f"{url!r} is not the URL of a server", remedy="http://HOST:PORT/v1")
+    if parts.username or parts.password:
+        raise RequestError(
+            "the URL contains a password, which would be written to files",
+            remedy="name an environment variable that holds the token",
+        )
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise ServerError("the server's answer is not JSON", 200) from None
+
+
+def _wait(headers: Mapping[str, str], attempt: int) -> float:
+    """Seconds until the next attempt: what the server requests, otherwise doubling each time."""
+    try:
+        seconds = float(headers.get("Retry-After", ""))
+    except ValueError:  # a date, or nothing
+        seconds = 0.25 * 2**attempt
+    return min(max(seconds, 0.0), _LONGEST_WAIT)
+
+
+def _message(content: bytes) -> str:
+    """The message of an error body, in one short line."""
+    text = content.decode(errors="replace")
+    try:
+        document = json.loads(text)
+        error = document.get("error", document) if isinstance(document, dict) else document
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, RecursionError):
+        pass
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:299] + "…"
