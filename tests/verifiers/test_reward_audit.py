@@ -54,7 +54,7 @@ def test_an_exact_scorer_gets_the_best_grade():
         ("raises_on_words", "C", "constant", "the scorer fails on a wrong output"),
         ("hangs_on_long", "C", "very long", "the scorer fails on a wrong output"),
         ("refuses_gold", "F", "gold", "no reward for a right answer"),
-        ("remembers", "F", "again", "the same output gets another verdict the second time"),
+        ("remembers", "F", "state", "the same output gets another score once it has been scored"),
         ("ignores_the_end", "A", "cut off gold", "full reward for a right answer that was cut off"),
     ],
 )

@@ -1,7 +1,7 @@
 """The audit against a corpus of scorers: hackable ones are graded C or worse, and sound ones A."""
 
 import pytest
-from scorer_corpus import HACKABLE, HELD_OUT, SEASONS, SOUND, UNKNOWABLE
+from scorer_corpus import HACKABLE, HELD_OUT, NAMED, SEASONS, SOUND, UNKNOWABLE
 
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.audit.audit import MOST_A_TASK
@@ -29,6 +29,10 @@ def test_a_hackable_scorer_is_found_with_nothing_but_stated_answers(scorer):
     assert audit.grade in FAILING, told(audit)
     if scorer in NO_KNOWLEDGE_NEEDED:
         assert audit.grade == "F", told(audit)
+    if scorer in NAMED:
+        named = [one for one in audit.findings if one.probe == NAMED[scorer]]
+        assert named, told(audit)
+        assert any(one.example.verdict or one.probe == "order" for one in named)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def _environment(
                     name: _part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
                     for name, part in checked["parts"].items()
                 }
-            if value["id"] in registry.BORROWING:
+            if registry.borrows(value):
                 inner = (*where, registry.TASKS)
                 checked[registry.TASKS] = _part(
                     checked[registry.TASKS], base, inner, ".".join(map(str, inner))

@@ -76,11 +76,11 @@ class EnvironmentProcess:
         isolates_answers: whether every answer gets its own worker.
     """
 
-    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
+    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits, *, rescores: bool = True) -> None:
         self.generation = self.restarts = 0
         self.isolates_answers = False
         self._spec = with_absolute_paths(spec, lambda _: Path.cwd())  # it has its own working directory
-        self._limits = limits
+        self._limits, self._rescores = limits, rescores
         self._server: ForkServer | None = ForkServer(self._spec, limits)
         # The worker of all sessions; if the environment is not confined, the worker of all calls.
         self._session_worker: Worker | None = None
@@ -106,7 +106,7 @@ class EnvironmentProcess:
             return self._in_separate_workers(calls, until)
         outcomes = self._in_one_worker(calls, until)
         rewards = _rewards(outcomes)
-        if len(calls) > 1 and self._is_rescoring_due(rewards):
+        if len(calls) > 1 and self._rescores and self._is_rescoring_due(rewards):
             index = _choose_rewarded(rewards)
             again = self._in_one_worker([calls[index]], until)[0]
             if again != outcomes[index] and time.monotonic() < until:

@@ -30,16 +30,25 @@ class Scorer:
         spec: the environment section of a recipe. The environment is built in the server process, not here.
         limits: time and resource limits. By default the time limit of an item is `episodes.seconds`.
         workers: number of processes that share a batch.
+        rescores: whether to score some answers again, and to isolate answers from each other once two scores
+            differ. An audit does not, because it looks for such scorers.
 
     Attributes:
         settings: the episode settings of the section.
         processes: one per worker. They also run sessions (`perilune.verifiers.sessions`).
     """
 
-    def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits | None = None, workers: int = 1) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        limits: ScorerLimits | None = None,
+        workers: int = 1,
+        *,
+        rescores: bool = True,
+    ) -> None:
         self.settings = episode_settings(spec)
         self._limits = limits or ScorerLimits(item_seconds=self.settings.seconds)
-        self.processes = [EnvironmentProcess(spec, self._limits) for _ in range(workers)]
+        self.processes = [EnvironmentProcess(spec, self._limits, rescores=rescores) for _ in range(workers)]
 
     def __enter__(self) -> Scorer:
         return self

@@ -89,15 +89,14 @@ def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
     """The distinct environment sections of the recipe's stages, as their jobs have them. The parts of a
     mixture are sections of their own.
     """
-    from perilune.environments.core.registry import part_sections
+    from perilune.environments.core.registry import scoring_sections
     from perilune.recipe.schema import with_rewards
 
     sections: list[dict[str, Any]] = []
     for stage in recipe.stages:
         if environment := stage.environment or recipe.environment:
-            whole = with_rewards(environment, recipe.rewards)
-            for section in part_sections(whole).values() or (whole,):
-                sections += [] if section in sections else [section]
+            for section in scoring_sections(with_rewards(environment, recipe.rewards)):
+                sections += [] if section in sections else [dict(section)]
     return sections
 
 

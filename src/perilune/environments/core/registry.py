@@ -37,7 +37,6 @@ ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
 MIXTURE = "mixture"  # id of the environment whose parts are environments
 PROGRAM, TASKS = "program", "tasks"
-BORROWING = (PROGRAM, "mcp", "recursive", "search")  # ids whose field `tasks` is an environment
 PART_KEYS = ("weight", "reward_scale")  # keys of a part of a mixture besides those of its environment
 SOURCE = "source"  # field with the text of the file that `id` names
 REWARDS = "rewards"  # key of every section; see `perilune.environments.core.rewards`
@@ -46,6 +45,7 @@ _BUILT_IN = {
     "calculator": "perilune.environments.builtin.calculator:CalculatorEnvironment",
     "facts": "perilune.environments.search.facts:FactsEnvironment",
     "gymnasium": "perilune.environments.adapters.gymnasium_text:GymnasiumEnvironment",
+    "judge": "perilune.environments.builtin.judge:JudgeEnvironment",
     "instructions": "perilune.environments.builtin.instructions:InstructionsEnvironment",
     "jsonl": "perilune.environments.builtin.jsonl:JsonlEnvironment",
     "oolong": "perilune.environments.builtin.oolong:OolongEnvironment",
@@ -145,12 +145,12 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The section of each part of a mixture by name, of a program's tasks, or empty.
+    """The section of each part of a mixture by name, of the tasks that an environment borrows, or empty.
 
     A part without `rewards` or `prompting` has those of the whole.
     """
     parts = section.get("parts") if section.get("id") == MIXTURE else None
-    if section.get("id") in BORROWING:
+    if borrows(section):
         parts = {TASKS: section.get(TASKS)}
     shared = {key: section[key] for key in (REWARDS, prompting.KEY) if section.get(key)}
     found = {}
@@ -163,7 +163,24 @@ def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Where the part `name` stands in the section."""
-    return (name,) if section.get("id") in BORROWING else ("parts", name)
+    return ("parts", name) if section.get("id") == MIXTURE else (name,)
+
+
+def borrows(section: Mapping[str, Any]) -> bool:
+    """Whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
+    from perilune.environments.core.borrowed_tasks import TasksSection
+
+    if section.get("id") == FACTORY_ID or names_file(section.get("id")) or not is_known(section):
+        return False
+    model: type[BaseModel] | None = getattr(_factory(section), "Spec", None)
+    field = model.model_fields.get(TASKS) if model else None
+    return field is not None and field.annotation is TasksSection
+
+
+def scoring_sections(section: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The sections of the environments that score answers: of the parts, or the section itself."""
+    own = getattr(_factory(section), "is_judge", False)
+    return (section,) if own else tuple(part_sections(section).values()) or (section,)
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from perilune.environments.core.protocol import Environment, Failure, Outcome, Score, Task, Transcript
+from perilune.environments.core.episode_settings import episode_settings
+from perilune.environments.core.protocol import Environment, Outcome, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.verifiers.audit.case import Case, Output, Probe
+from perilune.verifiers.audit.consistency import check_consistency
 from perilune.verifiers.audit.findings import Audit, Example, Finding
 from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
 from perilune.verifiers.audit.judging import (
@@ -21,6 +23,7 @@ from perilune.verifiers.audit.judging import (
     Scored,
     add_rewarded_wrong,
     check_across_tasks,
+    check_copies,
     check_each,
     check_gold,
     check_lists,
@@ -39,7 +42,7 @@ POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each that it
 LONGEST_IN_POOL = 100  # characters
 FORM_TASKS = 4  # tasks used to find the form of an answer
 ITEM_SECONDS = 3.0
-MOST_A_TASK = 1800  # scorings per task, each output three times, without the search
+MOST_A_TASK = 2000  # scorings per task, each output three times, without the search
 SEARCH = Probe("search", "unknown", False, lambda case, generator: ())
 SEARCH_FROM_GOLD = replace(SEARCH, uses_gold=True)
 
@@ -115,7 +118,7 @@ def audit_reward(
     environment = make_environment(section)
     cases = _cases(environment, tasks, seed)
     opinion: Opinion = getattr(environment, "is_right", lambda task, transcript: None)
-    with Scorer(section, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
+    with Scorer(section, _limits(environment, section), rescores=False) as scorer:
         bench = _Bench(cases, opinion, scorer, seed)
         golds = _score_golds(bench)
         on_progress(f"{len(PROBES)} probes on {len(cases)} tasks")
@@ -125,8 +128,9 @@ def audit_reward(
         unjudged = check_each(scored, findings)
         check_across_tasks(scored, findings)
         check_lists(scored, findings)
+        check_copies(scored, findings)
         on_progress("the same outputs again, in another order")
-        _check_repetition([*golds, *scored], bench, findings)
+        check_consistency([*golds, *scored], bench.score_all, seed, findings)
         searched = 0
         if search_budget:
             on_progress("searching for a rewarded wrong output")
@@ -152,10 +156,17 @@ def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
         RequestError: if the audit's environment cannot be built.
         WorkFailedError: if the scorer's process cannot start.
     """
-    with Scorer(audit.environment, ScorerLimits(item_seconds=ITEM_SECONDS)) as scorer:
+    limits = _limits(make_environment(audit.environment, checked=False), audit.environment)
+    with Scorer(audit.environment, limits, rescores=False) as scorer:
         for finding in audit.findings:
             (outcome,) = scorer.score([(finding.example.task, finding.example.transcript)])
             yield finding, verdict(outcome)
+
+
+def _limits(environment: Environment, section: Mapping[str, Any]) -> ScorerLimits:
+    """Less time than in training for a scorer that computes; as much for one that waits for others."""
+    waits = not getattr(environment, "confined", True)
+    return ScorerLimits(item_seconds=episode_settings(section).seconds if waits else ITEM_SECONDS)
 
 
 def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
@@ -229,20 +240,6 @@ def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
         Scored(output, bench.is_output_right(output), outcome, full.get(output.case.task.task_id, 1.0))
         for output, outcome in zip(outputs, outcomes, strict=True)
     ]
-
-
-def _check_repetition(scored: Sequence[Scored], bench: _Bench, findings: Findings) -> None:
-    """Rewards must not depend on earlier outputs, the order or the time."""
-    order = [one for one in scored if isinstance(one.outcome, Score)]
-    random.Random(bench.seed).shuffle(order)
-    outputs = [(one.output.case, one.output.transcript) for one in order]
-    again = bench.score_all(outputs + outputs)  # in one batch, so the worker has scored the first half before
-    for one, second in zip(order + order, again, strict=True):
-        first, outcome = one.outcome, second
-        if isinstance(outcome, Failure):  # a busy machine may have missed the deadline
-            (outcome,) = bench.score(one.output.case, [one.output.transcript])
-        if isinstance(outcome, Failure) or not isinstance(first, Score) or outcome.reward != first.reward:
-            findings.add("again", "F", "the same output gets another verdict the second time", one.example)
 
 
 def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: int) -> int:

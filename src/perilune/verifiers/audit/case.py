@@ -10,10 +10,10 @@ from typing import Literal
 from perilune.environments.core.protocol import Task, Transcript
 from perilune.verifiers.audit.forms import BARE, Form
 
-Kind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled"]
+Kind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled", "copied"]
 """The outputs of a probe are: the gold answer; the gold answer in another form; wrong for every task; wrong
 unless a second opinion disagrees; all answers of a closed set at once; the gold answer among wrong ones; the
-gold answer after filler."""
+gold answer after filler; copied from the prompt, right or wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Probe:
         written = list(self.write(case, generator))
         for is_wrapped in self._placements(case.form):
             for number, answer in enumerate(written):
-                if answer == case.gold and self.finished and self.kind != "right":
+                if answer == case.gold and self.finished and self.kind not in ("right", "copied"):
                     continue
                 text = case.form.wrap(answer) if is_wrapped else answer
                 rule = (self.name, number, is_wrapped)
