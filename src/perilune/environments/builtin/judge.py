@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from perilune.environments.core import registry
-from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.protocol import (
     EpisodeFailedError,
     Outcome,
@@ -22,6 +22,7 @@ from perilune.environments.core.protocol import (
 )
 from perilune.environments.core.rewards import GOLD
 from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.tasks_section import TasksSection
 from perilune.servers import JsonClient, ServerError, require_client, server_root
 
 _TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together

@@ -7,25 +7,12 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from perilune.environments.core import registry
 from perilune.environments.core.protocol import EpisodeFailedError, Failure, Score, Split, Task, Transcript
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.verifiers.scorer import Scorer
-
-
-class TasksSection(BaseModel):
-    """The section of the environment that the tasks come from."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    id: str = Field(
-        description="id of a single-turn environment, whose prompts are the tasks; it scores the answers. The"
-        " section also takes its other keys"
-    )
 
 
 class BorrowedTasks:

@@ -29,6 +29,7 @@ from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
+from perilune.environments.core.tasks_section import TasksSection
 from perilune.errors import RequestError
 from perilune.extensions import load_extension, names_file
 from perilune.files import field_of, with_field
@@ -168,8 +169,6 @@ def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def borrows(section: Mapping[str, Any]) -> bool:
     """Whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
-    from perilune.environments.core.borrowed_tasks import TasksSection
-
     if section.get("id") == FACTORY_ID or names_file(section.get("id")) or not is_known(section):
         return False
     model: type[BaseModel] | None = getattr(_factory(section), "Spec", None)

@@ -15,10 +15,11 @@ from pydantic import Field
 from perilune.environments.builtin.tools import SandboxSpec
 from perilune.environments.core import registry
 from perilune.environments.core.agents import sample
-from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
+from perilune.environments.core.tasks_section import TasksSection
 from perilune.environments.interpreter.exploration import Agent, Exploration, ExplorationSettings
 from perilune.environments.interpreter.interpreter import CodeRunner
 from perilune.errors import RequestError

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perilune.environments.core import registry
-from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.multi_turn import MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
+from perilune.environments.core.tasks_section import TasksSection
 from perilune.errors import RequestError
 from perilune.sandbox.programs import Ending, Program, ProgramLimits, Programs, Streams
 

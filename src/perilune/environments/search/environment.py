@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.builtin.tools import SandboxSpec
 from perilune.environments.core import registry
-from perilune.environments.core.borrowed_tasks import BorrowedTasks, TasksSection
+from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask
 from perilune.environments.core.protocol import Message, Observation, Split, Task
+from perilune.environments.core.tasks_section import TasksSection
 from perilune.environments.interpreter.interpreter import CodeRunner
 from perilune.environments.search import prompts
 from perilune.environments.search.agents import CallAgent, CodeAgent, SearchAgent

@@ -43,7 +43,7 @@ _OPENINGS = items("""
     Let me think step by step.; Answer:; The final answer is:; \u89e3; \u304b\u3044\u305b\u3064; Respuesta
 """)
 _REFUSALS = items("""
-    I'm sorry, but I can't help with that.; I cannot answer this question.; No answer.; It depends.; Next question.
+    I'm sorry, but I can't help with that.; I cannot answer this question.; No answer.; It depends.
     There is not enough information to answer.; As an AI language model, I cannot decide.; See above.
     None of the above; All of the above; The answer is left to the reader.
 """)
