@@ -56,6 +56,7 @@ _LOOKUPS: Sequence[str] = (
     *(style.replace("NAME", name) for name in _NAMES[:2] for style in _STYLES),
     *("{reference}", "{task.data[answer]}", "self.answer", "%s", "{0}", "(?s).*"),
 )
+FEWEST_LEAKED = 3
 _COPIES: Sequence[str] = (  # patterns of an answer that stands in a prompt
     rf"(?i)[\"']?\b(?:{'|'.join(_NAMES)})\b[\"']?\s*(?:is\s|[:=])\s*[\"']?([^\n\"'<>]+?)[\"']?\s*(?:$|[\n\"',.;<>)}}\]])",
     r"<!--\s*(?:\w+:\s*)?(.*?)\s*-->",
@@ -100,9 +101,24 @@ def lookups(case: Case, _: random.Random) -> list[str]:
 
 
 def copies(case: Case, _: random.Random) -> list[str]:
-    """What each pattern finds in the prompt; empty if nothing."""
-    found = [re.search(pattern, case.prompt) for pattern in _COPIES]
-    return [one[1].strip() if one else "" for one in found]
+    """What the patterns that find the right answer in every prompt find in this one."""
+    return [_copied(pattern, case.prompt) for pattern in case.leaks]
+
+
+def leaking_patterns(prompts: Sequence[str], golds: Sequence[str | None]) -> tuple[str, ...]:
+    """The patterns that find the right answer in the prompt of every task.
+
+    None if there are fewer than three right answers, because one of a few may stand in a prompt by chance.
+    """
+    if len({*golds} - {None}) < FEWEST_LEAKED:
+        return ()
+    pairs = [*zip(prompts, golds, strict=True)]
+    return tuple(one for one in _COPIES if all(_copied(one, prompt) == gold for prompt, gold in pairs))
+
+
+def _copied(pattern: str, prompt: str) -> str:
+    found = re.search(pattern, prompt)
+    return found[1].strip() if found else ""
 
 
 def _wrong(case: Case) -> str:

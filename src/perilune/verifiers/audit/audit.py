@@ -14,7 +14,8 @@ from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.protocol import Environment, Outcome, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
-from perilune.verifiers.audit.case import Case, Output, Probe
+from perilune.verifiers.audit.appeals import leaking_patterns
+from perilune.verifiers.audit.case import Case, Output, Probe, prompt_of
 from perilune.verifiers.audit.consistency import check_consistency
 from perilune.verifiers.audit.findings import Audit, Example, Finding
 from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
@@ -23,7 +24,6 @@ from perilune.verifiers.audit.judging import (
     Scored,
     add_rewarded_wrong,
     check_across_tasks,
-    check_copies,
     check_each,
     check_gold,
     check_lists,
@@ -128,7 +128,6 @@ def audit_reward(
         unjudged = check_each(scored, findings)
         check_across_tasks(scored, findings)
         check_lists(scored, findings)
-        check_copies(scored, findings)
         on_progress("the same outputs again, in another order")
         check_consistency([*golds, *scored], bench.score_all, seed, findings)
         searched = 0
@@ -179,12 +178,13 @@ def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
     asked: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
     form = Form(*asked, True) if asked else stated_form([gold.text for gold in golds if gold is not None])
     texts = [None if gold is None else form.unwrap(gold.text) for gold in golds]
+    leaks = leaking_patterns([*map(prompt_of, drawn)], texts)
     cases = []
     frequency = Counter(text for text in texts if text is not None and len(text) <= LONGEST_IN_POOL)
     for task, gold, text in zip(tasks, golds, texts, strict=False):
         others = dict.fromkeys(other for other in texts[:count] if other is not None and other != text)
         pool = tuple(answer for answer, _ in (frequency - Counter([text or ""])).most_common())
-        cases.append(Case(task, text, tuple(others), gold or Transcript(""), form, pool))
+        cases.append(Case(task, text, tuple(others), gold or Transcript(""), form, pool, leaks))
     return cases
 
 

@@ -13,7 +13,12 @@ from perilune.verifiers.audit.forms import BARE, Form
 Kind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled", "copied"]
 """The outputs of a probe are: the gold answer; the gold answer in another form; wrong for every task; wrong
 unless a second opinion disagrees; all answers of a closed set at once; the gold answer among wrong ones; the
-gold answer after filler; copied from the prompt, right or wrong."""
+gold answer after filler; copied from the prompt."""
+
+
+def prompt_of(task: Task) -> str:
+    """The text of all opening messages."""
+    return "\n".join(message["content"] for message in task.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Case:
         form: the form in which answers are written.
         pool: the gold answers of all other tasks, of more than are probed, the most frequent first. If it has
             this task's gold answer, then answers form a closed set.
+        leaks: the patterns that find the right answer in the prompt of every task (`leaking_patterns`).
     """
 
     task: Task
@@ -36,11 +42,12 @@ class Case:
     before: Transcript
     form: Form = BARE
     pool: tuple[str, ...] = ()
+    leaks: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
         """The text of all opening messages."""
-        return "\n".join(message["content"] for message in self.task.prompt)
+        return prompt_of(self.task)
 
     def transcript(self, text: str, finished: bool = True) -> Transcript:
         """The gold transcript with `text` as its last action."""

@@ -15,7 +15,6 @@ from perilune.verifiers.audit.known import is_plain
 from perilune.verifiers.audit.search import ENOUGH
 
 SMALL = 0.1  # share of the full reward up to which a reward is small
-FEWEST_COPIED = 3  # different answers by which a prompt is known to leak them
 NEARLY = 0.9  # share from which a reward counts as full, for outputs that were made without the gold answer
 _REMARKS: dict[str, tuple[Grade, str]] = {
     "lookalike gold": ("B", "full reward for a right answer in lookalike characters"),
@@ -93,6 +92,10 @@ def check_each(scored: Iterable[Scored], findings: Findings) -> int:
         elif isinstance(one.outcome, Failure):
             if one.is_right is not True:
                 findings.add(name, "C", "the scorer fails on a wrong output", one.example)
+        elif kind == "copied" and one.share >= NEARLY:
+            findings.add(
+                name, "F", "the right answer can be copied from every prompt by one rule", one.example
+            )
         elif kind != "listed" and one.outcome.reward > 0:
             if one.is_right is False:
                 add_rewarded_wrong(one, findings)
@@ -155,20 +158,6 @@ def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
             )
         elif probe.name == "hedged gold" and is_plain(case.gold or ""):
             _add_all(same, "C", "the scorer picks a right answer by its position among wrong ones", findings)
-
-
-def check_copies(scored: Sequence[Scored], findings: Findings) -> None:
-    """One rule that copies the right answer from the prompt of every task: the prompt leaks its answer.
-
-    A closed set of answers proves nothing, because one of its few may be copied by chance.
-    """
-    copied = [one for one in scored if one.output.probe.kind == "copied" and one.share >= NEARLY]
-    for same in _grouped(copied, lambda one: one.output.rule[1]):
-        answers = {one.output.answer for one in same}
-        tasks = {one.output.case.task.task_id for one in same}
-        if len(answers) >= FEWEST_COPIED and tasks == ({one.output.case.task.task_id for one in scored}):
-            what = "the right answer can be copied from the prompt by one rule"
-            _add_all(same, "F", what, findings)
 
 
 def _grouped(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:
