@@ -12,9 +12,12 @@ from task_cases import make_bundle, make_job, run_in
 
 from perilune.bundle.digest import contents_digest, source_files
 from perilune.cli.main import main
+from perilune.environments import Transcript, make_environment
+from perilune.errors import RequestError
 from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.traces.suite import Suite, write_suite
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -104,3 +107,60 @@ def test_the_gate_fails_and_accepts(attempt: Path, tmp_path: Path, perilune: Run
     assert perilune("run", suite)[0] == 0
     code, said = perilune("run", suite, "--accept", "--mode", "rescore")
     assert code == 2 and "--mode" in said
+
+
+def test_a_checkpoint_that_is_worse_on_a_suite_fails_its_gate(
+    attempt: Path, tmp_path: Path, perilune: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
+    weights = attempt / "inputs" / "checkpoint"
+    perilune("suite", attempt, "--where", "truncated", "--each", 2, "--out", tmp_path / "made")
+    made = Suite(tmp_path / "made")
+    # The recording says that every episode was right, which no new model repeats.
+    solved = []
+    for case in made.index.cases:
+        cassette = made.cassettes[case.digest]
+        (track,) = cassette.tracks
+        right = track.model_copy(update={"verdict": track.verdict.model_copy(update={"reward": 1.0})})
+        cassette = cassette.model_copy(update={"tracks": (right,)})
+        solved.append((case.model_copy(update={"digest": cassette.digest}), cassette))
+    tokenizers = {one.tokenizer: made.tokenizer(one.tokenizer) for _, one in solved}
+    write_suite(tmp_path / "suite", solved, tokenizers, "")
+
+    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2)
+    tasks = {cassette.task.task_id for _, cassette in solved}
+    assert (code, found["passed"], found["tasks"]) == (1, False, len(tasks))
+    assert (found["then"]["mean"], found["now"]["mean"], found["change"]["mean"]) == (1.0, 0.0, -1.0)
+    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--loss", 1)
+    assert (code, found["passed"]) == (0, True)
+    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--against", weights)
+    assert (code, found["passed"], found["change"]) == (0, True, {"mean": 0.0, "low": 0.0, "high": 0.0})
+
+
+def test_a_suite_is_an_environment_of_the_environments_it_was_recorded_in(
+    attempt: Path, tmp_path: Path, perilune: Run
+) -> None:
+    perilune("suite", attempt, "--each", 1, "--hold-out", 0.5, "--out", tmp_path / "made")
+    made = Suite(tmp_path / "made")
+    case = made.index.cases[0]
+    plain = made.cassettes[case.digest]
+    mixed = plain.model_copy(
+        update={
+            "environment": {"id": "mixture", "parts": {"sums": {**plain.environment, "weight": 2.0}}},
+            "task": plain.task.model_copy(update={"task_id": f"sums/{plain.task.task_id}"}),
+        }
+    )
+    other = plain.model_copy(update={"environment": {**plain.environment, "turns": 2}})
+    pairs = [(case.model_copy(update={"digest": one.digest}), one) for one in (plain, mixed, other)]
+    write_suite(tmp_path / "suite", pairs, {plain.tokenizer: made.tokenizer(plain.tokenizer)}, "")
+    environment: Any = make_environment({"id": "suite", "path": str(tmp_path / "suite")})
+    tasks = list(environment.tasks("heldout", 0))
+    assert len(tasks) == len(environment.parts) == 2 and len({one.task_id for one in tasks}) == 2
+    for task in tasks:
+        gold = environment.gold(task)
+        assert environment.score(task, gold).reward == 1.0
+        assert environment.score(task, Transcript("no")).reward < 1.0
+    assert sum(map(len, environment.recorded().values())) == 3
+    with pytest.raises(RequestError, match="has no cases in the part"):
+        part = "shown" if case.held_out else "held-out"
+        make_environment({"id": "suite", "path": str(tmp_path / "suite"), "part": part})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from perilune.cli.arguments import Json, command_group
+from perilune.cli.inspect.traces_gate import gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from perilune.traces.suite import Part, Suite
 
 app = command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
+app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --against calculator/sft")(
+    gate_command
+)
 
 SHOWN = 10  # failed cases to print
 Targets = Annotated[

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +19,9 @@ from perilune.cli.arguments import (
 )
 from perilune.cli.data.environments import section_of
 from perilune.cli.train.run import JsonOption, run_stages
+
+if TYPE_CHECKING:
+    from perilune.control.queries.lookup import StageStatus
 
 
 def evaluate(
@@ -58,3 +63,27 @@ def evaluate(
     ]
     again = shlex.join(["perilune", "eval", checkpoint, "--environment", environment, *options])
     run_stages(recipe, None, again, as_json=as_json)
+
+
+def evaluated(
+    folder: Path, section: Mapping[str, Any], fields: Mapping[str, Any], seed: int, called: str
+) -> StageStatus:
+    """Run an evaluation, or reuse a finished one, without printing its results.
+
+    Raises:
+        PeriluneError: when the environment is wrong, or the evaluation fails.
+    """
+    from perilune.cli.train.follow import follow
+    from perilune.cli.train.plan import derive
+    from perilune.control.queries.lookup import stage_statuses
+    from perilune.control.runs.experiments import Control, open_experiment
+    from perilune.recipe.evaluation import evaluation_recipe
+
+    recipe = evaluation_recipe(folder, section, fields, seed, called=called)
+    derive(recipe)  # refuses what does not fit the machine
+    control = Control()
+    experiment = open_experiment(control, recipe)
+    if (failure := follow(control, experiment, recipe)) is not None:
+        raise failure
+    (status,) = stage_statuses(control, [experiment])
+    return status

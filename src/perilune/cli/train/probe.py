@@ -97,20 +97,10 @@ def _evaluate(
     Raises:
         PeriluneError: the environment is wrong, or the evaluation fails.
     """
-    from perilune.cli.train.follow import follow
-    from perilune.cli.train.plan import derive
-    from perilune.control.queries.lookup import stage_statuses
-    from perilune.control.runs.experiments import Control, open_experiment
+    from perilune.cli.train.evaluate import evaluated
     from perilune.metrics.learnability import learnability
-    from perilune.recipe.evaluation import evaluation_recipe
 
-    recipe = evaluation_recipe(folder, section, fields, seed, called=checkpoint)
-    derive(recipe)  # refuses what does not fit the machine
-    control = Control()
-    experiment = open_experiment(control, recipe)
-    if (failure := follow(control, experiment, recipe)) is not None:
-        raise failure
-    (status,) = stage_statuses(control, [experiment])
+    status = evaluated(folder, section, fields, seed, checkpoint)
     return learnability(status.summary), str(status.run_id)
 
 

@@ -305,6 +305,9 @@ def _sentences(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield _sentence(evaluation["checkpoint"], change)
         if (change.get("pass@8") or {"high": 0.0})["high"] < 0:
             yield f"{_sentence(evaluation['checkpoint'], change, 'pass@8')}: it solves fewer of them"
+    if then := evaluation.get("recorded"):
+        change = {"against": "the recorded episodes", "tasks": then["tasks"], "pass@1": then["change"]}
+        yield _sentence(evaluation["checkpoint"] or "the model", change)
 
 
 def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:

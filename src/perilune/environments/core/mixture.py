@@ -136,17 +136,17 @@ class Mixture:
         draw = KeyedRandom(seed, MIXTURE)
         for number in count():
             index = min(bisect(bounds, draw.uniform("part", number)), len(names) - 1)
-            yield _named(names[index], next(streams[names[index]]))
+            yield named_task(names[index], next(streams[names[index]]))
 
     def reset(self, task: Task, seed: int) -> Session:
         """Open a session of the task's part."""
-        name, own = _split(task)
+        name, own = split_task(task)
         session = self.parts[name].reset(own, seed)
         return _ScaledSession(session, self._scales[name]) if self._is_scaled else session
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """The score of the task's part, scaled. The metric `gold` keeps the score before scaling."""
-        name, own = _split(task)
+        name, own = split_task(task)
         outcome = self.parts[name].score(own, transcript)
         if isinstance(outcome, Failure) or not self._is_scaled:
             return outcome
@@ -155,20 +155,20 @@ class Mixture:
 
     def gold(self, task: Task) -> Transcript | None:
         """The right answer that the task's part states; None if it states none."""
-        name, own = _split(task)
+        name, own = split_task(task)
         answer: Transcript | None = getattr(self.parts[name], "gold", lambda _: None)(own)
         return answer
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
         """The second opinion of the task's part; None if it has none."""
-        name, own = _split(task)
+        name, own = split_task(task)
         opinion = getattr(self.parts[name], "is_right", lambda task, transcript: None)
         right: bool | None = opinion(own, transcript)
         return right
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
         """The reference answer of the task's part; None if it has none."""
-        name, own = _split(task)
+        name, own = split_task(task)
         return reference_answer(self.parts[name], own)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Mixture:
                 if task is None:
                     del streams[name]
                 else:
-                    yield _named(name, task)
+                    yield named_task(name, task)
 
 
 class _ScaledSession:
@@ -213,12 +213,12 @@ class _ScaledSession:
 
 def part_of(environment: Environment, task: Task) -> Environment:
     """The part of a mixture that `task` belongs to; any other environment itself."""
-    return environment.parts[_split(task)[0]] if isinstance(environment, Mixture) else environment
+    return environment.parts[split_task(task)[0]] if isinstance(environment, Mixture) else environment
 
 
 def environment_name(environment: Environment, task: Task) -> str:
     """The environment of an episode: "mixture/PART" in a mixture, else the environment's id."""
-    return f"{MIXTURE}/{_split(task)[0]}" if isinstance(environment, Mixture) else environment.id
+    return f"{MIXTURE}/{split_task(task)[0]}" if isinstance(environment, Mixture) else environment.id
 
 
 def _make_part(name: str, section: Mapping[str, Any]) -> Environment:
@@ -257,11 +257,12 @@ def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float
     return {name: value / total for name, value in scaled.items()}
 
 
-def _named(part: str, task: Task) -> Task:
+def named_task(part: str, task: Task) -> Task:
+    """The task of a part, with an id that names the part."""
     return replace(task, task_id=f"{part}/{task.task_id}")
 
 
-def _split(task: Task) -> tuple[str, Task]:
+def split_task(task: Task) -> tuple[str, Task]:
     """The name of the part, and the part's own task."""
     name, _, task_id = task.task_id.partition("/")
     return name, replace(task, task_id=task_id)

@@ -60,6 +60,7 @@ _BUILT_IN = {
     "recursive": "perilune.environments.interpreter:RecursiveEnvironment",
     "reasoning_gym": "perilune.environments.adapters.reasoning_gym:ReasoningGymEnvironment",
     "search": "perilune.environments.search:SearchEnvironment",
+    "suite": "perilune.traces.environment:SuiteEnvironment",
     "textarena": "perilune.environments.adapters.textarena:TextArenaEnvironment",
     "tools": "perilune.environments.builtin.tools:ToolsEnvironment",
     "verifiers": "perilune.environments.adapters.verifiers_package:VerifiersEnvironment",

@@ -10,12 +10,13 @@ from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import write_episodes
 from perilune.environments.core.registry import make_environment
+from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.checks.answer_form import rare_form
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planned_tokens, stage_memory
-from perilune.tasks.stage.outcomes import evaluation_summary
+from perilune.tasks.stage.outcomes import CORRECT, evaluation_summary
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
 from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
@@ -61,6 +62,7 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
     summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
+    summary |= _against_recording(environment, summary, seed)
     own = OwnMetrics(spec.metrics, workspace.log).figures([one for group in groups for one in group])
     _record(workspace, summary, own)
     workspace.timing(0, **watch.figures())
@@ -75,6 +77,22 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         "tokens_per_second": watch.figures()["tokens_per_second"],
         "seconds": watch.elapsed,
         **figures(),
+    }
+
+
+def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """pass@1 of the episodes that a suite recorded, and the change since then, paired by task."""
+    recorded: dict[str, list[float]] = getattr(environment, "recorded", dict)()
+    now = {task: right / n for task, n, right in summary["correct_per_task"] if task in recorded}
+    if not now:
+        return {}
+    then = {task: sum(score >= CORRECT for score in recorded[task]) / len(recorded[task]) for task in now}
+    return {
+        "recorded": {
+            "tasks": len(now),
+            "pass@1": bootstrap_problems([*then.values()], seed=seed)._asdict(),
+            "change": paired_difference(then, now, seed=seed)._asdict(),
+        }
     }
 
 

@@ -1,0 +1,90 @@
+"""`perilune traces gate`: a checkpoint plays the tasks of a suite live, and may not be worse than another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from perilune.cli.arguments import AnswerTokens, CheckpointArgument, EvaluationSeed, Json, checkpoint_folder
+from perilune.cli.output import echo, print_json
+
+
+def gate_command(
+    suite: Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")],
+    checkpoint: CheckpointArgument,
+    *,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="CHECKPOINT", help="Compare with this checkpoint instead of the recording."),
+    ] = None,
+    loss: Annotated[
+        float, typer.Option(min=0, max=1, help="Loss of pass rate that is tolerated, such as 0.05.")
+    ] = 0.0,
+    samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
+    part: Annotated[
+        Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to play.")
+    ] = "all",
+    max_tokens: AnswerTokens = None,
+    seed: EvaluationSeed = 0,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on the tasks of a suite. Exit code 1 when it is worse than another.
+
+    It is worse if the 95% interval of the change in pass@1, paired by task, lies below -LOSS as a whole. The
+    evaluations are runs like any other, and the same command reuses them.
+    """
+    from perilune.cli.train.evaluate import evaluated
+    from perilune.traces.environment import SuiteEnvironment, SuiteSpec
+
+    environment = SuiteEnvironment(SuiteSpec(path=str(suite.absolute()), part=part))
+    environment.check_files()
+    section = {"id": "suite", "path": str(suite.absolute()), "part": part}
+    longest = max(one.sampling.max_tokens for one in environment.suite.cassettes.values())
+    fields = {
+        "tasks": environment.settings()["heldout"],
+        "samples": samples,
+        "max_tokens": max_tokens or longest,
+    }
+    now, *others = (
+        evaluated(checkpoint_folder(name), section, fields, seed, name).summary
+        for name in (checkpoint, *([against] if against else []))
+    )
+    found = _found(now, others[0] if others else None, seed)
+    passed = found["change"]["high"] >= -loss
+    if as_json:
+        print_json({"checkpoint": checkpoint, "against": against, "loss": loss, "passed": passed, **found})
+    else:
+        _print(checkpoint, against or "the recording", found)
+        echo("passed" if passed else f"FAILED: worse by more than {loss:.1%}")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _found(now: Mapping[str, Any], then: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
+    """pass@1 of both sides, and the change on the tasks that both have."""
+    from perilune.metrics.bootstrap import paired_difference
+
+    if not then:
+        recorded = now["recorded"]
+        pair = {"now": now["pass@1"], "then": recorded["pass@1"]}
+        return {"tasks": recorded["tasks"], **pair, "change": recorded["change"]}
+    new, old = ({task: right / n for task, n, right in one["correct_per_task"]} for one in (now, then))
+    shared = new.keys() & old.keys()
+    change = paired_difference(
+        {one: old[one] for one in shared}, {one: new[one] for one in shared}, seed=seed
+    )
+    pair = {"now": now["pass@1"], "then": then["pass@1"]}
+    return {"tasks": len(shared), **pair, "change": change._asdict()}
+
+
+def _print(checkpoint: str, against: str, found: Mapping[str, Any]) -> None:
+    for name, one in ((checkpoint, found["now"]), (against, found["then"])):
+        echo(f"pass@1 {one['mean']:.1%} ({one['low']:.1%} to {one['high']:.1%})  {name}")
+    change = found["change"]
+    echo(
+        f"paired change {change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"
+        f" on {found['tasks']} tasks"
+    )
