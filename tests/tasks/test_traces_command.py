@@ -150,7 +150,7 @@ def test_a_suite_is_an_environment_of_the_environments_it_was_recorded_in(
             "task": plain.task.model_copy(update={"task_id": f"sums/{plain.task.task_id}"}),
         }
     )
-    other = plain.model_copy(update={"environment": {**plain.environment, "turns": 2}})
+    other = plain.model_copy(update={"environment": {**plain.environment, "turns": 8}})
     pairs = [(case.model_copy(update={"digest": one.digest}), one) for one in (plain, mixed, other)]
     write_suite(tmp_path / "suite", pairs, {plain.tokenizer: made.tokenizer(plain.tokenizer)}, "")
     environment: Any = make_environment({"id": "suite", "path": str(tmp_path / "suite")})
