@@ -1,10 +1,15 @@
 """The `prompting` section: what the model is asked, and which answers are scored."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from perilune.environments import Score, Transcript, make_environment
+from perilune.environments import Score, Task, Transcript, make_environment
+from perilune.environments.core.multi_turn import MultiTurn, ask
+from perilune.environments.core.prompted_environment import PromptedEnvironment
+from perilune.environments.core.prompting import PromptingSettings
+from perilune.environments.core.protocol import AgentTurn, Observation
 from perilune.environments.core.replay import conversation
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
@@ -185,3 +190,35 @@ def test_the_audit_grades_what_is_asked_for(section, grade) -> None:
     audit = audit_reward(section, tasks=3, search_budget=40)
     assert audit.grade == grade, audit.findings[0]
     assert audit.form != "…" or section.get("prompting", {}).get("format") in (None, "last_number")
+
+
+class Helped(MultiTurn):
+    """The player asks, a sub-agent answers, and the player repeats it."""
+
+    id = "helped"
+    max_turns = 2
+
+    def tasks(self, split, seed):
+        yield Task("one", ({"role": "user", "content": "?"},), {})
+
+    def gold(self, task):
+        return Transcript("12", earlier=("ask", "twelve"))
+
+    def is_right(self, task, transcript):
+        return transcript.actions == ("ask", "twelve", "12")
+
+    def play(self, task, rng):
+        yield ask()
+        turn = AgentTurn("helper", ({"role": "user", "content": "?"},))
+        yield Observation(turns=(turn,))
+        said = yield ask("done")
+        yield Observation(rewards=(float(said == "12"),), done=True)
+
+
+def test_only_the_player_has_the_format():
+    environment = PromptedEnvironment(Helped(), PromptingSettings(format="boxed"))
+    task = next(environment.tasks("train", 0))
+    gold = environment.gold(task)
+    assert gold.actions == ("\\boxed{ask}", "twelve", "\\boxed{12}")
+    assert environment.is_right(task, gold) and environment.score(task, gold).reward == 1.0
+    assert not environment.is_right(task, replace(gold, earlier=("\\boxed{ask}", "\\boxed{twelve}")))

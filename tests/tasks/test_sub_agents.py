@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from task_cases import episodes, figures_of, metrics, run_task, summary
+from task_cases import episodes, figures_of, make_job, metrics, run_task, summary
 from task_environments import Beside, Team, Wordless
 from test_several_turns import ENDS, PARAMS, TOKENIZER, Recording, engine_of
 
@@ -22,6 +22,8 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.stage import plugin
 from perilune.traces.record import Origin, record
 from perilune.traces.replay import Replayer
 from perilune.verifiers import Scorer
@@ -255,19 +257,18 @@ def test_a_policy_learns_in_every_context_of_a_long_episode(tmp_path: Path) -> N
         "context": {"rule": "fold", "above": 8, "last": 0},
     }
     options: dict[str, Any] = {
-        "environment": section,
         "steps": 2,
         "prompts": 3,
         "samples": 4,
         "max_tokens": 6,
     }
-    bundle = run_task(tmp_path, "rl", train_sub_agents=True, **options)
+    bundle = run_task(tmp_path, "rl", environment=section, train_sub_agents=True, **options)
     rows = episodes(bundle)
     later = rows[rows["group_id"].str.endswith("/agents")]
     assert 0 < len(later) < len(rows) and summary(bundle)["logprob_gap_max"] < 1e-5
     assert set(later["reward"]) <= set(rows["reward"]) and later["loss_mask"].map(any).all()
     with pytest.raises(RequestError, match="would not learn in them"):
-        run_task(tmp_path / "only the first", "rl", **options)
+        plugin.describe(RLSpec(checkpoint="sft", **options), make_job("rl", environment=section))
 
 
 def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -> None:

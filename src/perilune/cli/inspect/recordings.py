@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,14 +44,19 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
     """
     condition, recorded, seen = parse_where(where), Recorded(), 0
     with Replayer(recorded.tokenizers.__getitem__) as replayer:
-        for stage in (stage for target in targets for stage in view_of(target).stages):
-            for path, origin in _files(stage, recorded):
+        for stage, attempt, files in _stages(targets):
+            origin = _origin(stage, attempt, recorded)
+            if origin is None:
+                continue
+            for path in files:
                 fitting = [own for own in rollouts_of(read_episodes(path)) if any(map(condition, own))]
                 seen += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
+                temperature = 0.0 if path == attempt.greedy_file else origin.temperature
+                of_file = replace(origin, file=path.name, temperature=temperature)
                 for start in range(0, len(chosen), CHUNK):
                     episodes = [one for own in chosen[start : start + CHUNK] for one in own]
-                    found = record(episodes, origin, replayer)
+                    found = record(episodes, of_file, replayer)
                     recorded.cassettes |= {one.digest: one for one in found.cassettes}
                     recorded.refused.update(found.refused)
     _require_some(seen, where, targets)
@@ -65,17 +70,21 @@ def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path,
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
     """
     condition, seen = parse_where(where), 0
-    for stage in (stage for target in targets for stage in view_of(target).stages):
-        for path in _episode_files(Attempt(stage.attempt_dir)):
+    for _, _, files in _stages(targets):
+        for path in files:
             if fitting := [one for one in read_episodes(path) if condition(one)]:
                 seen += len(fitting)
                 yield path, fitting
     _require_some(seen, where, targets)
 
 
-def _episode_files(attempt: Attempt) -> list[Path]:
-    greedy = attempt.greedy_file
-    return [*attempt.episode_files, *([greedy] if greedy else [])]
+def _stages(targets: Sequence[str]) -> Iterator[tuple[StageView, Attempt, list[Path]]]:
+    """The stages of all targets that wrote episodes, with the files of their last attempt."""
+    for stage in (stage for target in targets for stage in view_of(target).stages):
+        attempt = Attempt(stage.attempt_dir)
+        greedy = attempt.greedy_file
+        if files := [*attempt.episode_files, *([greedy] if greedy else [])]:
+            yield stage, attempt, files
 
 
 def _require_some(seen: int, where: str, targets: Sequence[str]) -> None:
@@ -87,42 +96,35 @@ def _require_some(seen: int, where: str, targets: Sequence[str]) -> None:
         )
 
 
-def _files(stage: StageView, recorded: Recorded) -> Iterator[tuple[Path, Origin]]:
-    """The episode files of a stage, each with its origin; adds the stage's tokenizer."""
-    attempt = Attempt(stage.attempt_dir)
-    files = _episode_files(attempt)
-    if not files or attempt.root is None:
-        return
+def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | None:
+    """What the episodes of a stage share; adds its tokenizer. None if the stage stores too little."""
+    if attempt.root is None:
+        return None
     job = Job.model_validate(read_json(attempt.root / "job.json"))
     folder = _model_folder(job, attempt)
     if folder is None or not job.environment or "max_tokens" not in job.spec:
         recorded.refused[f"stage {stage.name} stores no model or sampling settings"] += 1
-        return
+        return None
     tokenizer = Tokenizer.load(folder)
     with TemporaryDirectory() as saved:
         tokenizer.save(saved)
         digest = tokenizer_digest(Path(saved))
     recorded.tokenizers[digest] = tokenizer
-    checkpoint = next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None)
-    for path in files:
-        yield (
-            path,
-            Origin(
-                run=stage.run_id,
-                stage=stage.name,
-                file=path.name,
-                environment=job.at(attempt.root).environment,
-                section=job.environment,
-                seed=job.seed,
-                max_tokens=job.spec["max_tokens"],
-                temperature=0.0 if path == attempt.greedy_file else float(job.spec.get("temperature") or 1.0),
-                stop_token_ids=tuple(dict.fromkeys((*end_tokens(folder), tokenizer.eos_token_id))),
-                positions=read_json(folder / "config.json").get("max_position_embeddings"),
-                tokenizer=digest,
-                checkpoint=checkpoint,
-                system=_system(job),
-            ),
-        )
+    return Origin(
+        run=stage.run_id,
+        stage=stage.name,
+        file="",
+        environment=job.at(attempt.root).environment,
+        section=job.environment,
+        seed=job.seed,
+        max_tokens=job.spec["max_tokens"],
+        temperature=float(job.spec.get("temperature") or 1.0),
+        stop_token_ids=tuple(dict.fromkeys((*end_tokens(folder), tokenizer.eos_token_id))),
+        positions=read_json(folder / "config.json").get("max_position_embeddings"),
+        tokenizer=digest,
+        checkpoint=next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None),
+        system=_system(job),
+    )
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:

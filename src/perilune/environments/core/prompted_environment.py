@@ -6,7 +6,7 @@ the environment scores only the answer that was found in that format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -123,16 +123,38 @@ class PromptedEnvironment:
         gold: Transcript | None = self._environment.gold(task)  # type: ignore[attr-defined]
         if gold is None:
             return None
-        return replace(gold, text=self.write(gold.text), earlier=tuple(map(self.write, gold.earlier)))
+        *earlier, last = self._changed(task, gold, self.write)
+        return replace(gold, text=last, earlier=tuple(earlier))
 
     def _is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        answers = [self.parse(action) for action in transcript.actions]
-        if answers[-1] is None:
+        if self.parse(transcript.text) is None:  # the last action is always the player's
             return False
-        *earlier, last = [answer or "" for answer in answers]
-        parsed = replace(transcript, text=last, earlier=tuple(earlier))
-        right: bool | None = self._environment.is_right(task, parsed)  # type: ignore[attr-defined]
+        *earlier, last = self._changed(task, transcript, lambda action: self.parse(action) or "", parsed=True)
+        right: bool | None = self._environment.is_right(  # type: ignore[attr-defined]
+            task, replace(transcript, text=last, earlier=tuple(earlier))
+        )
         return right
+
+    def _changed(
+        self, task: Task, transcript: Transcript, change: Callable[[str], str], *, parsed: bool = False
+    ) -> list[str]:
+        """The actions, with `change` applied to those of the player. Sub-agents have no format.
+
+        Args:
+            parsed: whether the environment takes the changed actions, and not the original ones.
+        """
+        if not transcript.earlier or self._format is None:
+            return [change(action) for action in transcript.actions]
+        session, found = self._environment.reset(task, transcript.seed), list[str]()
+        try:
+            for action in transcript.earlier:
+                due = session.observation.due
+                found.append(action if due and due[0].agent else change(action))
+                if due:
+                    session.step(found[-1] if parsed else action)
+        finally:
+            session.close()
+        return [*found, change(transcript.text)]
 
     def _reference(self, task: Task) -> ReferenceAnswer | None:
         own: ReferenceAnswer | None = self._environment.reference_answer(task)  # type: ignore[attr-defined]

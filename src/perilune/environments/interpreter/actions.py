@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from perilune.environments.builtin.tool_calls import Answer, Misunderstood, read_action
+from perilune.environments.interpreter.interpreter import Call
 from perilune.environments.interpreter.prompts import Style, Tool
 from perilune.environments.program.tool_calls import read_calls
 
@@ -55,18 +56,23 @@ def _compact_ask(action: str) -> Ask | Answer | Misunderstood:
     return Ask("", int(lines[1]), int(lines[2])) if lines else Misunderstood("neither lines nor an answer")
 
 
-def _natural_ask(action: str) -> Ask | Answer | Misunderstood:
-    calls = read_calls(action)
-    if calls is None:
+def read_call(action: str) -> Call | Answer | Misunderstood:
+    """Parse a natural action: `<tool_call>...</tool_call>`, of which the first counts, or an `<answer>`."""
+    read = read_calls(action)
+    if read is None:
         return Misunderstood("a malformed call")
-    if calls[1]:
-        return _ask(*calls[1][0])
+    if read[1]:
+        name, arguments = read[1][0]
+        return Call(name, (), json.loads(arguments))
     found = read_action(action, compact=False)
     return found if isinstance(found, Answer) else Misunderstood("neither a call nor an <answer>")
 
 
-def _ask(name: str, arguments: str) -> Ask | Misunderstood:
-    match name, json.loads(arguments):
+def _natural_ask(action: str) -> Ask | Answer | Misunderstood:
+    found = read_call(action)
+    if not isinstance(found, Call):
+        return found
+    match found.function, found.named:
         case "ask", {"question": str(question), "first": int(first), "last": int(last)} if 0 < first <= last:
             return Ask(question, first, last)
     return Misunderstood("the only tool is ask, with question, first and last")

@@ -57,7 +57,7 @@ class ExplorationSettings(BaseModel):
 
     def opening(self, context: str, question: str, depth: int) -> str:
         """The first message of an agent below which sub-agents may be nested so deep."""
-        return prompts.opening(self.prompt, context, question, prompts.how_to_explore(self.tool, depth))
+        return prompts.opening(self.prompt, self.tool, context, question, depth)
 
 
 @dataclass(slots=True)

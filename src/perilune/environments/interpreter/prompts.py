@@ -37,29 +37,24 @@ _CONTEXTS = """
 ask(question, context) and ask_all(questions, contexts) give each model a C of its own to explore."""
 
 
-def how_to_explore(tool: Tool, depth: int) -> str:
-    """The natural instructions for an agent below which sub-agents may be nested so deep."""
-    if tool == "ask":
-        return _ASK
-    return _PYTHON.format(
-        functions=_FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
-    )
+def opening(style: Style, tool: Tool, context: str, question: str, depth: int) -> str:
+    """The first message: length, type and first lines of the context, the question, and how to explore it.
 
-
-def opening(style: Style, context: str, question: str, how: str) -> str:
-    """The first message: length, type and first lines of the context, the question, and how to explore."""
+    Args:
+        depth: how deep sub-agents may be nested below this agent.
+    """
     lines = context.count("\n") + (not context.endswith("\n"))
     first = [line[:_SAMPLE_CHARACTERS] for line in islice(context.splitlines(), _SAMPLE_LINES)]
     if style == "compact":
         return "\n".join([f"{lines:0{_DIGITS}}", *first, question, ""])
-    what = "The Python variable C is a str" if how != _ASK else "There is a text"
+    functions = _FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
     return _OPENING.format(
-        what=what,
+        what="There is a text" if tool == "ask" else "The Python variable C is a str",
         characters=len(context),
         lines=lines,
         sample="\n".join(first),
         question=question,
-        how=how,
+        how=_ASK if tool == "ask" else _PYTHON.format(functions=functions),
     )
 
 

@@ -90,10 +90,10 @@ class CallAgent:
             return f"error: {action.why}"
         self.counts["calls"] += 1
         try:
-            result = self._call(action.name, list(action.arguments), dict(action.named))
+            result = self._call(action.function, list(action.arguments), dict(action.named))
         except InvalidCallError as error:
             return f"error: {error}"
-        if action.name != "extract":
+        if action.function != "extract":
             self._last = result
         return prompts.listed(self._style, result, self._most_output)
 

@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 from perilune.bundle.workspace import Workspace
-from perilune.environments.core.managed_context import KEY as CONTEXT
-from perilune.errors import RequestError
 from perilune.learn.critic import Critic
 from perilune.learn.trainer import Learner
 from perilune.rollout.learned_reward import LearnedReward
@@ -47,7 +45,6 @@ def run(
         make_opponents: makes the opponents of the policy; none by default.
         stop_without_signal: stop the run when nearly all groups have had equal rewards for many steps.
     """
-    _require_trained_contexts(workspace, spec)
     with ExitStack() as stack:
         opened = stack.enter_context(
             open_player(workspace, spec.max_tokens, spec, spec.memory_plan, record_routes=spec.routing_replay)
@@ -102,20 +99,6 @@ def run(
         **recorder.summary(spec.algorithm, spec.samples),
         "memory": memory_figures(player.memory, device),
     }
-
-
-def _require_trained_contexts(workspace: Workspace, spec: RLSpec) -> None:
-    """Check that all contexts of a long episode learn.
-
-    Raises:
-        RequestError: when only the first one would.
-    """
-    if workspace.job.environment.get(CONTEXT) and not spec.train_sub_agents:
-        raise RequestError(
-            "the environment's `context` begins new contexts, and the policy would not learn in them",
-            where=f"stages.{workspace.job.stage}.train_sub_agents",
-            remedy="set train_sub_agents: true",
-        )
 
 
 def _source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:

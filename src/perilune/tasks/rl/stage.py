@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.bundle.job import Job
+from perilune.environments.core.managed_context import KEY as CONTEXT
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
@@ -29,13 +30,20 @@ class ReinforcementStage(Stage[Spec]):
         """Episodes, updates, the schedule and memory.
 
         Raises:
-            RequestError: when the environment has `rewards` that a reward model would replace.
+            RequestError: when the environment has `rewards` that a reward model would replace, or new
+                contexts in which the policy would not learn.
         """
         if spec.reward_model and not spec.verifier_weight and job.environment.get(REWARDS):
             raise RequestError(
                 "`rewards` is ignored when `reward_model` is set",
                 where=f"stages.{job.stage}.reward_model",
                 remedy="set verifier_weight above 0 to combine them, or remove one of them",
+            )
+        if job.environment.get(CONTEXT) and not spec.train_sub_agents:
+            raise RequestError(
+                "the environment's `context` begins new contexts, and the policy would not learn in them",
+                where=f"stages.{job.stage}.train_sub_agents",
+                remedy="set train_sub_agents: true",
             )
         if spec.asynchronous is not None:
             _require_asynchronous(job)
