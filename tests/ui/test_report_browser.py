@@ -133,6 +133,27 @@ def test_charts_have_marks(window: Window, key: str, marks: str, least: int) -> 
     assert window.count(f'[data-chart="{key}"] svg {marks}') >= least
 
 
+def test_stages_stand_below_the_checkpoint_they_start_from(window: Window) -> None:
+    below_sft = window.page.locator('.tree > li:has(> .state:text-is("sft"))')
+    names = below_sft.locator("> ul > li > .state").all_inner_texts()
+    assert names == ["after_sft", "rl"]
+    assert "data from traces" in below_sft.locator("> small").inner_text()
+    last = below_sft.locator(".tree .tree b").inner_text()
+    assert last.startswith("pass@1 ") and last.endswith(" points against after_sft")
+
+
+def test_curves_are_read_by_step_tokens_or_time(window: Window) -> None:
+    rl = "Data.training.find((one) => one.stage === 'rl').columns"
+    choice = window.page.get_by_label("Horizontal axis")
+    choice.select_option("tokens")
+    total = window.page.evaluate(f"{rl}.tokens.reduce((sum, one) => sum + one, 0)")
+    assert f"tokens {total:,}\n" in window.hover("rl-reward", 0.99)
+    choice.select_option("seconds")
+    assert window.hover("rl-reward", 0.99).split("\n")[0].endswith(("s", "min"))
+    choice.select_option("step")
+    assert "step 12\n" in window.hover("rl-reward", 0.99)
+
+
 def test_a_figure_that_never_changes_is_said_not_drawn(window: Window) -> None:
     assert window.page.locator('[data-chart="rl-staleness"] p').inner_text().startswith("0")
     assert window.count('[data-chart="rl-staleness"] svg') == 0

@@ -55,6 +55,24 @@ def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:
     assert collect(made.view()).headline.title.startswith("pass@1 fell from")
 
 
+def test_branches_are_joined_to_the_checkpoint_they_start_from(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.sft(steps=3)
+    made.evaluate("after_sft", "sft", AFTER_SFT, 30)
+    made.rl(steps=3, prompts=2)
+    made.evaluate("after_rl", "rl", AFTER_RL, 30)
+    made.evaluate("again", "sft", AFTER_SFT, 30)
+    data = collect(made.view())
+    assert [(one.name, one.parent, one.uses) for one in data.stages] == [
+        ("sft", "", []),
+        ("after_sft", "sft", []),
+        ("rl", "sft", []),
+        ("after_rl", "rl", []),
+        ("again", "sft", []),
+    ]
+    assert [(one.before, one.after) for one in data.comparisons] == [("after_sft", "after_rl")]
+
+
 def test_no_change_is_not_called_a_climb(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.evaluate("before", "sft", AFTER_SFT, 30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from perilune.ui.attempt import Attempt, Columns
@@ -52,7 +53,7 @@ def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Tr
     if not metrics.get("step"):
         return None
     timings = _with_throughput(attempt.timings)
-    kept = thin(metrics, MOST_STEPS)
+    kept = thin(metrics | _reached(metrics, timings), MOST_STEPS)
     return Training(
         stage=stage,
         task=task,
@@ -63,6 +64,24 @@ def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Tr
         timings=_rounded(thin(timings, MOST_STEPS)),
         totals=totals_of(timings),
     )
+
+
+def _reached(metrics: Columns, timings: Columns) -> Columns:
+    """Tokens and seconds of training up to each step, as further axes of the charts."""
+    parts = [timings[part] for part in PARTS if part in timings]
+    seconds = {
+        step: math.fsum(part[row] or 0.0 for part in parts)
+        for row, step in enumerate(timings.get("step", []))
+    }
+    spent = {
+        "tokens": metrics.get("tokens", []),
+        "seconds": [seconds.get(step, 0.0) for step in metrics["step"]],
+    }
+    return {
+        f"reached/{name}": list(accumulate(value or 0.0 for value in values))
+        for name, values in spent.items()
+        if any(values)
+    }
 
 
 def totals_of(timings: Columns) -> dict[str, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,17 @@ Fact = tuple[str, str, str]  # name, value, detail
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One run as the provenance section shows it."""
+    """One run as the provenance section shows it.
+
+    Attributes:
+        parent: stage whose checkpoint it starts from; "" for the model itself, or for none.
+        uses: other stages that it reads, with the field of the recipe that names them.
+    """
 
     name: str
     task: str
+    parent: str
+    uses: Pairs
     run_id: str
     state: str
     attempts: int
@@ -42,9 +49,16 @@ class Notice:
     log: str = ""
 
 
-def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
-    """One run for the provenance section."""
+def describe_stage(stage: StageView, attempt: Attempt, names: Collection[str]) -> Stage:
+    """One run for the provenance section.
+
+    Args:
+        names: those of all stages.
+    """
     facts = stage_facts(stage, attempt)
+    spec = attempt.job.get("spec")
+    named = spec.items() if isinstance(spec, dict) else ()
+    read = {field: str(value) for field, value in named if isinstance(value, str) and value in names}
     if stage.task == "collect" and "rows" in attempt.summary:
         facts.append(
             ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
@@ -54,6 +68,8 @@ def describe_stage(stage: StageView, attempt: Attempt) -> Stage:
     return Stage(
         name=stage.name,
         task=stage.task,
+        parent=read.pop("checkpoint", ""),
+        uses=list(read.items()),
         run_id=stage.run_id,
         state=stage.state,
         attempts=stage.attempts,

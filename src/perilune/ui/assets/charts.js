@@ -279,6 +279,15 @@ const Charts = (() => {
     return path;
   }
 
+  // Straight lines between the places of each edge whose ends are known.
+  function joined(one, edges, x, y) {
+    const at = (place) => `${round(x(place))},${round(y(one.y[place]))}`;
+    return edges
+      .filter((edge) => edge.every((place) => isNumber(one.y[place])))
+      .map(([from, to]) => `M${at(from)}L${at(to)}`)
+      .join("");
+  }
+
   // Filled area between `low` and `high`, over the points that have both.
   function areaOf(one, x, y) {
     const known = one.x.map((_, index) => index).filter((index) => isNumber(one.low[index]) && isNumber(one.high[index]));
@@ -355,6 +364,7 @@ const Charts = (() => {
   /* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?, format?} over one x axis.
      series may be a function that returns them, for charts that are refreshed.
      low and high are whiskers, or with `area` the edges of a filled area.
+     edges: with categories, the pairs of places that a line joins; by default each and the next.
      x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.
      group: charts of one group share the crosshair; smooth: follow the slider; pick(x): on click. */
   function lines(spec) {
@@ -376,7 +386,7 @@ const Charts = (() => {
     };
     measure();
     const categories = spec.x.categories;
-    const formatX = categories ? (value) => categories[value] : spec.x.format || Format.integer;
+    const formatX = (value) => (categories ? categories[value] : (spec.x.format || Format.integer)(value));
     let log = y.log === "on";
     let hovered = null; // index into xs
     let state = null;
@@ -430,7 +440,7 @@ const Charts = (() => {
             root.append(s("path", { d: pathOf(one.x, one.y, xOf, toY, width, log), class: "line raw", stroke }));
           root.append(
             s("path", {
-              d: pathOf(one.x, values, xOf, toY, width, log),
+              d: spec.edges ? joined(one, spec.edges, xOf, toY) : pathOf(one.x, values, xOf, toY, width, log),
               class: `line${one.dash ? " dashed" : ""}${categories ? " thin" : ""}`,
               stroke,
             }),
@@ -870,6 +880,7 @@ const Charts = (() => {
     rows,
     showTooltip,
     hideTooltip,
+    zoom,
     // Draw the charts of a group again, with the series that they have now.
     refresh(group) {
       for (const chart of groups.get(group) || []) chart.refresh();

@@ -5,27 +5,64 @@ const Course = ((data) => {
   const { section, part } = Page;
   const percent = { format: Format.percent, tick: Format.percentTick };
   const unit = { domain: [0, 1], ...percent };
+
+  // -------------------------------------------------------------------------------- horizontal axis
+  const AXES = {
+    step: { label: "step", name: "step", integer: true, time: false, format: Format.integer },
+    tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
+    seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
+  };
+  const x = { ...AXES.step };
+  let axis = "step";
+
+  // Where each step lies on the axis. The server counts; rows that arrived since are added here.
+  function reached(training) {
+    const { columns, timings } = training;
+    const known = columns[`reached/${axis}`];
+    if (axis === "step" || !known) return columns.step;
+    const spent = (place) => {
+      if (axis === "tokens") return columns.tokens?.[place] || 0;
+      const row = timings.step ? timings.step.indexOf(columns.step[place]) : -1;
+      return row < 0 ? 0 : PARTS.reduce((total, [part]) => total + (timings[part]?.[row] || 0), 0);
+    };
+    let last = 0;
+    return columns.step.map((_, place) => (last = known[place] ?? last + spent(place)));
+  }
+  const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
+
+  function axisControl() {
+    const offered = Object.keys(AXES).filter(
+      (name) => name === "step" || data.training.every((training) => training.columns[`reached/${name}`]),
+    );
+    if (offered.length === 1) return null;
+    const choice = h("select", { "aria-label": "Horizontal axis" }, offered.map((name) => h("option", { value: name }, name)));
+    choice.addEventListener("change", () => {
+      axis = choice.value;
+      Object.assign(x, AXES[axis]);
+      for (const { stage } of data.training) for (const group of [`training-${stage}`, `main-${stage}`]) Charts.zoom(group, null);
+    });
+    return h("label", { class: "control" }, "Axis", choice);
+  }
+
   const seriesOf = (training, names) =>
     names
       .filter(([key]) => training.columns[key])
       .map(([key, name, index, more]) => {
         const column = training.columns[key];
-        if (!key.startsWith("eval/")) return { name, x: training.columns.step, y: column, color: index, ...more };
+        if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color: index, ...more };
         // Evaluations are rare: their line joins them across the steps between.
         const places = column.map((value, place) => place).filter((place) => column[place] !== null);
         const at = (values) => values && places.map((place) => values[place]);
         const [low, high] = [at(training.columns[`${key}/low`]), at(training.columns[`${key}/high`])];
-        return { name, x: at(training.columns.step), y: at(column), low, high, color: index, points: true, ...more };
+        return { name, x: at(reached(training)), y: at(column), low, high, color: index, points: true, ...more };
       });
 
   // -------------------------------------------------------------------------------------- curves
-  const x = { label: "step", name: "step", integer: true };
-
   // The charts of a stage, or with `only` "shape" a text that changes when other charts are needed.
   function curvesOf(training, only) {
     const shape = [];
     const group = `training-${training.stage}`;
-    const pick = Episodes.has(training.stage) ? (step) => Episodes.open(training.stage, step) : undefined;
+    const pick = Episodes.has(training.stage) ? (value) => Episodes.open(training.stage, stepAt(training, value)) : undefined;
     const charts = [];
     const steady = [];
     const add = (key, title, note, names, y = {}, more = {}) => {
@@ -438,6 +475,7 @@ const Course = ((data) => {
         "div",
         { class: "toolbar" },
         h("label", { class: "control" }, "Smoothing", slider, shown),
+        axisControl(),
         h(
           "span",
           { class: "muted" },
@@ -559,7 +597,7 @@ const Course = ((data) => {
             ? Charts.lines({
                 key: `${training.stage}-throughput`,
                 title: `Tokens per second: ${training.stage}`,
-                x,
+                x: AXES.step,
                 y: { format: Format.integer },
                 showLegend: true,
                 smooth: true,

@@ -20,6 +20,7 @@ const Outcome = ((data) => {
   function climbChart(height, key) {
     if (!data.evaluations.length) return null;
     const at = data.evaluations.map((_, index) => index);
+    const place = new Map(data.evaluations.map((evaluation, index) => [evaluation.stage, index]));
     const series = measures.map((name) => {
       const values = data.evaluations.map((evaluation) => evaluation.measures[name] || [null, null, null]);
       return {
@@ -37,8 +38,9 @@ const Outcome = ((data) => {
     return Charts.lines({
       key,
       title: "Held-out accuracy at each evaluation",
-      note: "Bars are 95% intervals from resampling tasks.",
+      note: "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from resampling tasks.",
       height,
+      edges: data.comparisons.map((comparison) => [place.get(comparison.before), place.get(comparison.after)]),
       x: { categories: data.evaluations.map((evaluation) => evaluation.label) },
       y: { ...unit, ticks: 5 },
       series,
@@ -169,7 +171,41 @@ const Outcome = ((data) => {
           `${comparison.before_label} and ${comparison.after_label} judged different tasks, so there is no paired difference.`,
         ),
       ),
+      tree(),
     );
+  }
+
+  // The stages as a tree: each below the one whose checkpoint it starts from.
+  function tree() {
+    if (data.stages.length < 3) return null;
+    const judged = new Map(data.evaluations.map((evaluation) => [evaluation.stage, evaluation]));
+    const compared = new Map(data.comparisons.map((comparison) => [comparison.after, comparison]));
+    const result = (stage) => {
+      const evaluation = judged.get(stage.name);
+      if (!evaluation) return null;
+      const change = compared.get(stage.name)?.differences["pass@1"];
+      const versus = change ? `, ${Format.points(change[0])} points against ${compared.get(stage.name).before}` : "";
+      return h("b", {}, `pass@1 ${Format.percent(evaluation.measures["pass@1"][0])}${versus}`);
+    };
+    const below = (parent) => {
+      const children = data.stages.filter((stage) => stage.parent === parent);
+      if (!children.length) return null;
+      return h(
+        "ul",
+        { class: "tree" },
+        children.map((stage) =>
+          h(
+            "li",
+            {},
+            h("span", { class: `state ${stage.state}`, title: stage.state }, stage.name),
+            h("small", {}, [stage.task, ...stage.uses.map(([field, name]) => `${field} from ${name}`)].join(", ")),
+            result(stage),
+            below(stage.name),
+          ),
+        ),
+      );
+    };
+    return [part("Stages", "Each stage stands below the one whose checkpoint it starts from."), below("")];
   }
 
   // ------------------------------------------------------------------------------- what climbed
