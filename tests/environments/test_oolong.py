@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from perilune.environments.builtin.oolong.records import Record
 from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
 from perilune.environments.builtin.oolong.tasks import direct_prompt
 from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.long_context import glimpse_of
 from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
@@ -331,3 +333,15 @@ def test_the_audit_finds_that_naming_all_labels_is_paid_by_a_loose_scorer():
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
         make_environment({"id": "oolong", **wrong})
+
+
+@pytest.mark.parametrize("style", ["compact", "natural"])
+def test_a_glimpse_is_that_of_the_whole_context(style: str) -> None:
+    environment: Any = make_environment({"id": "oolong", "lengths": [40], "style": style})
+    task = next(environment.bare_tasks("train", 0))
+    assert task.prompt == () and replace(task, prompt=next(environment.tasks("train", 0)).prompt) == next(
+        environment.tasks("train", 0)
+    )
+    whole, glimpse = glimpse_of(environment.context(task)), environment.glimpse(task)
+    assert (glimpse.lines, glimpse.first) == (whole.lines, whole.first) == (40, whole.first)
+    assert glimpse.characters() == whole.characters() == len(environment.context(task))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,14 @@ class BorrowedTasks:
     def draw(self, split: Split, seed: int) -> Iterator[Task]:
         """The environment's tasks."""
         return self.environment.tasks(split, seed)
+
+    def draw_bare(self, split: Split, seed: int) -> Iterator[Task]:
+        """The environment's tasks, without their prompts if it can draw them so (`LongContexts`)."""
+        is_bare = hasattr(type(self.environment), "bare_tasks")  # what wraps it chooses tasks itself
+        draw: Callable[[Split, int], Iterator[Task]] = (
+            self.environment.bare_tasks if is_bare else self.environment.tasks  # type: ignore[attr-defined]
+        )
+        return draw(split, seed)
 
     @staticmethod
     def without_prompt(task: Task) -> Task:

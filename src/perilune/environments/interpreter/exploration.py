@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.core.agents import AgentProgram, together
+from perilune.environments.core.long_context import Glimpse, glimpse_of
 from perilune.environments.core.protocol import AgentTurn, Message
 from perilune.environments.interpreter import actions, asks, prompts
 from perilune.environments.interpreter.interpreter import (
@@ -55,7 +56,7 @@ class ExplorationSettings(BaseModel):
             raise ValueError("tool: ask needs a depth of at least 1")
         return self
 
-    def opening(self, context: str, question: str, depth: int) -> str:
+    def opening(self, context: Glimpse, question: str, depth: int) -> str:
         """The first message of an agent below which sub-agents may be nested so deep."""
         return prompts.opening(self.prompt, self.tool, context, question, depth)
 
@@ -177,7 +178,7 @@ class Exploration:
         """The answer of a sub-agent, which explores its context if `depth` is not 0."""
         if asked.context and depth:
             self._count("agents")
-            text = self._settings.opening(asked.context, asked.text, depth)
+            text = self._settings.opening(glimpse_of(asked.context), asked.text, depth)
             found = yield from self.explore(Agent(child, asked.context, depth), [_user(text)])
             return found or ""
         text = "\n".join(filter(None, (asked.context, asked.text)))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import Literal
 
+from perilune.environments.core.long_context import Glimpse
 from perilune.environments.interpreter.interpreter import BlockResult
 
 Style = Literal["natural", "compact"]
 Tool = Literal["python", "ask"]
 
-_SAMPLE_LINES, _SAMPLE_CHARACTERS = 2, 200
+_SAMPLE_CHARACTERS = 200
 _DIGITS = 7  # of a compact length, so that a longer context shifts nothing in the prompt
 _COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
 _OPENING = """\
@@ -37,21 +37,20 @@ _CONTEXTS = """
 ask(question, context) and ask_all(questions, contexts) give each model a C of its own to explore."""
 
 
-def opening(style: Style, tool: Tool, context: str, question: str, depth: int) -> str:
+def opening(style: Style, tool: Tool, context: Glimpse, question: str, depth: int) -> str:
     """The first message: length, type and first lines of the context, the question, and how to explore it.
 
     Args:
         depth: how deep sub-agents may be nested below this agent.
     """
-    lines = context.count("\n") + (not context.endswith("\n"))
-    first = [line[:_SAMPLE_CHARACTERS] for line in islice(context.splitlines(), _SAMPLE_LINES)]
+    first = [line[:_SAMPLE_CHARACTERS] for line in context.first]
     if style == "compact":
-        return "\n".join([f"{lines:0{_DIGITS}}", *first, question, ""])
+        return "\n".join([f"{context.lines:0{_DIGITS}}", *first, question, ""])
     functions = _FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
     return _OPENING.format(
         what="There is a text" if tool == "ask" else "The Python variable C is a str",
-        characters=len(context),
-        lines=lines,
+        characters=context.characters(),
+        lines=context.lines,
         sample="\n".join(first),
         question=question,
         how=_ASK if tool == "ask" else _PYTHON.format(functions=functions),

@@ -8,7 +8,7 @@ Language Models, arXiv 2512.24601.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from perilune.environments.core import registry
 from perilune.environments.core.agents import sample
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.keyed_random import KeyedRandom
+from perilune.environments.core.long_context import LongContexts, glimpse_of
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
 from perilune.environments.core.tasks_section import TasksSection
@@ -35,18 +36,6 @@ class RecursiveSpec(ExplorationSettings):
     )
     ask_price: float = Field(0.0, ge=0, description="reward that each ask costs")
     sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="limits of the policy's code")
-
-
-class LongContexts(Protocol):
-    """What an environment of the field `tasks` offers besides the protocol."""
-
-    def context(self, task: Task) -> str:
-        """The context of a task."""
-        ...
-
-    def question(self, task: Task) -> str:
-        """The question about the context."""
-        ...
 
 
 class RecursiveEnvironment(MultiTurn):
@@ -77,9 +66,9 @@ class RecursiveEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """The other environment's tasks, with a description of the context as prompt."""
-        for task in self._borrowed.draw(split, seed):
-            context, question = self._source.context(task), self._source.question(task)
-            text = self.spec.opening(context, question, self.spec.depth)
+        glimpse = getattr(self._source, "glimpse", lambda task: glimpse_of(self._source.context(task)))
+        for task in self._borrowed.draw_bare(split, seed):
+            text = self.spec.opening(glimpse(task), self._source.question(task), self.spec.depth)
             prompt: Message = {"role": "user", "content": text}
             yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 
 from perilune.environments.builtin.oolong import second_opinion
 from perilune.environments.builtin.oolong.settings import OolongSpec
@@ -16,6 +18,7 @@ from perilune.environments.builtin.oolong.tasks import (
     read_field,
     score_answer,
 )
+from perilune.environments.core.long_context import SAMPLE_LINES, Glimpse
 from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 
@@ -32,10 +35,14 @@ class OolongEnvironment(SingleTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct tasks without end."""
+        for task in self.bare_tasks(split, seed):
+            yield replace(task, prompt=({"role": "user", "content": direct_prompt(task.data)},))
+
+    def bare_tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """The tasks without their prompts, which hold the whole context."""
         for task_id, data in draw_tasks(self.spec, split, seed):
-            prompt = ({"role": "user", "content": direct_prompt(data)},)
             shown = {**data, "actions": [marked(data, gold(data))]}
-            yield Task(task_id, prompt, shown, difficulty=float(data["lines"]))
+            yield Task(task_id, (), shown, difficulty=float(data["lines"]))
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Score an answer. One that the token limit cut off scores 0."""
@@ -59,6 +66,11 @@ class OolongEnvironment(SingleTurn):
     def context(self, task: Task) -> str:
         """The lines, for an agent that explores them with code."""
         return "".join(context_lines(task.data))
+
+    def glimpse(self, task: Task) -> Glimpse:
+        """The first lines alone, and how many there are."""
+        first = [line.rstrip("\n") for line in islice(context_lines(task.data), SAMPLE_LINES)]
+        return Glimpse(task.data["lines"], first, lambda: sum(map(len, context_lines(task.data))))
 
     def question(self, task: Task) -> str:
         """The question without the lines."""

@@ -1,0 +1,47 @@
+"""Long contexts, which an agent explores instead of reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from perilune.environments.core.protocol import Task
+
+SAMPLE_LINES = 2
+
+
+class Glimpse(NamedTuple):
+    """What an agent sees of a context at first.
+
+    Attributes:
+        lines: their number.
+        first: the first two.
+        characters: counts all characters, which may take as long as drawing the context.
+    """
+
+    lines: int
+    first: Sequence[str]
+    characters: Callable[[], int]
+
+
+class LongContexts(Protocol):
+    """What an environment of long contexts offers besides the protocol.
+
+    It may also have `glimpse(task)`, if that is cheaper than the context, and `bare_tasks(split, seed)`: the
+    tasks without prompts that hold the context.
+    """
+
+    def context(self, task: Task) -> str:
+        """The context of a task."""
+        ...
+
+    def question(self, task: Task) -> str:
+        """The question about the context."""
+        ...
+
+
+def glimpse_of(context: str) -> Glimpse:
+    """A glimpse of a context that is at hand."""
+    lines = context.count("\n") + (not context.endswith("\n"))
+    return Glimpse(lines, list(islice(context.splitlines(), SAMPLE_LINES)), context.__len__)
