@@ -30,8 +30,8 @@ from recipe_runs import (
 )
 
 RECIPE = HERE / "contexts.yaml"
-LIMIT = 180  # tokens of a context, its prompt included
-ABOVE = 120  # characters after the prompt from which on a rule applies
+LIMIT = 150  # tokens of a context, its prompt included
+ABOVE = 90  # characters after the prompt from which on a rule applies
 WHOLE, CUT = "whole conversation", "cut off at the limit"
 
 
@@ -48,11 +48,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     "policy": (rule("policy"), "traces.strategies={folded: 1.0}"),
 }
 ABOUT = f"""\
-A tiny model from nothing reads eight shards, one a turn, and must write all eight values in its last turn \
-(environment `wide_lookup` with `notes: last`). The whole conversation has about 300 tokens. All arms but \
+A tiny model from nothing reads six shards, one a turn, and must write all six values in its last turn \
+(environment `wide_lookup` with `notes: last`). The whole conversation has about 210 tokens. All arms but \
 the first have room for {LIMIT} tokens in a context. The teacher writes each value in the turn after its \
 shard; in the arm `policy` it also folds its notes after every third shard. Each arm has the same number of \
-traces, optimizer steps and episodes: 400 steps of SFT on its own traces, then 30 steps of RL with 64 \
+traces, optimizer steps and episodes: 700 steps of SFT on its own traces, then 30 steps of RL with 64 \
 episodes. A trace gives one training sequence for each of its contexts. The rule `summarise` is not \
 compared: nothing shows a model from nothing how to answer its question. Accuracy is on 96 held-out tasks \
 with 2 episodes each. *Largest context* is the mean over episodes of the longest context, in tokens. *Total \
