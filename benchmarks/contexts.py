@@ -30,7 +30,7 @@ from recipe_runs import (
 )
 
 RECIPE = HERE / "contexts.yaml"
-LIMIT = 150  # tokens of a context, its prompt included
+LIMIT = 160  # tokens of a context, its prompt included
 ABOVE = 90  # characters after the prompt from which on a rule applies
 WHOLE, CUT = "whole conversation", "cut off at the limit"
 
