@@ -7,6 +7,7 @@ Runs contexts.yaml once for each arm. Writes results/contexts.json.
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
@@ -24,6 +25,7 @@ from recipe_runs import (
     described,
     document,
     for_seeds,
+    mean_pass_rate,
     options,
     run_recipe,
     write,
@@ -32,6 +34,7 @@ from recipe_runs import (
 RECIPE = HERE / "contexts.yaml"
 LIMIT = 160  # tokens of a context, its prompt included
 ABOVE = 90  # characters after the prompt from which on a rule applies
+FIGURES = ("contexts", "largest context", "total tokens")
 WHOLE, CUT = "whole conversation", "cut off at the limit"
 
 
@@ -42,24 +45,24 @@ def rule(name: str) -> str:
 
 ARMS: Mapping[str, Sequence[str]] = {
     WHOLE: (),
-    CUT: (f"environment.episodes.max_tokens={LIMIT - 10}",),
     "drop_output": (rule("drop_output"),),
     "fold": (rule("fold"),),
     "policy": (rule("policy"), "traces.strategies={folded: 1.0}"),
 }
 ABOUT = f"""\
 A tiny model from nothing reads six shards, one a turn, and must write all six values in its last turn \
-(environment `wide_lookup` with `notes: last`). The whole conversation has about 210 tokens. All arms but \
-the first have room for {LIMIT} tokens in a context. The teacher writes each value in the turn after its \
-shard; in the arm `policy` it also folds its notes after every third shard. Each arm has the same number of \
-traces, optimizer steps and episodes: 700 steps of SFT on its own traces, then 30 steps of RL with 64 \
-episodes. A trace gives one training sequence for each of its contexts. The rule `summarise` is not \
+(environment `wide_lookup` with `notes: last`). The whole conversation has about 220 tokens. All arms but \
+the first have room for {LIMIT} in a context. The teacher writes each value in the turn after its shard; in \
+the arm `policy` it also folds its notes after every third shard. Each arm has 3,000 traces of its own and \
+700 steps of SFT; a trace gives one training sequence for each of its contexts. The rule `summarise` is not \
 compared: nothing shows a model from nothing how to answer its question. Accuracy is on 96 held-out tasks \
-with 2 episodes each. *Largest context* is the mean over episodes of the longest context, in tokens. *Total \
-tokens* are those of all contexts, what several of them share included. `fold` loses the values that it \
-folds away, so what it can reach is near 0 by construction: it suits tasks whose state the environment \
-keeps. That `policy` and `drop_output` succeed is a property of what they keep, and of demonstrations that \
-use it; whether a language model would fold well by itself is not measured. {SEEDS_ARE_THE_UNIT}\
+with 2 episodes each. *Cut off* is the model of the first arm whose episodes end at the limit. *Largest \
+context* is the mean over episodes of the longest context, in tokens. *Total tokens* are those of all \
+contexts, what several of them share included; the prefix cache computes a shared beginning once. `fold` \
+loses the values that it folds away, so what it can reach is near 0 by construction: it suits tasks whose \
+state the environment keeps. That `policy` and `drop_output` succeed is a property of what they keep, and \
+of demonstrations that use it; whether a language model folds well by itself is not measured. There is no \
+RL here, because after SFT the groups of the first arm are all right. {SEEDS_ARE_THE_UNIT}\
 """
 
 
@@ -71,20 +74,22 @@ def main() -> None:
 
 
 def run(seed: int) -> dict[str, dict[str, Any]]:
-    """For each arm, its evaluation after RL, with figures."""
+    """The evaluation of each arm, with figures."""
     found = {}
     for arm, overrides in ARMS.items():
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
             stages = run_recipe(RECIPE, seed, overrides, Path(home))
-            after = stages["after_rl"]
-            found[arm] = {
-                "after SFT": stages["after_sft"]["summary"]["pass@1"]["mean"],
-                "after RL": after["summary"]["pass@1"]["mean"],
-                **figures(read_episodes(after["folder"] / "artifacts" / "episodes" / "step-000000.parquet")),
-                "summary": {"pass@1": after["summary"]["pass@1"]},
-            }
-            print(time.strftime("%H:%M:%S"), seed, arm, found[arm], flush=True)
+            found[arm] = result(stages["after"])
+            if arm == WHOLE:
+                found[CUT] = result(stages["cut_off"])
+        print(time.strftime("%H:%M:%S"), seed, json.dumps(found[arm]), flush=True)
     return found
+
+
+def result(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """What the report needs of an evaluation."""
+    episodes = read_episodes(stage["folder"] / "artifacts" / "episodes" / "step-000000.parquet")
+    return {"summary": {"pass@1": stage["summary"]["pass@1"]}, **figures(episodes)}
 
 
 def figures(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -101,19 +106,19 @@ def figures(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    pairs = [(arm, CUT) for arm in ARMS if arm not in (WHOLE, CUT)] + [
-        (arm, WHOLE) for arm in ("drop_output", "policy")
-    ]
-    sentences, rows = compare_arms(runs, {arm: arm for arm in ARMS}, pairs)
-    shown = ("after SFT", "after RL", "contexts", "largest context", "total tokens")
+    pairs = [(arm, CUT) for arm in ARMS if arm != WHOLE]
+    pairs += [(arm, WHOLE) for arm in ("drop_output", "policy")]
+    sentences, rows = compare_arms(runs, {arm: arm for arm in runs[0]}, pairs)
     return {
         "title": "Rules for the context of long episodes, at an equal budget",
         "about": described(ABOUT, sentences),
         "accuracy and tokens": [
-            {"context": arm}
-            | {name: [round(run[arm][name], 3) for run in runs] for name in shown[:2]}
-            | {name: fmean(run[arm][name] for run in runs) for name in shown[2:]}
-            for arm in ARMS
+            {
+                "context": arm,
+                "pass@1 by seed": [round(mean_pass_rate(run[arm]), 3) for run in runs],
+                **{name: fmean(run[arm][name] for run in runs) for name in FIGURES},
+            }
+            for arm in runs[0]
         ],
         "comparisons": rows,
     }
