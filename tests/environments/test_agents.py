@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from perilune.environments import AgentTurn, Programs, together
+from perilune.environments.core.agents import RemainingTurns
 
 
 def speak(name, turns, closed=()):
@@ -56,3 +59,13 @@ def test_together_returns_results_in_the_order_of_the_programs():
         assert end.value == [("0", ["a", "b"]), ("1", ["x"]), ("2", [])]
     else:
         raise AssertionError("it has not ended")
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+def test_remaining_turns_are_those_of_a_slice(place: int) -> None:
+    turns = [AgentTurn(str(number), ()) for number in range(5)]
+    rest = RemainingTurns(turns, place)
+    assert rest == turns[place:] and [*rest] == turns[place:] and len(rest) == 5 - place
+    assert (rest[0], rest[-1], rest[1:]) == (turns[place], turns[-1], turns[place:][1:])
+    with pytest.raises(IndexError):
+        rest[5 - place]

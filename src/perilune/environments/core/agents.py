@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 from perilune.environments.core.protocol import AgentTurn, Observation
 
@@ -85,6 +85,31 @@ def together(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
     return [running.results[number] for number in range(len(programs))]
 
 
+class RemainingTurns(Sequence[AgentTurn]):
+    """The turns from a place on. Nothing is copied, so that thousands of turns are taken in linear time."""
+
+    def __init__(self, turns: Sequence[AgentTurn], place: int) -> None:
+        self._turns, self._place = turns, place
+
+    def __len__(self) -> int:
+        return len(self._turns) - self._place
+
+    @overload
+    def __getitem__(self, index: int) -> AgentTurn: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[AgentTurn]: ...
+    def __getitem__(self, index: int | slice) -> AgentTurn | Sequence[AgentTurn]:
+        if isinstance(index, slice):
+            return self._turns[self._place :][index]
+        return self._turns[range(self._place, len(self._turns))[index]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, str, T]:
     """The result of a program, in the generator of a `MultiTurn` environment: `yield from sample(program)`.
 
@@ -96,7 +121,7 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
         while True:
             actions = []
             for place in range(len(turns)):
-                actions.append((yield observe_turns(turns[place:], player)))
+                actions.append((yield observe_turns(RemainingTurns(turns, place), player)))
             turns = program.send(actions)
     except StopIteration as end:
         result: T = end.value
@@ -107,7 +132,7 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
 
 def observe_turns(turns: Sequence[AgentTurn], player: int = 0) -> Observation:
     """The observation of these turns, of which the player's own is the first."""
-    (first, *more) = turns
-    if more or first.agent or first.max_tokens is not None:
-        return Observation(player=player, turns=tuple(turns))
+    first = turns[0]
+    if len(turns) > 1 or first.agent or first.max_tokens is not None:
+        return Observation(player=player, turns=turns)
     return Observation(first.messages, player)

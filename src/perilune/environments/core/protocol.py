@@ -18,7 +18,7 @@ the episode). Both implement the protocol, and `perilune.verifiers.conformance` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -94,10 +94,10 @@ class Observation:
     truncated: bool = False
     legal: tuple[str, ...] | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    turns: tuple[AgentTurn, ...] = ()
+    turns: Sequence[AgentTurn] = ()
 
     @property
-    def due(self) -> tuple[AgentTurn, ...]:
+    def due(self) -> Sequence[AgentTurn]:
         """The turns to sample next: `turns`, or the player's own."""
         if self.done:
             return ()
