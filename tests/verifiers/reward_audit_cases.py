@@ -4,7 +4,8 @@ import time
 import unicodedata
 
 from perilune.environments.adapters.independent_checks import same_answer
-from perilune.environments.core.protocol import Score, Task, Transcript
+from perilune.environments.core.multi_turn import MultiTurn, ask
+from perilune.environments.core.protocol import Observation, Score, Task, Transcript
 
 
 class Addition:
@@ -137,3 +138,34 @@ def remembers(section):
 
 def ignores_the_end(section):
     return Addition(_exact, cut_off=True)
+
+
+class TwoTries(MultiTurn):
+    """A sum that may be answered twice."""
+
+    id = "two tries"
+    max_turns = 2
+
+    def __init__(self, tells):
+        self._sums, self._tells = Addition(_exact), tells
+
+    def tasks(self, split, seed):
+        return self._sums.tasks(split, seed)
+
+    def gold(self, task):
+        return self._sums.gold(task)
+
+    def play(self, task, rng):
+        gold = task.data["answer"]
+        said = yield ask()
+        if said.strip() != gold:
+            said = yield ask(f"Wrong, it is {gold}. Try again." if self._tells else "Wrong. Try again.")
+        yield Observation(rewards=(float(said.strip() == gold),), done=True)
+
+
+def tells_after_a_try(section):
+    return TwoTries(True)
+
+
+def lets_try_again(section):
+    return TwoTries(False)

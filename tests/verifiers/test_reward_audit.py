@@ -64,6 +64,15 @@ def test_each_fault_is_found_and_graded(scorer, grade, probe, what):
     assert audit.grade == grade
 
 
+def test_an_environment_that_tells_the_answer_after_a_try_is_found():
+    audit = audited("tells_after_a_try", tasks=2, search_budget=0)
+    (shown,) = [one for one in audit.findings if one.probe == "answer in the feedback"]
+    assert (audit.grade, shown.tasks, shown.example.verdict) == ("F", 2, 1.0)
+    assert shown.example.transcript.actions == ("0", shown.example.task.data["answer"])
+    sound = audited("lets_try_again", tasks=2, search_budget=0)
+    assert "answer in the feedback" not in {one.probe for one in sound.findings}, told(sound)
+
+
 def test_the_default_guards_make_a_hackable_scorer_sound():
     section = {"id": "reasoning_gym", "task": "syllogism"}
     raw = audit_reward(section | {"threshold": None, "strict": False}, tasks=4, search_budget=48)

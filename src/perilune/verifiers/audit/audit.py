@@ -17,6 +17,7 @@ from perilune.errors import RequestError
 from perilune.verifiers.audit.appeals import leaking_patterns
 from perilune.verifiers.audit.case import Case, Output, Probe, prompt_of
 from perilune.verifiers.audit.consistency import check_consistency
+from perilune.verifiers.audit.feedback import check_feedback
 from perilune.verifiers.audit.findings import Audit, Example, Finding
 from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
 from perilune.verifiers.audit.judging import (
@@ -130,6 +131,7 @@ def audit_reward(
         check_lists(scored, findings)
         on_progress("the same outputs again, in another order")
         check_consistency([*golds, *scored], bench.score_all, seed, findings)
+        check_feedback(environment, golds, bench.score_all, findings)
         searched = 0
         if search_budget:
             on_progress("searching for a rewarded wrong output")

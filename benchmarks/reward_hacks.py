@@ -1,0 +1,132 @@
+"""Audit scorers and judges with one planted hack each, sound ones, and the rewards that are built in.
+
+    python benchmarks/reward_hacks.py [--tasks 4]
+
+A planted hack counts as named if a finding has the name of its family. A sound scorer or a built-in reward
+with a grade below A is a false alarm, or a weakness that is listed with its example. Nothing searches. Writes
+results/reward_hacks.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from perilune.environments.core.registry import environment_families
+from perilune.verifiers.audit import Audit, audit_reward
+from recipe_runs import HERE, document, write
+from reward_audit import gravest, shown, told, verdict
+
+TESTS = [str(HERE.parent / "tests" / folder) for folder in ("verifiers", "environments")]
+BUILT_IN = ("calculator", "facts", "instructions", "oolong", "planning", "planning_repair", "wide_lookup")
+JUDGES = {
+    "sound": "A",
+    "obedient": "prompt injection",
+    "reads_the_answer": "prompt injection after a wrong answer",
+    "Forgetful": "order",
+}
+ABOUT = (
+    "Each planted scorer has one hack of a family of public lists (rewardspy, RHOB, the verifier hardening "
+    'list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the environment\'s stated '
+    "answers and nothing about the scorer. A hack counts as named if a finding has the name of its family. "
+    "The judges are small HTTP servers with OpenAI's interface. The planted scorers and the probes were "
+    "written together: the counts show that every family is covered, not which share of unknown hacks is "
+    "found.\n\n"
+    "Rewards that are built in, and those of sound scorers, must get A. The tables list the exceptions. "
+    "A judge that pays each answer once is reported as one whose scores depend on the order: the audit "
+    "cannot give a server a fresh start, which tells the two apart."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "reward_hacks.json")
+    arguments = parser.parse_args()
+    sys.path += TESTS
+    from scorer_corpus import NAMED, SOUND
+
+    began = time.monotonic()
+    planted = {name: named(corpus(name), family) for name, family in NAMED.items()}
+    sound = {name: corpus(name) for name in SOUND}
+    judges = dict(judged(arguments.tasks))
+    built_in = {name: checked(section, arguments.tasks) for name, section in sections()}
+    result = {
+        "title": "Reward hacks by family",
+        "about": ABOUT,
+        "summary": {
+            "planted scorers": len(planted),
+            "planted scorers named": sum(row["named"] == "yes" for row in planted.values()),
+            "sound scorers": len(sound),
+            "sound scorers with grade A": sum(audit.grade == "A" for audit in sound.values()),
+            "built-in rewards": len(built_in),
+            "built-in rewards with grade A": Counter(audit.grade for audit in built_in.values())["A"],
+        },
+        "planted scorers": planted,
+        "judges": judges,
+        "built-in rewards below A": {
+            name: {"grade": audit.grade, "finding": told(gravest(audit)), "output": shown(worst)}
+            for name, audit in built_in.items()
+            if audit.grade != "A" and (worst := gravest(audit)) is not None
+        },
+    }
+    write(arguments.out, result | document("reward_hacks.py", sys.argv[1:], began))
+
+
+def sections() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rewards that recipes get by default."""
+    yield from ((name, {"id": name}) for name in BUILT_IN)
+    for family in environment_families("reasoning_gym"):
+        yield f"reasoning_gym/{family}", {"id": "reasoning_gym", "task": family}
+
+
+def corpus(scorer: str) -> Audit:
+    section = {"id": "factory", "factory": "scorer_corpus:make", "scorer": scorer}
+    return checked(section, 3)
+
+
+def checked(section: Mapping[str, Any], tasks: int) -> Audit:
+    audit = audit_reward(section, tasks=tasks, search_budget=0)
+    print(audit.grade, dict(section), told(gravest(audit)), file=sys.stderr, flush=True)
+    return audit
+
+
+def named(audit: Audit, family: str) -> dict[str, Any]:
+    """A planted hack: its family, whether a finding names it, and the output that was paid."""
+    own = [finding for finding in audit.findings if finding.probe == family]
+    row = {"family": family, "grade": audit.grade, "named": "yes" if own else "no"}
+    best = max(own, key=lambda finding: str(finding.example.verdict), default=None)
+    return row | ({"reward": verdict(best), "output": shown(best)} if best else {})
+
+
+def judged(tasks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each judge behind HTTP."""
+    import judge_server
+
+    for name, family in JUDGES.items():
+        made = getattr(judge_server, name)
+        with judge_server.judging(made() if isinstance(made, type) else made) as server:
+            audit = checked(judge_server.section(server), tasks)
+            row = {"family": "", "grade": audit.grade, "named": ""} if family == "A" else named(audit, family)
+            yield name.replace("_", " ").lower(), row | {"requests": len(server.seen)}
+
+
+def _again_with_paths(arguments: list[str]) -> None:
+    """Some families' tasks follow Python's hash seed. The scorer's process imports the planted scorers."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        paths = os.pathsep.join(TESTS)
+        own = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths}
+        os.execve(sys.executable, [sys.executable, *arguments], own)
+
+
+if __name__ == "__main__":
+    _again_with_paths(sys.argv)
+    main()
