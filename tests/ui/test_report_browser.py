@@ -59,6 +59,7 @@ class Window:
         )
         page.on("request", lambda request: self.requests.append(request.url))
         page.goto(report.as_uri())
+        page.wait_for_selector("#footer:not(:empty)")
         page.wait_for_selector(".chart svg")
 
     def chart(self, key: str) -> Any:

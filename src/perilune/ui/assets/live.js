@@ -1,7 +1,8 @@
 // Keeps the page of an experiment up to date: new lines, episodes and verdicts arrive as server-sent events.
 "use strict";
 
-((data) => {
+Built.then(() => {
+  const data = Data;
   const source = new EventSource(`${data.live.base}/events?offsets=${encodeURIComponent(JSON.stringify(data.live.offsets))}`);
   const sign = h("span", { class: "connection", role: "status" }, "connecting");
   document.querySelector(".brand").after(sign);
@@ -71,4 +72,4 @@
         columns[name][place] = typeof row[name] === "number" ? row[name] : null;
     }
   }
-})(Data);
+});

@@ -128,29 +128,30 @@ const Report = ((data) => {
     );
   }
 
-  function build() {
-    document
-      .getElementById("main")
-      .append(
-        ...[
-          Verdict.panel(),
-          Verdict.progress(),
-          hero(),
-          facts(),
-          notices(),
-          Outcome.evaluations(),
-          Outcome.climb(),
-          Outcome.forgetting(),
-          Outcome.tasksSection(),
-          Course.curves(),
-          Course.time(),
-          Episodes.section(section),
-          provenance(),
-        ]
-          .flat()
-          .filter(Boolean),
-      );
+  const add = (...nodes) => document.getElementById("main").append(...nodes.flat().filter(Boolean));
+
+  function details() {
+    add(
+      Outcome.evaluations(),
+      Outcome.climb(),
+      Outcome.forgetting(),
+      Outcome.tasksSection(),
+      Course.curves(),
+      Course.time(),
+      Episodes.section(section),
+      provenance(),
+    );
     Page.finish(data.footer);
+    document.getElementById(location.hash.slice(1))?.scrollIntoView();
+  }
+
+  // The browser paints the head before the rest is drawn. A hidden page is not painted, so it does not wait.
+  function build() {
+    add(Verdict.panel(), Verdict.progress(), hero(), facts(), notices());
+    const painted = document.hidden
+      ? Promise.resolve()
+      : new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+    return painted.then(details);
   }
 
   // Draw the head and the times again, after the data have changed.
@@ -168,4 +169,4 @@ const Report = ((data) => {
   return { build, refresh };
 })(Data);
 
-Report.build();
+const Built = Report.build();
