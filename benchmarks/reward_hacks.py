@@ -36,8 +36,8 @@ ABOUT = (
     'list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the environment\'s stated '
     "answers and nothing about the scorer. A hack counts as named if a finding has the name of its family. "
     "The judges are small HTTP servers with OpenAI's interface. The planted scorers and the probes were "
-    "written together: the counts show that every family is covered, not which share of unknown hacks is "
-    "found.\n\n"
+    "written together, so their count shows that every family is covered. The unseen scorers were written "
+    "afterwards and measured once; the probes were not changed for them.\n\n"
     "Rewards that are built in, and those of sound scorers, must get A. The tables list the exceptions. "
     "A judge that pays each answer once is reported as one whose scores depend on the order: the audit "
     "cannot give a server a fresh start, which tells the two apart."
@@ -52,10 +52,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "reward_hacks.json")
     arguments = parser.parse_args()
     sys.path += TESTS
-    from scorer_corpus import NAMED, SOUND
+    from scorer_corpus import NAMED, SOUND, UNSEEN
 
     began = time.monotonic()
     planted = {name: named(corpus(name), family) for name, family in NAMED.items()}
+    unseen = {name: listed(corpus(name)) for name in UNSEEN}
     sound = {name: corpus(name) for name in SOUND}
     judges = dict(judged(arguments.tasks))
     built_in = {name: checked(section, arguments.tasks) for name, section in sections()}
@@ -65,17 +66,18 @@ def main() -> None:
         "summary": {
             "planted scorers": len(planted),
             "planted scorers named": sum(row["named"] == "yes" for row in planted.values()),
+            "unseen scorers": len(unseen),
+            "unseen scorers with grade C or worse": sum(row["grade"] >= "C" for row in unseen.values()),
             "sound scorers": len(sound),
             "sound scorers with grade A": sum(audit.grade == "A" for audit in sound.values()),
             "built-in rewards": len(built_in),
             "built-in rewards with grade A": Counter(audit.grade for audit in built_in.values())["A"],
         },
         "planted scorers": planted,
+        "unseen scorers": unseen,
         "judges": judges,
         "built-in rewards below A": {
-            name: {"grade": audit.grade, "finding": told(gravest(audit)), "output": shown(worst)}
-            for name, audit in built_in.items()
-            if audit.grade != "A" and (worst := gravest(audit)) is not None
+            name: listed(audit) for name, audit in built_in.items() if audit.grade != "A"
         },
     }
     write(arguments.out, result | document("reward_hacks.py", sys.argv[1:], began))
@@ -97,6 +99,12 @@ def checked(section: Mapping[str, Any], tasks: int) -> Audit:
     audit = audit_reward(section, tasks=tasks, search_budget=0)
     print(audit.grade, dict(section), told(gravest(audit)), file=sys.stderr, flush=True)
     return audit
+
+
+def listed(audit: Audit) -> dict[str, Any]:
+    """The grade, and the gravest finding of a grade below A with its output."""
+    worst = gravest(audit) if audit.grade != "A" else None
+    return {"grade": audit.grade} | ({"finding": told(worst), "output": shown(worst)} if worst else {})
 
 
 def named(audit: Audit, family: str) -> dict[str, Any]:
