@@ -35,11 +35,18 @@ def test_results_are_what_the_data_says() -> None:
     assert checked.returncode == 0, f"{checked.stderr}run: python benchmarks/report.py"
 
 
-def test_the_site_builds_and_loads_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
-    pages = list(tmp_path.rglob("*.html"))
+    return site
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
         text = page.read_text(encoding="utf-8")
@@ -48,3 +55,21 @@ def test_the_site_builds_and_loads_nothing(tmp_path: Path) -> None:
             if re.search(r"rel=\"(?:stylesheet|preconnect|icon)\"", link):
                 loaded += re.findall(r"href=\"([^\"]+)\"", link)
         assert loaded and not [one for one in loaded if "//" in one], page.name
+
+
+def test_language_models_find_every_page(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    assert text.startswith("# Perilune\n\n> ")
+    entries = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\): (.+)$", text, re.MULTILINE)
+    assert len(entries) == text.count("\n- ")
+    assert sorted(path for _, path, _ in entries) == sorted(
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    )
+    whole = (site / "llms-full.txt").read_text()
+    for title, path, about in entries:
+        page = (site / path).read_text()
+        assert title and len(about.split()) > 2, path
+        assert ":::" not in page, path
+        assert page.strip() in whole, path
+    reference = (site / "reference" / "python.md").read_text()
+    assert "perilune.metrics.pass_at_k.pass_at_k(" in reference  # docstrings stand in the text

@@ -91,21 +91,26 @@ def open_control(*, refresh: bool = True) -> Control:
 
 def refresh_state(control: Control) -> None:
     """Check the state of live runs for a few seconds; warn on stderr about those that do not answer."""
+    if doubt := refreshed(control):
+        echo(f"warning: {doubt}", err=True)
+
+
+def refreshed(control: Control) -> str:
+    """Check the state of live runs for a few seconds; returns why some state may be old, or ""."""
     from perilune.control.queries.quick_refresh import quick_refresh
 
     try:
         silent = quick_refresh(control.reconciler)
     except PeriluneError as error:  # the state cannot be recorded now, but it can be shown
-        echo(f"warning: showing the last known state: {error}", err=True)
-        return
-    if silent:
-        named = ", ".join(f"{run.stage} ({run.id})" for run in silent[:3])
-        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
-        echo(
-            f"warning: no answer from {named}{more}; showing the last known state."
-            " `perilune reconcile` waits for an answer",
-            err=True,
-        )
+        return f"showing the last known state: {error}"
+    if not silent:
+        return ""
+    named = ", ".join(f"{run.stage} ({run.id})" for run in silent[:3])
+    more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+    return (
+        f"no answer from {named}{more}; showing the last known state."
+        " `perilune reconcile` waits for an answer"
+    )
 
 
 def run_summary(run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from perilune.cli import data, inspect, machines, maintenance, start, train
+from perilune.cli import agents, data, inspect, machines, maintenance, start, train
 
 Command = tuple[str, str]  # module and attribute, line of help
 
@@ -21,7 +21,7 @@ Command = tuple[str, str]  # module and attribute, line of help
 PANELS: dict[str, dict[str, Command]] = {
     "Start": start.COMMANDS,
     "Train": train.COMMANDS,
-    "Inspect": inspect.COMMANDS,
+    "Inspect": inspect.COMMANDS | agents.COMMANDS,
     "Data and environments": data.COMMANDS,
     "Machines": machines.COMMANDS,
     "Maintenance": maintenance.COMMANDS,

@@ -49,15 +49,8 @@ def compare(
     perilune compare 01JQ8 01JQ9 --metric rl.last.reward
     perilune compare words-1 --baseline 2 --out page.html
     """
-    from perilune.control.queries.comparison import compare_experiments
-
     control = open_control()
-    found = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
-    if sum(len(arm.members) for arm in found.arms) < 2:
-        raise RequestError(
-            f"there is only one experiment: {', '.join(targets)}",
-            remedy="name a sweep, or several experiments by id; perilune runs --json lists them",
-        )
+    found = compared(control, targets, metric, baseline)
     page = write_page(found, out) if out is not None else None
     if as_json:
         print_json(comparison_document(found) | ({"page": str(page)} if page else {}))
@@ -67,6 +60,19 @@ def compare(
             echo(f"  {follow_up}")
         if page is not None:
             echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+
+
+def compared(control: Control, targets: Sequence[str], metric: str | None, baseline: int) -> Comparison:
+    """The comparison of at least two experiments; `baseline` counts from 1."""
+    from perilune.control.queries.comparison import compare_experiments
+
+    found = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
+    if sum(len(arm.members) for arm in found.arms) < 2:
+        raise RequestError(
+            f"there is only one experiment: {', '.join(targets)}",
+            remedy="name a sweep, or several experiments by id; perilune runs --json lists them",
+        )
+    return found
 
 
 def write_page(found: Comparison, out: Path) -> Path:

@@ -16,7 +16,8 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.queries.explanation import Explanation
-    from perilune.control.record.store import Event
+    from perilune.control.record.store import Event, Run
+    from perilune.control.runs.experiments import Control
 
 POLL_SECONDS = 0.5  # between two looks of `events --follow`
 
@@ -30,23 +31,32 @@ def explain(target: RunOrExperiment, as_json: Json = False) -> None:
     perilune explain rl
     perilune explain quickstart
     """
+    run, explanation = explained(open_control(), target)
+    if as_json:
+        print_json(explanation_document(run, explanation))
+        return
+    echo(f"{run.stage} is {explanation.state}")
+    for line in explanation_lines(explanation):
+        echo(wrapped(line) if not line.startswith("  try") else line)
+
+
+def explained(control: Control, target: str) -> tuple[Run, Explanation]:
+    """A run, or the run of the current stage of an experiment, and the explanation of its state."""
     from perilune.control.queries.explanation import explain as explain_run
     from perilune.control.queries.lookup import find_run_or_experiment, stage_at
     from perilune.control.record.store import Run
 
-    control = open_control()
     named = find_run_or_experiment(control, target)
     with control.store.snapshot() as session:
         run = named if isinstance(named, Run) else stage_at(session, named.id)
     if run is None:
         raise RequestError(f"no stage of {target} has started", remedy=f"perilune runs -e {target}")
-    explanation = explain_run(control, run.id)
-    if as_json:
-        print_json({"run": run.id, "stage": run.stage} | asdict(explanation))
-        return
-    echo(f"{run.stage} is {explanation.state}")
-    for line in explanation_lines(explanation):
-        echo(wrapped(line) if not line.startswith("  try") else line)
+    return run, explain_run(control, run.id)
+
+
+def explanation_document(run: Run, explanation: Explanation) -> dict[str, Any]:
+    """An explanation as JSON."""
+    return {"run": run.id, "stage": run.stage} | asdict(explanation)
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,8 @@ from perilune.cli.output import echo, print_json, wrapped, write
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.metrics.health.verdict import Health
+    from perilune.control.queries.lookup import StageStatus
+    from perilune.control.runs.experiments import Control
 
 
 def runs(
@@ -40,25 +41,13 @@ def runs(
     perilune runs quickstart --json
     perilune runs --all
     """
-    from perilune.control.queries.lookup import (
-        experiment_count,
-        find_experiment,
-        latest_experiments,
-        stage_statuses,
-    )
-
     if name is not None and experiment is not None:
         raise RequestError("two experiments are given", where=f"{name}, --experiment {experiment}")
     experiment = experiment or name
     control = open_control()
-    chosen = latest_experiments(control, None if everything else last)
-    if experiment is not None:
-        chosen = [find_experiment(control, experiment).id]
-    statuses = stage_statuses(control, chosen)
-    more = experiment_count(control) - len(chosen)
+    statuses, more = listed_runs(control, experiment, None if everything else last)
     if as_json:
-        listed = [status.document() for status in statuses]
-        print_json({"home": str(control.home.root), "runs": listed, "other_experiments": more})
+        print_json(runs_document(control, statuses, more))
     elif statuses:
         warn_about_cleanup(control)
         print_runs(statuses)
@@ -66,6 +55,26 @@ def runs(
             echo(f"{more:,} older experiments: perilune runs --all")
     else:
         echo("no runs yet; try: perilune quickstart")
+
+
+def listed_runs(control: Control, experiment: str | None, last: int | None) -> tuple[list[StageStatus], int]:
+    """The stages of one experiment, or of the `last` experiments (None: all), and how many are left out."""
+    from perilune.control.queries.lookup import (
+        experiment_count,
+        find_experiment,
+        latest_experiments,
+        stage_statuses,
+    )
+
+    named = experiment is not None
+    chosen = [find_experiment(control, experiment).id] if named else latest_experiments(control, last)
+    return stage_statuses(control, chosen), experiment_count(control) - len(chosen)
+
+
+def runs_document(control: Control, statuses: Sequence[StageStatus], more: int) -> dict[str, Any]:
+    """The list as JSON."""
+    listed = [status.document() for status in statuses]
+    return {"home": str(control.home.root), "runs": listed, "other_experiments": more}
 
 
 def show(run: RunArgument, as_json: Json = False) -> None:
@@ -76,22 +85,16 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show quickstart/rl --json
     """
     from perilune.cli.train.estimate import compared, kept_estimate
-    from perilune.control.queries.lookup import find_run, run_document
     from perilune.metrics.training import training_figures
-    from perilune.ui.attempt import Attempt
-    from perilune.ui.health import health_of
 
     control = open_control()
-    document = run_document(control, found := find_run(control, run))
-    here = not control.reconciler.placements.capabilities(found.id).elsewhere
-    health = health_of(Attempt(Path(document["directory"])), here=here)
-    document["health"] = health.document()
+    document = show_document(control, run)
     if as_json:
         print_json(document)
         return
     echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
     echo(f"  state      {document['state']}{reason(document)}")
-    for line in _health(health):
+    for line in _health(document["health"]):
         echo(wrapped(f"  {line}", indent=13))
     for condition in document["conditions"]:
         echo(f"  error      {condition['about']}: {condition['message']}")
@@ -119,9 +122,22 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     echo(f"  files      {document['directory']}")
 
 
-def _health(found: Health) -> list[str]:
+def show_document(control: Control, run: str) -> dict[str, Any]:
+    """Everything recorded about a run, and the verdict on its health, as JSON."""
+    from perilune.control.queries.lookup import find_run, run_document
+    from perilune.ui.attempt import Attempt
+    from perilune.ui.health import health_of
+
+    document = run_document(control, found := find_run(control, run))
+    here = not control.reconciler.placements.capabilities(found.id).elsewhere
+    health = health_of(Attempt(Path(document["directory"])), here=here)
+    return document | {"health": health.document()}
+
+
+def _health(found: Mapping[str, Any]) -> list[str]:
     """The verdict, and what to do."""
-    return [f"health     {found.line}", *(f"           {one.remedy}" for one in found.findings[:1])]
+    remedies = (one["remedy"] for one in found["findings"][:1])
+    return [f"health     {found['line']}", *(f"           {one}" for one in remedies)]
 
 
 def _held_out(found: Mapping[str, Any] | None) -> list[str]:

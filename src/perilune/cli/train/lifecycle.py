@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,8 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import PeriluneError
 
 if TYPE_CHECKING:
+    from perilune.control.record.store import Experiment, Run
+    from perilune.control.runs.experiments import Control
     from perilune.control.runs.next_stage import StageStarter
 
 CANCELLED, TIMED_OUT = 3, 124  # exit codes of `wait`; the latter is that of timeout(1)
@@ -95,19 +98,13 @@ def cancel(
     """
     from perilune.control.queries.lookup import find_run_or_experiment
     from perilune.control.record.store import Run
-    from perilune.control.runs.requests import cancel as cancel_run
-    from perilune.control.runs.requests import cancel_experiment, left_running
+    from perilune.control.runs.requests import left_running
 
     control = open_control()
     found = find_run_or_experiment(control, target)
-    if isinstance(found, Run):
-        stopped = [cancel_run(control, found.id, force=force)]
-        document = run_summary(stopped[0])
-    else:
-        stopped = cancel_experiment(control, found.id, force=force)
-        document = {"experiment": found.id, "runs": [run_summary(run) for run in stopped]}
+    stopped = stop(control, found, force=force)
     if as_json:
-        print_json(document)
+        print_json(stopped_document(found, stopped))
         return
     for run in stopped:
         if run.state == "succeeded":
@@ -119,6 +116,24 @@ def cancel(
             echo(f"{run.stage}: run {run.id} continues, because another experiment needs it")
         echo(f"{found.name}: no later stage starts; `perilune run` resumes the experiment")
     warn_about_cleanup(control)
+
+
+def stop(control: Control, found: Run | Experiment, *, force: bool = False) -> list[Run]:
+    """Cancel a run or an experiment; returns the stopped runs in their final states."""
+    from perilune.control.record.store import Run
+    from perilune.control.runs.requests import cancel, cancel_experiment
+
+    if isinstance(found, Run):
+        return [cancel(control, found.id, force=force)]
+    return cancel_experiment(control, found.id, force=force)
+
+
+def stopped_document(found: Run | Experiment, stopped: Sequence[Run]) -> dict[str, Any]:
+    """What was cancelled, as JSON."""
+    from perilune.control.record.store import Run
+
+    summaries = [run_summary(run) for run in stopped]
+    return summaries[0] if isinstance(found, Run) else {"experiment": found.id, "runs": summaries}
 
 
 def retry(

@@ -20,8 +20,10 @@ from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.cli.train.estimate import Estimate, Tried
+    from perilune.control.queries.forecast import Forecast
     from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
+    from perilune.control.runs.progress import StageStarted
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
@@ -123,15 +125,11 @@ def run_recipe(
         RequestError: when the recipe is wrong, or a stage fails because of it.
         WorkFailedError: when a stage fails for another reason.
     """
-    from perilune.cli.train.plan import derive, print_plan
+    from perilune.cli.train.plan import print_plan
     from perilune.recipe.load import load_recipe
 
     recipe = load_recipe(name, changes)
-    derived = derive(recipe, where.template, check=plan_only)
-    estimated = estimate_here(recipe, where.template)
-    for stage in derived:
-        if stage["name"] in estimated:
-            stage["derived"]["expected"] = str(estimated[stage["name"]])
+    derived, estimated = derive_here(recipe, where.template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
@@ -142,6 +140,20 @@ def run_recipe(
     else:
         again = _with_changes(command, changes)
         run_stages(recipe, where.template, again, changes, estimated=estimated, as_json=as_json)
+
+
+def derive_here(
+    recipe: Recipe, template: Template | None, *, check: bool
+) -> tuple[list[dict[str, Any]], dict[str, Estimate]]:
+    """What each stage derives from its job, with the time that it is expected to take, and the estimates."""
+    from perilune.cli.train.plan import derive
+
+    derived = derive(recipe, template, check=check)
+    estimated = estimate_here(recipe, template)
+    for stage in derived:
+        if stage["name"] in estimated:
+            stage["derived"]["expected"] = str(estimated[stage["name"]])
+    return derived, estimated
 
 
 def estimate_here(
@@ -198,24 +210,38 @@ def _print_forecast(
     as_json: bool,
 ) -> None:
     """Print the dry run of `--plan`; `audit` is the command that audits the rewards."""
-    from dataclasses import asdict
-
-    from perilune.cli.data.audit import grades_of, print_grades
-    from perilune.cli.train.estimate import estimate_document
-    from perilune.cli.train.plan import describe_tokenizer, print_estimate, print_forecast
+    from perilune.cli.data.audit import print_grades
+    from perilune.cli.train.plan import print_estimate, print_forecast
     from perilune.control.queries.forecast import forecast
     from perilune.control.runs.experiments import Control, stage_plans
 
     ahead = forecast(Control(), stage_plans(recipe, template), template)
     if as_json:
-        placed = None if template is None else template.model_dump(mode="json")
-        document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
-        document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
-        print_json(document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": grades_of(recipe)})
+        print_json(plan_document(recipe, derived, template, estimated, ahead))
     else:
         print_estimate(recipe, estimated, template, sys.stdout)
         print_forecast(ahead, sys.stdout)
         print_grades(recipe, audit)
+
+
+def plan_document(
+    recipe: Recipe,
+    derived: list[dict[str, Any]],
+    template: Template | None,
+    estimated: Mapping[str, Estimate],
+    ahead: Forecast,
+) -> dict[str, Any]:
+    """The dry run as JSON."""
+    from dataclasses import asdict
+
+    from perilune.cli.data.audit import grades_of
+    from perilune.cli.train.estimate import estimate_document
+    from perilune.cli.train.plan import describe_tokenizer
+
+    placed = None if template is None else template.model_dump(mode="json")
+    document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
+    document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
+    return document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": grades_of(recipe)}
 
 
 def run_experiment(
@@ -293,35 +319,16 @@ def _wait_for_termination(control: Control) -> None:
 def _detach(
     recipe: Recipe, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
 ) -> None:
-    """Submit the first stage that has to run, and print how to follow it.
+    """Start the experiment as `start_detached` does, and print how to follow it."""
+    from perilune.control.runs.experiments import Control
 
-    The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
-    background process does.
-    """
-    from perilune.control.record.home import has_daemon
-    from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
-    from perilune.control.runs.progress import StageStarted
-
-    control = Control()
-    experiment = open_experiment(control, recipe, changes)
-    events = advance(control, experiment, stage_plans(recipe, where.template), template=where.template)
-    first = next((event for event in events if isinstance(event, StageStarted)), None)
-    document: dict[str, Any] = {
-        "experiment": experiment,
-        "name": recipe.name,
-        "daemon": has_daemon(control.home),
-    }
-    if first is not None:
-        document |= {"stage": first.stage, "run": first.run_id}
-    if first is not None and (recipe.tracking or not document["daemon"]):
-        log = control.home.experiment(experiment) / "driver.log"
-        command_line = ["perilune.cli.train.detached", experiment]
-        document |= {"pid": start_in_background(command_line, log), "log": str(log)}
+    document, first = start_detached(Control(), recipe, changes, where.template)
     if as_json:
         print_json(document)
     elif first is None:
         echo(f"every stage of {recipe.name} finished before; to see the results: {command}")
     else:
+        experiment = document["experiment"]
         driver = f"process {document['pid']}" if "pid" in document else "the daemon"
         echo(f"experiment {experiment}: continued by {driver}")
         # A bundle that is already running is joined, wherever it runs.
@@ -336,6 +343,35 @@ def _detach(
             *([("read its log", document["log"])] if "log" in document else []),
         ):
             echo(f"  {purpose:<19} {line}")
+
+
+def start_detached(
+    control: Control, recipe: Recipe, changes: Sequence[str], template: Template | None
+) -> tuple[dict[str, Any], StageStarted | None]:
+    """Submit the first stage that has to run; returns what was started as JSON, and that stage.
+
+    The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
+    background process does.
+    """
+    from perilune.control.record.home import has_daemon
+    from perilune.control.runs.experiments import advance, open_experiment, stage_plans
+    from perilune.control.runs.progress import StageStarted
+
+    experiment = open_experiment(control, recipe, changes)
+    events = advance(control, experiment, stage_plans(recipe, template), template=template)
+    first = next((event for event in events if isinstance(event, StageStarted)), None)
+    document: dict[str, Any] = {
+        "experiment": experiment,
+        "name": recipe.name,
+        "daemon": has_daemon(control.home),
+    }
+    if first is not None:
+        document |= {"stage": first.stage, "run": first.run_id}
+    if first is not None and (recipe.tracking or not document["daemon"]):
+        log = control.home.experiment(experiment) / "driver.log"
+        command_line = ["perilune.cli.train.detached", experiment]
+        document |= {"pid": start_in_background(command_line, log), "log": str(log)}
+    return document, first
 
 
 def start_in_background(module: Sequence[str], log: Path) -> int:

@@ -39,6 +39,7 @@ class StageForecast:
         after: consumed stages that have not succeeded with these inputs yet.
         files: bytes to copy by name: names of inputs, "wheel" (Perilune itself), "scripts".
         nodes: machines of each attempt.
+        digest: of the bundle; "" for a stage whose inputs do not exist yet.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StageForecast:
     after: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     nodes: int = 1
+    digest: str = ""
 
     @property
     def bytes(self) -> int:
@@ -172,7 +174,7 @@ def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast
         if run is not None and action == "reuse":
             done[plan.name] = run
         run_id = "" if run is None else run.id
-        found.append(StageForecast(plan.name, action, run_id, (), files, job.resources.nodes))
+        found.append(StageForecast(plan.name, action, run_id, (), files, job.resources.nodes, digest))
     return tuple(found)
 
 

@@ -1,0 +1,167 @@
+"""The tools that act. A first call says what would happen and returns a token; a second call, with it, acts.
+
+A token is good for one call, for a quarter of an hour, and only for exactly what the first call described:
+the resolved recipe with the code that it names, the template, and the bundles that start now.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.files import canonical_json, sha256_bytes
+
+if TYPE_CHECKING:
+    from perilune.control.runs.templates import Template
+    from perilune.recipe.schema import Recipe
+
+LIFETIME = 900.0  # seconds of a token
+MOST_TOKENS = 100
+
+RecipeName = Annotated[
+    str, Field(description="Name of a bundled recipe, or a YAML file in the recipe folder.")
+]
+Overrides = Annotated[list[str], Field(description='Keys of the recipe to set: "rl.steps=10", "seed=1".')]
+TemplateName = Annotated[str, Field(description="Where runs go. Default: this machine.")]
+TemplateOverrides = Annotated[list[str], Field(description="Keys of the template to set.")]
+Token = Annotated[str, Field(description="From the first call, after the user has agreed to what it says.")]
+
+
+@dataclass
+class Actor:
+    """The acting tools over one home.
+
+    Args:
+        recipes: the folder whose recipes may be run, beside the bundled ones.
+    """
+
+    control: Control
+    recipes: Path
+    _promised: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def tools(self) -> tuple[Callable[..., dict[str, Any]], ...]:
+        """The tools."""
+        return self.plan, self.run, self.cancel
+
+    def plan(
+        self,
+        recipe: RecipeName,
+        overrides: Overrides = [],  # noqa: B006  # never changed
+        template: TemplateName = "",
+        template_overrides: TemplateOverrides = [],  # noqa: B006
+    ) -> dict[str, Any]:
+        """What a recipe would do, where, how long it would take and what it would cost. Starts nothing.
+
+        Returns a `token` with which `run` starts exactly this.
+        """
+        *_, document = self._plan(recipe, overrides, template, template_overrides, check=True)
+        return {"token": self._promise(_digest(document)), **document}
+
+    def run(
+        self,
+        recipe: RecipeName,
+        overrides: Overrides = [],  # noqa: B006
+        template: TemplateName = "",
+        template_overrides: TemplateOverrides = [],  # noqa: B006
+        token: Token = "",
+    ) -> dict[str, Any]:
+        """Start a recipe in the background. Without `token`: the plan and a token, and nothing starts."""
+        from perilune.cli.train.run import start_detached
+
+        if not token:
+            return self.plan(recipe, overrides, template, template_overrides)
+        loaded, where, document = self._plan(recipe, overrides, template, template_overrides, check=False)
+        self._redeem(token, _digest(document), "the recipe, its inputs or the template")
+        started, first = start_detached(self.control, loaded, overrides, where)
+        return started if first else {**started, "note": "every stage finished before; nothing was started"}
+
+    def cancel(
+        self, target: Annotated[str, Field(description="A run or an experiment.")], token: Token = ""
+    ) -> dict[str, Any]:
+        """Stop a run or an experiment. Without `token`: what would stop and a token, and nothing stops."""
+        from perilune.cli.arguments import run_summary
+        from perilune.cli.train.lifecycle import stop, stopped_document
+        from perilune.control.queries.lookup import find_run_or_experiment
+        from perilune.control.record.store import Run
+        from perilune.control.record.transitions import RunState
+        from perilune.control.runs.current_submission import live_runs
+
+        found = find_run_or_experiment(self.control, target)
+        with self.control.store.snapshot() as session:
+            live = [found] if isinstance(found, Run) else live_runs(session, found.id)
+            stopping = [run_summary(one) for one in live if not RunState(one.state).terminal]
+        if not stopping:
+            raise RequestError("nothing of it is running", where=target)
+        digest = sha256_bytes(canonical_json({"cancel": found.id, "runs": stopping}))
+        if not token:
+            return {"would_stop": stopping, "token": self._promise(digest)}
+        self._redeem(token, digest, "what would be stopped")
+        return stopped_document(found, stop(self.control, found))
+
+    def _plan(
+        self, name: str, overrides: list[str], template: str, changes: list[str], *, check: bool
+    ) -> tuple[Recipe, Template | None, dict[str, Any]]:
+        from perilune.cli.train.run import derive_here, destination, plan_document
+        from perilune.control.queries.forecast import forecast
+        from perilune.control.runs.experiments import stage_plans
+        from perilune.recipe.load import load_recipe
+
+        where = destination(template or None, changes).template
+        recipe = load_recipe(self._allowed(name), overrides)
+        derived, estimated = derive_here(recipe, where, check=check)
+        ahead = forecast(self.control, stage_plans(recipe, where), where)
+        return recipe, where, plan_document(recipe, derived, where, estimated, ahead)
+
+    def _allowed(self, name: str) -> str | Path:
+        """The recipe to load: a bundled one, or a YAML file in the folder of recipes."""
+        from perilune.recipe.load import bundled_recipe, bundled_recipes
+
+        if name in bundled_recipes():
+            return bundled_recipe(name)
+        path, folder = (self.recipes / name).resolve(), self.recipes.resolve()
+        if path.suffix not in {".yaml", ".yml"} or not path.is_relative_to(folder) or not path.is_file():
+            there = sorted(str(one.relative_to(folder)) for one in folder.glob("*.y*ml"))
+            raise RequestError(
+                f"no recipe '{name}' in {folder}",
+                remedy=f"one of: {', '.join((*there, *bundled_recipes()))}",
+            )
+        return path
+
+    def _promise(self, digest: str) -> str:
+        token = secrets.token_urlsafe(9)
+        while len(self._promised) >= MOST_TOKENS:
+            del self._promised[next(iter(self._promised))]
+        self._promised[token] = digest, time.monotonic() + LIFETIME
+        return token
+
+    def _redeem(self, token: str, digest: str, what: str) -> None:
+        promised, until = self._promised.pop(token, ("", 0.0))
+        if time.monotonic() > until:
+            raise RequestError(
+                "the token is unknown, used or expired",
+                where="token",
+                remedy="call again without a token, and show the user what the new answer says",
+            )
+        if promised != digest:
+            raise RequestError(
+                f"{what} changed after the token was given",
+                where="token",
+                remedy="call again without a token, and show the user what the new answer says",
+            )
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """The digest of what a plan would run: recipe, template, and the bundles that are known."""
+    stages = [(one["name"], one["digest"]) for one in document["forecast"]["stages"]]
+    return sha256_bytes(
+        canonical_json({"recipe": document["recipe"], "template": document["template"], "stages": stages})
+    )

@@ -1,0 +1,47 @@
+"""`perilune mcp`: the tools for software agents."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.errors import RequestError
+
+
+def mcp(
+    actions: Annotated[
+        bool, typer.Option("--actions", help="Also offer tools that plan, start and cancel runs.")
+    ] = False,
+    recipes: Annotated[
+        Path, typer.Option("--recipes", metavar="DIR", help="Folder of the recipes that agents may run.")
+    ] = Path(),
+    skill: Annotated[
+        bool, typer.Option("--skill", help="Print a skill for agents that have a shell, and exit.")
+    ] = False,
+) -> None:
+    """Serve this home to software agents over MCP, on standard input and output.
+
+    The tools read runs, curves, episodes and comparisons. With --actions, agents can also start and cancel
+    runs: a first call returns the plan and its cost, and only a second call with the token from it acts.
+
+    \b
+    perilune mcp
+    perilune mcp --actions --recipes recipes
+    perilune mcp --skill > SKILL.md
+    """
+    if skill:
+        typer.echo((files("perilune.cli.agents") / "SKILL.md").read_text(encoding="utf-8"), nl=False)
+        return
+    if find_spec("mcp") is None:
+        raise RequestError("the package mcp is not installed", remedy="pip install 'perilune[agents]'")
+    from perilune.cli.agents.actions import Actor
+    from perilune.cli.agents.reading import Reader
+    from perilune.cli.agents.server import Tools, serve
+    from perilune.control.runs.experiments import Control
+
+    control = Control()
+    serve(Tools(Reader(control), Actor(control, recipes) if actions else None))

@@ -1,0 +1,266 @@
+"""The tools that read. Each returns the document that `--json` of the command prints, or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from perilune.cli.arguments import RUN_HELP
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+
+Target = Annotated[str, Field(description=RUN_HELP)]
+NOT_LISTED = frozenset(  # fields of a stage that all stages of an experiment share, or that `show` has
+    {"experiment_id", "experiment", "overrides", "submitted", "requested", "created", "reachability"}
+    | {"cleanup", "attempt_dir", "bundle_digest", "conditions"}
+)
+MOST_EPISODES = 500  # of a result; the counts are of all
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The read tools over one home."""
+
+    control: Control
+
+    @property
+    def tools(self) -> tuple[Callable[..., dict[str, Any]], ...]:
+        """The tools, in the order in which an agent needs them."""
+        return (
+            self.runs,
+            self.show,
+            self.explain,
+            self.compare,
+            self.curves,
+            self.episodes,
+            self.logs,
+        )
+
+    def runs(
+        self,
+        experiment: Annotated[
+            str, Field(description="Only this experiment: name, or first characters of its id.")
+        ] = "",
+        last: Annotated[int, Field(ge=1, description="Number of experiments, the latest first.")] = 20,
+    ) -> dict[str, Any]:
+        """List experiments and their stages: state, cause of a failure, and final figures with intervals."""
+        from perilune.cli.inspect.runs import listed_runs, runs_document
+
+        statuses, more = listed_runs(self.control, experiment or None, last)
+        document = runs_document(self.control, statuses, more)
+        rows = groupby(document["runs"], key=lambda row: row["experiment_id"])
+        listed = [_experiment(list(stages)) for _, stages in rows]
+        newest = sorted(listed, key=lambda one: one["submitted"], reverse=True)
+        return {"home": document["home"], "experiments": newest, "other_experiments": more}
+
+    def show(self, run: Target) -> dict[str, Any]:
+        """One run: state, health with its reason and remedy, attempts, all final figures, files, events."""
+        from perilune.cli.inspect.runs import show_document
+
+        return show_document(self.control, run)
+
+    def explain(
+        self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
+    ) -> dict[str, Any]:
+        """Why a run is in its state (for a failed run: why it failed), what happens next, what to do."""
+        from perilune.cli.inspect.history import explained, explanation_document
+
+        return explanation_document(*explained(self.control, target))
+
+    def compare(
+        self,
+        targets: Annotated[
+            list[str], Field(min_length=1, description="Experiments or sweeps: names, or starts of ids.")
+        ],
+        metric: Annotated[
+            str, Field(description="STAGE.FIGURE. Default: pass@1 of the last evaluation.")
+        ] = "",
+        baseline: Annotated[int, Field(ge=1, description="Number of the arm to compare with.")] = 1,
+    ) -> dict[str, Any]:
+        """Compare experiments: final figures, the best arm, and whether a difference is noise.
+
+        Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
+        seeds shows; with fewer than three common seeds no claim is made.
+        """
+        from perilune.cli.inspect.compare import compared, comparison_document
+
+        return comparison_document(compared(self.control, targets, metric or None, baseline))
+
+    def curves(
+        self,
+        run: Target,
+        figures: Annotated[
+            list[str], Field(description="Metrics to return by step. Default: a summary of each metric.")
+        ] = [],  # noqa: B006  # never changed
+        points: Annotated[int, Field(ge=2, le=1000, description="Most steps, evenly spaced.")] = 50,
+    ) -> dict[str, Any]:
+        """The metrics of a training stage by step."""
+        from perilune.ui.curves import thin, totals_of
+
+        attempt = self._attempt(run)
+        columns = attempt.metrics
+        steps = columns.get("step", [])
+        if unknown := [one for one in figures if one not in columns]:
+            raise RequestError(
+                f"run {run} has no metric '{unknown[0]}'",
+                remedy=f"one of: {', '.join(columns)}" if columns else "it recorded no step",
+            )
+        if figures:
+            kept = thin({name: columns[name] for name in ("step", *figures)}, points)
+            return {"run": run, "steps": len(steps), "columns": kept}
+        found = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
+        seconds = totals_of(attempt.timings)
+        return {"run": run, "steps": len(steps), "seconds_by_part": seconds, "metrics": found}
+
+    def episodes(
+        self,
+        run: Target,
+        set_name: Annotated[
+            str, Field(description='One of the run\'s sets, as "step-000012" or "greedy". Default: all.')
+        ] = "",
+        where: Annotated[
+            str,
+            Field(
+                description="Condition, such as 'reward < 1 and truncated'. Names: reward, truncated, "
+                "failure, finish_reason, step, tokens, sampled, text, environment, task_id, episode_id, "
+                "reward_terms.NAME, metrics.NAME. Signs: < <= > >= == != and ~ for contains."
+            ),
+        ] = "",
+    ) -> dict[str, Any]:
+        """What a model wrote, with rewards. Without `set_name` and `where`: the names of the sets."""
+        from perilune.data.episodes_file import read_episodes
+        from perilune.traces.where import parse_where
+
+        attempt, condition = self._attempt(run), parse_where(where)
+        files = {path.stem: path for path in [*attempt.episode_files, attempt.greedy_file] if path}
+        if not files or (set_name and set_name not in files):
+            what = f"run {run} has no episodes" + (f" called '{set_name}'" if files else "")
+            raise RequestError(what, remedy=f"one of: {_span(list(files))}" if files else "perilune runs")
+        if not set_name and not where:
+            return {"run": run, "sets": list(files)}
+        chosen = [files[set_name]] if set_name else list(files.values())
+        read, kept = 0, _Figures()
+        for path in chosen:
+            episodes = read_episodes(path)
+            read += len(episodes)
+            kept.add(one for one in episodes if condition(one))
+        return {"run": run, "set": set_name or "all", "read": read, **kept.document()}
+
+    def logs(
+        self,
+        run: Target,
+        last: Annotated[int, Field(ge=1, le=1000, description="Number of lines, the last ones.")] = 40,
+    ) -> dict[str, Any]:
+        """The end of the log of a run."""
+        from perilune.control.queries.lookup import find_run
+        from perilune.control.runs.requests import logs
+
+        text = "".join(logs(self.control, find_run(self.control, run).id))
+        lines = text.splitlines()
+        return {"run": run, "lines": len(lines), "text": "\n".join(lines[-last:])}
+
+    def _attempt(self, run: str) -> Any:
+        from perilune.control.queries.lookup import find_run
+        from perilune.ui.attempt import Attempt
+
+        return Attempt(Path(self.control.directory(find_run(self.control, run))))
+
+
+class _Figures:
+    """Counts of episodes, and the first of them."""
+
+    def __init__(self) -> None:
+        self._count = self._truncated = self._failed = 0
+        self._rewards: list[float] = []
+        self._tokens = 0
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, episodes: Iterator[Any]) -> None:
+        for one in episodes:
+            self._count += 1
+            self._truncated += one.truncated
+            self._failed += bool(one.failure)
+            self._tokens += one.sampled
+            self._rewards += [] if one.reward is None else [one.reward]
+            if len(self._rows) < MOST_EPISODES:
+                self._rows.append(_row(one))
+
+    def document(self) -> dict[str, Any]:
+        mean = sum(self._rewards) / len(self._rewards) if self._rewards else None
+        length = self._tokens / self._count if self._count else None
+        return {
+            "fitting": self._count,
+            "mean_reward": mean,
+            "mean_sampled_tokens": length,
+            "truncated": self._truncated,
+            "failed": self._failed,
+            "episodes": self._rows,
+        }
+
+
+def _row(episode: Any) -> dict[str, Any]:
+    """One episode without its tokens."""
+    return {
+        "id": episode.episode_id,
+        "group": episode.group_id,
+        "reward": episode.reward,
+        "reward_terms": dict(episode.reward_terms),
+        "metrics": dict(episode.metrics),
+        "finish_reason": episode.finish_reason,
+        "sampled_tokens": episode.sampled,
+        "untrusted": {
+            "task_id": episode.task_id,
+            "messages": [dict(one) for one in episode.messages],
+            "failure": episode.failure,
+        },
+    }
+
+
+def _experiment(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    return {
+        "id": first["experiment_id"],
+        "name": first["experiment"],
+        "submitted": first["submitted"],
+        "overrides": first["overrides"],
+        "stages": [_stage(row) for row in rows],
+    }
+
+
+def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a stage that a list needs: its identity, its numbers, and its measures with intervals."""
+    found = {}
+    for name, value in row.items():
+        if name in NOT_LISTED or value is None or value == "":
+            continue
+        is_measure = isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}
+        if is_measure or not isinstance(value, Mapping | list | tuple):
+            found[name] = value
+    return found
+
+
+def _extent(steps: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    """First, last, lowest and highest value of a metric, the latter two with their steps."""
+    known = [
+        (value, step) for step, value in zip(steps, values, strict=True) if isinstance(value, int | float)
+    ]
+    if not known:
+        return {"values": 0}
+    low, high = min(known, key=lambda one: one[0]), max(known, key=lambda one: one[0])
+    if low[0] == high[0]:
+        return {"always": low[0]}
+    return {
+        "first": known[0][0],
+        "last": known[-1][0],
+        "lowest": {"value": low[0], "step": low[1]},
+        "highest": {"value": high[0], "step": high[1]},
+    }
+
+
+def _span(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{names[0]} to {names[-1]}"
