@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from perilune.metrics.health.rules import Evidence
+from perilune.metrics.health.rules import Evidence, dead_groups
 from perilune.metrics.health.series import Series, shifted
 from perilune.metrics.health.verdict import Health, assess
 
@@ -138,6 +138,16 @@ def test_the_verdict_ends_with_the_sickness() -> None:
     assert found[30].line.startswith("watch: truncation since step 21: the token limit cuts off 30%")
     assert found[31].status == "watch"  # one good step may be chance
     assert found[32].status == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("rate", "cause"),
+    [(0.05, "almost no answer is right"), (0.6, "60% of the answers"), (0.85, "almost every answer")],
+)
+def test_the_pass_rate_says_why_groups_are_dead(rate: float, cause: str) -> None:
+    rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": rate} for step in range(1, 9)]
+    (finding,) = dead_groups(Evidence(Series(rows)))
+    assert cause in finding.why
 
 
 def test_solved_tasks_are_no_dead_groups() -> None:

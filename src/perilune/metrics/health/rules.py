@@ -78,14 +78,20 @@ def dead_groups(run: Evidence) -> Iterator[Finding]:
         flags.append(value is not None and not is_solved and _surely_above(value, number, DEAD))
     since = run.metrics.since(flags)
     if since is not None:
-        low = (_last(passed) or 0.0) < 0.5
-        cause = "almost no answer is right" if low else "almost every answer is right"
+        rate = _last(passed) or 0.0
+        if rate < 0.2:
+            cause, remedy = "almost no answer is right", "easier tasks, a curriculum, or more SFT"
+        elif rate > 0.8:
+            cause, remedy = "almost every answer is right", "harder tasks, or a curriculum"
+        else:
+            cause = f"{rate:.0%} of the answers are right, and those to one task are alike"
+            remedy = "a higher temperature, a lower lr, or an entropy bonus"
         yield Finding(
             "dead groups",
             "watch",
             since,
             f"{_last(dead):.0%} of the groups have equal rewards and give no gradient: {cause}",
-            "easier tasks, a curriculum, or more SFT" if low else "harder tasks, or a curriculum",
+            remedy,
         )
 
 
