@@ -27,6 +27,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 _DEFAULT_POSITIONS = 2048  # for a model whose configuration names no limit
 _MAX_CAUSE = 300  # characters of an error of transformers
+_LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on the length of the text
 
@@ -136,15 +137,12 @@ def load_transformers_model(
     """
     path = Path(path)
     folder = CheckpointFolder(path)
-    raw = read_json(folder.file("config.json"))
+    config, raw = _configuration(folder)
     stored = stored_tensors(folder)
-    _reject(raw, folder)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(str(path), **options)
         _check_size(config, stored, path)
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
@@ -155,7 +153,7 @@ def load_transformers_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                **options,
+                **_LOCAL,
             )
         finally:
             if bars:
@@ -163,18 +161,54 @@ def load_transformers_model(
     except RequestError:
         raise
     except Exception as error:  # a hostile config.json can raise anything in transformers
-        cause = " ".join(str(error).split())
-        raise RequestError(
-            f"transformers cannot load this model: {cause[:_MAX_CAUSE]}",
-            where=str(path),
-            remedy="use a checkpoint whose architecture is part of transformers",
-        ) from None
+        raise _cannot_load(error, path) from None
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
             raise RequestError(f"tensor {sorted(report[kind])[0]} is {kind[:-5]}", where=str(path))
     module.eval().requires_grad_(False).to(device)
     return TransformersModel(module, _shape(config, raw, folder))
+
+
+def check_supported(folder: CheckpointFolder) -> None:
+    """Check the config.json of a model for the engine, without its weights and with no warnings.
+
+    Raises:
+        RequestError: when transformers has no such language model, or the engine cannot use it.
+    """
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        _shape(*_configuration(folder), folder)
+    finally:
+        logging.set_verbosity(before)
+
+
+def _configuration(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:
+    """The configuration of a language model, as transformers reads it and as it is in the file."""
+    raw = read_json(folder.file("config.json"))
+    _reject(raw, folder)
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder.path), **_LOCAL)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    except Exception as error:  # a hostile config.json can raise anything in transformers
+        raise _cannot_load(error, folder.path) from None
+    if not known:
+        raise _cannot_load(f"{raw['model_type']} is not a language model there", folder.path)
+    return config, raw
+
+
+def _cannot_load(cause: object, path: Path) -> RequestError:
+    text = " ".join(str(cause).split())
+    return RequestError(
+        f"transformers cannot load this model: {text[:_MAX_CAUSE]}",
+        where=str(path),
+        remedy="use a checkpoint whose architecture is part of transformers",
+    )
 
 
 def _reject(raw: Any, folder: CheckpointFolder) -> None:

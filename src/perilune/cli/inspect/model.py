@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder, command_group
+from perilune.cli.inspect.gallery import gallery
 from perilune.cli.inspect.model_card import card
 from perilune.cli.output import as_markup, echo, print_json, table_console
 from perilune.cli.units import size
@@ -142,6 +143,7 @@ def export(
 
 
 app.command(epilog="Example: perilune model card Qwen/Qwen3-0.6B --context 32768 --batch 8")(card)
+app.command()(gallery)
 
 
 def _document(model: StoredModel) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""`perilune model gallery`: architectures drawn and compared, from their configurations alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perilune.cli.arguments import Json
+from perilune.cli.inspect.model_card import config_file
+from perilune.cli.output import echo, print_json
+from perilune.errors import RequestError
+
+
+def gallery(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...", help="Your own models besides the shipped ones, as for `model card`."
+        ),
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("gallery.html"),
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A model to show side by side; give it twice.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the table of the documentation.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a page that draws and compares the architectures of well-known models and of your own.
+
+    It shows layers, parameters, the size of the KV cache, FLOPs per token, the memory of the weights, and
+    whether Perilune runs the model natively, with transformers or not. With `--json` it prints
+    these facts instead.
+
+    \b
+    perilune model gallery --out gallery.html
+    perilune model gallery ./my-model --compare "Qwen3 8B" --compare my-model
+    """
+    from perilune.files import read_json, write_atomic
+    from perilune.models.gallery.facts import Entry, describe, shipped
+    from perilune.ui.gallery import gallery_markdown, gallery_page
+
+    own = []
+    for given in models or ():
+        file = config_file(given)
+        raw = read_json(file)
+        if not isinstance(raw, Mapping):
+            raise RequestError(f"holds a {type(raw).__name__}, not an object", where=str(file))
+        name = file.parent.resolve().name if file.name == "config.json" else file.stem
+        own.append(describe(Entry(name, str(file), str(file), raw)))
+    names = [*(entry.name for entry in shipped()), *(one["name"] for one in own)]
+    for name in compare or ():
+        if name not in names:
+            raise RequestError(f"no model '{name}'", where="--compare", remedy=f"one of: {', '.join(names)}")
+    if len(compare or ()) > 2:
+        raise RequestError("compares two models", where="--compare", remedy="give it at most twice")
+    documents = [*map(describe, shipped()), *own]
+    if markdown is not None:
+        write_atomic(markdown, gallery_markdown(documents))
+        echo(f"wrote {markdown}", err=True)
+    if as_json:
+        print_json(documents)
+        return
+    write_atomic(out, gallery_page(documents, [names.index(name) for name in compare or ()]))
+    echo(f"wrote {out}: {len(documents)} models")

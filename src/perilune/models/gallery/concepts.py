@@ -1,0 +1,113 @@
+"""Ideas that tell architectures apart, each with the function of our decoder that implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.models.card.layers import Attention, LatentAttention, LinearAttention, Mixer
+from perilune.models.card.model_card import ModelCard
+from perilune.models.config.families import FAMILIES, Family
+
+
+@dataclass(frozen=True, slots=True)
+class Concept:
+    """One idea.
+
+    Attributes:
+        code: the function that implements it, as module:qualified.name; empty when our decoder does not.
+    """
+
+    name: str
+    title: str
+    text: str
+    source: str
+    code: str = ""
+
+
+CONCEPTS = (
+    Concept(
+        "GQA",
+        "Grouped-query attention",
+        "Several query heads share one key-value head. The cache shrinks by heads / kv_heads; with one "
+        "key-value head for all it is multi-query attention.",
+        "Ainslie et al., arXiv 2305.13245",
+        "perilune.models.decoder:SelfAttention.forward",
+    ),
+    Concept(
+        "MLA",
+        "Multi-head latent attention",
+        "The cache holds one compressed vector per token and a small rotary key that all heads share. Keys "
+        "and values of each head are projections of that vector.",
+        "DeepSeek-V2, arXiv 2405.04434",
+    ),
+    Concept(
+        "SWA",
+        "Sliding-window attention",
+        "A token attends to the last W tokens only, so the cache of that layer stops growing at W tokens. "
+        "Most models mix such layers with layers that attend to everything.",
+        "Beltagy et al., arXiv 2004.05150",
+        "perilune.models.attention:PackedAttention.__call__",
+    ),
+    Concept(
+        "QK norm",
+        "Query-key norm",
+        "Queries and keys are normalised before the rotary embedding, so that attention scores stay bounded "
+        "in training.",
+        "Henry et al., arXiv 2010.04245",
+        "perilune.models.decoder:SelfAttention.qk_norm_weight",
+    ),
+    Concept(
+        "NoPE",
+        "Layers without position embedding",
+        "Some layers skip the rotary embedding. They see the order of tokens only through the causal mask, "
+        "and do not depend on a rotary base when the context grows.",
+        "Kazemnejad et al., arXiv 2305.19466",
+    ),
+    Concept(
+        "Gated DeltaNet",
+        "Gated delta rule",
+        "A recurrence replaces attention: a matrix per head decays by a gate, and each token corrects what "
+        "the matrix returns for its key. The state has a fixed size at every length.",
+        "Yang et al., arXiv 2412.06464",
+    ),
+    Concept(
+        "MoE",
+        "Mixture of experts",
+        "A router chooses a few of many feed-forward networks for each token. Memory grows with all experts, "
+        "compute only with the chosen ones.",
+        "Shazeer et al., arXiv 1701.06538",
+        "perilune.models.feed_forward:MixtureOfExperts.route",
+    ),
+)
+
+
+def concepts_of(config: Mapping[str, Any], card: ModelCard) -> list[str]:
+    """Names of the concepts that a model uses, in the order of `CONCEPTS`."""
+    inner = config.get("text_config")
+    raw = inner if isinstance(inner, Mapping) else config
+    family = FAMILIES.get(card.model_type, Family())
+    mixers = [layer.mixer for layer in card.layers]
+    norm = family.qk_norm
+    used = {
+        "GQA": any(isinstance(mixer, Attention) and mixer.kv_heads < mixer.heads for mixer in mixers),
+        "MLA": any(isinstance(mixer, LatentAttention) for mixer in mixers),
+        "SWA": any(is_windowed(mixer, card) for mixer in mixers),
+        "QK norm": norm in ("head", "full") or raw.get(norm) is True,
+        "NoPE": bool(raw.get("no_rope_layer_interval") or 0 in _listed(raw.get("no_rope_layers"))),
+        "Gated DeltaNet": any(
+            isinstance(mixer, LinearAttention) and mixer.kind == "gated delta net" for mixer in mixers
+        ),
+        "MoE": any(layer.feed_forward.experts > 1 for layer in card.layers),
+    }
+    return [concept.name for concept in CONCEPTS if used[concept.name]]
+
+
+def is_windowed(mixer: Mixer, card: ModelCard) -> bool:
+    """Whether a token may not see all tokens of the model's context."""
+    return mixer.window is not None and mixer.window < card.max_positions
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,148 @@
+"""The models of the gallery: shipped configurations with their sources, and those that a user names."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from perilune.errors import RequestError
+from perilune.models.card.from_config import model_card
+from perilune.models.card.model_card import ITEM_BYTES, ModelCard
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.families import FAMILIES, Family
+from perilune.models.config.reader import UnsupportedModelError
+from perilune.models.gallery.concepts import concepts_of, is_windowed
+from perilune.models.transformers_model import check_supported
+
+LENGTHS = (1024, 32768, 131072)
+"""Tokens of a sequence for which the gallery computes cache and FLOPs."""
+
+_CACHE_ITEM = ITEM_BYTES["bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model.
+
+    Attributes:
+        identity: on the Hugging Face hub, or the file of a user's model.
+        source: where the configuration was read.
+        config: the content of config.json; shipped ones hold shapes and options only.
+        published: "total" and perhaps "active" parameters as its publisher rounds them, and their "source".
+    """
+
+    name: str
+    identity: str
+    source: str
+    config: Mapping[str, Any]
+    published: Mapping[str, str] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=1)
+def shipped() -> tuple[Entry, ...]:
+    """The models whose configurations are part of the package."""
+    text = (files("perilune.models.gallery") / "models.json").read_text(encoding="utf-8")
+    return tuple(
+        Entry(one["name"], one["id"], one["source"], one["config"], one.get("published", {}))
+        for one in json.loads(text)["models"]
+    )
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """All facts of the gallery on one model, as JSON values.
+
+    `layers` lists runs of equal layers in order. `cache_bytes` (bfloat16, one sequence) and `token_flops` (to
+    generate the next token) are by length, null beyond the model's context. `weight_bytes` is by dtype.
+    `runs` says how Perilune runs the checkpoint: "natively", "with transformers" or "not", with the reason.
+
+    Raises:
+        RequestError: when the configuration is malformed.
+    """
+    card = model_card(entry.config, where=entry.identity)
+    family = FAMILIES.get(card.model_type, Family())
+    lengths = {length: length <= card.max_positions for length in LENGTHS}
+    return {
+        "name": entry.name,
+        "id": entry.identity,
+        "source": entry.source,
+        "model_type": card.model_type,
+        "published": dict(entry.published),
+        "parameters": card.parameters,
+        "active_parameters": card.active_parameters,
+        "hidden_size": card.hidden_size,
+        "vocab_size": card.vocab_size,
+        "tied": card.tied,
+        "max_positions": card.max_positions,
+        "norms": norms(family),
+        "layers": runs_of_layers(card),
+        "concepts": concepts_of(entry.config, card),
+        "cache_bytes": {
+            str(n): card.cache_bytes(n, _CACHE_ITEM) if fits else None for n, fits in lengths.items()
+        },
+        "token_flops": {str(n): card.decode_flops(n) if fits else None for n, fits in lengths.items()},
+        "weight_bytes": {
+            kind: size * card.parameters for kind, size in ITEM_BYTES.items() if kind != "float16"
+        },
+        "runs": support(entry.config),
+        "notes": list(card.notes),
+    }
+
+
+def norms(family: Family) -> str:
+    """Where a layer normalises, in words."""
+    if family.parallel:
+        return "before both, side by side"
+    places = [word for word, used in (("before", family.pre_norm), ("after", family.post_norm)) if used]
+    return " and ".join(places)
+
+
+def runs_of_layers(card: ModelCard) -> list[dict[str, Any]]:
+    """Equal neighbours as one item: their number, mixer with its kind, feed-forward and number of experts."""
+    runs = []
+    for _, group in groupby(card.layers, key=lambda layer: layer.name):
+        layers = list(group)
+        mixer, network = layers[0].mixer, layers[0].feed_forward
+        kind = "linear" if mixer.state else "window" if is_windowed(mixer, card) else "full"
+        runs.append(
+            {
+                "count": len(layers),
+                "mixer": mixer.name,
+                "kind": kind,
+                "feed_forward": network.name,
+                "experts": network.experts if network.experts > 1 else 0,
+            }
+        )
+    return runs
+
+
+def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
+    """How Perilune runs a model with this config.json, asked of the code that loads checkpoints.
+
+    A published checkpoint with quantised weights is refused. `runs` then holds for the same model
+    unquantised.
+    """
+    quantised = config.get("quantization_config") is not None
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        DecoderConfig.from_hf(plain)
+    except UnsupportedModelError as error:
+        reason = error.what
+    except RequestError as error:
+        return {"runs": "not", "reason": error.what, "quantised": quantised}
+    else:
+        return {"runs": "natively", "reason": "", "quantised": quantised}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
+        try:
+            check_supported(CheckpointFolder(Path(folder)))
+        except RequestError as error:
+            return {"runs": "not", "reason": f"{reason}; {error.what}", "quantised": quantised}
+    return {"runs": "with transformers", "reason": reason, "quantised": quantised}

@@ -1,0 +1,85 @@
+"""The gallery of architectures as a self-contained page, and as a page of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.models.gallery.concepts import CONCEPTS
+from perilune.ui.report import render_page
+
+SCRIPTS = ("page.js", "gallery.js")
+COLUMNS = (
+    *("Model", "Parameters", "Active", "Published", "Layers"),
+    *("Cache 1k", "32k", "128k", "Next token at 1k", "Concepts", "Runs"),
+)
+
+
+def gallery_page(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:
+    """The HTML page on `models`, as `models.gallery.facts.describe` gives them.
+
+    Args:
+        compared: places of up to two models to show side by side; by default of the first and the last.
+    """
+    ends = (0, len(models) - 1)
+    document = {"models": models, "concepts": CONCEPTS, "compared": [*compared, *ends[len(compared) :]]}
+    return render_page("Architectures", SCRIPTS, document)
+
+
+def gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
+    """The reference page: a table of models, and the concepts."""
+    lines = [
+        "# Architectures",
+        "",
+        f"{len(models)} models whose public configurations are part of the package. All figures are computed",
+        "from them. The cache is that of one sequence in bfloat16; –: beyond the model's context. *Runs* is",
+        "how Perilune runs the unquantised checkpoint: with its decoder, with transformers (sampling and",
+        "scoring only), or not. Active parameters count the embedding, which some publishers leave out.",
+        "",
+        "`perilune model gallery` writes a page with drawings, all figures, the reasons, and any two models",
+        "side by side. It also takes your own `config.json`.",
+        "",
+        "<!-- Written by `perilune model gallery --markdown gallery.md`; a test keeps it in step. -->",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|---|{'--:|' * 8}---|---|",
+        *map(_row, models),
+        "",
+        "## Concepts",
+        "",
+        "| | | In our decoder | Source |",
+        "|---|---|---|---|",
+    ]
+    for one in CONCEPTS:
+        code = f"`{one.code}`" if one.code else "not implemented"
+        lines.append(f"| {one.name} | {one.title}. {one.text} | {code} | {one.source} |")
+    lines += [
+        "",
+        "## Sources",
+        "",
+        "| Model | Configuration read in | Published parameters |",
+        "|---|---|---|",
+    ]
+    for model in models:
+        lines.append(f"| {model['name']} | {model['source']} | {model['published'].get('source', '–')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(model: Mapping[str, Any]) -> str:
+    cache = [_mebibytes(value) for value in model["cache_bytes"].values()]
+    cells = [
+        model["name"],
+        f"{model['parameters'] / 1e9:,.2f}B",
+        f"{model['active_parameters'] / 1e9:,.2f}B",
+        model["published"].get("total", "–"),
+        sum(run["count"] for run in model["layers"]),
+        *cache,
+        f"{next(iter(model['token_flops'].values())) / 1e9:,.1f} GFLOP",
+        ", ".join(model["concepts"]),
+        model["runs"]["runs"],
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _mebibytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / (1 << 20):,.0f} MiB"

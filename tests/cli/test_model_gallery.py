@@ -1,0 +1,42 @@
+"""`perilune model gallery`: the models of the user, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def test_the_command_adds_a_model_of_the_user(perilune, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(CONFIG))
+    listed = perilune("model", "gallery", str(tmp_path / "mine.json"), "--json")
+    *_, mine = json.loads(listed.stdout)
+    assert (mine["name"], mine["runs"]["runs"], mine["parameters"]) == ("mine", "natively", 596_049_920)
+    assert mine["layers"][0]["count"] == 28
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "holds a list"), (json.dumps(CONFIG | {"hidden_size": "1024"}), "hidden_size is '1024'")],
+)
+def test_the_command_refuses_a_hostile_configuration(
+    perilune, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    done = perilune("model", "gallery", str(tmp_path), "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_the_command_compares_known_models_only(perilune, tmp_path: Path) -> None:
+    done = perilune("model", "gallery", "--compare", "GPT-9", "--out", str(tmp_path / "page.html"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --compare: no model 'GPT-9'\n  try: one of: Llama 3.1 8B")
+    assert not (tmp_path / "page.html").exists()
