@@ -65,14 +65,16 @@ def _description(text: str) -> str:
     """The first sentence of the first paragraph, without links."""
     paragraphs = (part.strip() for part in text.split("\n\n"))
     first = next(part for part in paragraphs if part and part[0] not in "#<|!:`-{")
-    words = LINK.sub(r"\1", " ".join(first.split()))
+    words = re.sub(r"^\d+\. ", "", LINK.sub(r"\1", " ".join(first.split())))
     return re.split(r"(?<=[.?])\s", words, maxsplit=1)[0].rstrip(":")
 
 
 def _documented(found: re.Match[str]) -> str:
     """The docstrings that mkdocstrings puts at this place."""
     options = yaml.safe_load(found["options"] or "{}")
-    _loader.load(found["path"].partition(".")[0])
+    package = found["path"].partition(".")[0]
+    if package not in _loader.modules_collection:  # parsing it takes two seconds
+        _loader.load(package)
     named = _loader.modules_collection[found["path"]]
     if named.is_alias:
         named = named.final_target
