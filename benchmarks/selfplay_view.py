@@ -22,13 +22,14 @@ PANELS = {
     "kuhn_poker": ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
 }
 ABOUT = """\
-A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play. For
-tic-tac-toe it imitates a perfect teacher, and in half of the tasks its opponent is a frozen earlier version.
-For Kuhn poker it imitates an equilibrium that plays a random move half of the time, and then plays only
-itself, with a KL to that start as the magnet. The settings for Kuhn poker were chosen on seeds 0 and 1, from 16
-trials. *Champion* is the published policy,
-and *last* the policy at the end of training. In Kuhn poker the champion is the least exploitable member. Returns are means per game: a win is worth 1 at tic-tac-toe, and
-1 or 2 chips at poker. Elo is computed from all matches of a run, with the random player at 0.
+A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play.
+For tic-tac-toe it imitates a perfect teacher, and in half of the tasks its opponent is a frozen earlier
+version. For Kuhn poker it imitates an equilibrium that plays a random move half of the time, and then plays
+only itself, with a KL to that start as the magnet. The settings for Kuhn poker were chosen on seeds 0 and 1,
+from 16 trials. *Champion* is the published policy, and *last* the policy at the end of training. In Kuhn
+poker the champion is the least exploitable member. Returns are means per game: a win is worth 1 at
+tic-tac-toe, and 1 or 2 chips at poker. Elo is computed from all matches of a run, with the random player
+at 0.
 
 Exploitability is exact: the mean gain, over both seats, of the best response to the policy's move
 probabilities. It is 0 in an equilibrium, 0.458 for a policy that moves at random, and 0.333 for a policy that
