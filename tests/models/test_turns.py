@@ -31,6 +31,21 @@ def test_canonical_turns_make_the_tokens_of_the_whole_conversation(turns):
     assert ids == CHAT.encode_prompt(messages)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(words, said.filter(bool)), min_size=1, max_size=3))
+def test_without_a_template_turns_make_the_tokens_of_the_whole_conversation(turns):
+    plain = Tokenizer.characters()
+    ids = plain.encode_prompt(OPENING)
+    messages = list(OPENING)
+    for answer, others in turns:
+        ids += plain.encode_completion(answer)
+        ids += continuation(plain, OPENING, others, ids[-1])
+        messages += [{"role": "assistant", "content": answer}, *others]
+    assert ids == plain.encode_prompt(messages)
+    prompt, rest, _ = encode_turns(plain, [*messages, {"role": "assistant", "content": "a"}], len(messages))
+    assert prompt == ids and rest == plain.encode_completion("a")
+
+
 def test_another_end_than_the_templates_is_kept_and_the_templates_follows():
     other = CHAT.encode_rendered(["<|endoftext|>"])[0]
     ids = continuation(CHAT, OPENING, [{"role": "user", "content": "a"}], other[0])

@@ -262,6 +262,8 @@ class Tokenizer:
         """Token ids of `render_prompt`.
 
         Control tokens of the template become tokens. Those that a message or a variable spells out stay text.
+        Without a template, `eos_token_id` follows each message of the assistant but the last message, as it
+        follows those that the assistant samples.
         """
         return self.encode_prompts([messages], **variables)[0]
 
@@ -270,9 +272,26 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode_prompt` for many conversations."""
         if self.chat_template is None:
-            texts = [self.render_prompt(messages) for messages in conversations]
-            return [self.prompt_prefix + ids for ids in self.encode_batch(texts)]
+            return self._plain_prompts(conversations)
         return self.encode_pieces(self.render_pieces(conversations, **variables))
+
+    def _plain_prompts(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
+        parts: list[list[str]] = []  # of each conversation, the texts that end with an assistant's message
+        for messages in conversations:
+            own = [""]
+            for place, message in enumerate(messages):
+                own[-1] += str(message["content"])
+                if message["role"] == "assistant" and place + 1 < len(messages):
+                    own.append("")
+            parts.append(own)
+        encoded = iter(self.encode_batch([text for own in parts for text in own]))
+        prompts = []
+        for own in parts:
+            first, *more = [next(encoded) for _ in own]
+            prompts.append(
+                [*self.prompt_prefix, *first, *(x for ids in more for x in (self.eos_token_id, *ids))]
+            )
+        return prompts
 
     def render_pieces(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any

@@ -74,7 +74,10 @@ def encode_conversations(
     """
     segments = [_segments(tokenizer, *one) for one in conversations]
     _encode(tokenizer, [segment for own in segments for segment in own])
-    return [_joined(tokenizer, own) for own in segments]
+    if tokenizer.chat_template is None:
+        prompts = tokenizer.encode_prompts([opening for opening, _, _ in conversations])
+        return [(prompt, *_joined(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)]
+    return [(own[0].ids, *_joined(tokenizer, own)) for own in segments]
 
 
 @dataclass(slots=True)
@@ -110,7 +113,7 @@ def _segments(
         marked = [*opening, {"role": "assistant", "content": mark}, *messages]
         return _Segment(inputs=[{**variables, "messages": marked}], mark=mark)
 
-    found = [unlearned(opening, False)]
+    found = [unlearned(opening, False) if has_template else _Segment()]
     observations: list[Message] = []
     for place, message in enumerate(turns):
         if message["role"] != "assistant":
@@ -159,9 +162,9 @@ def _part(segment: _Segment, rendered: Sequence[Rendered]) -> Rendered:
     return _after(rendered[0], segment.mark) if segment.mark else rendered[0]
 
 
-def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[int], list[bool]]:
+def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[bool]]:
+    """The token ids after the prompt, and whether each is learned."""
     end = tokenizer.eos_token_id
-    prompt = segments[0]
     token_ids: list[int] = []
     mask: list[bool] = []
     for segment in segments[1:]:
@@ -172,7 +175,7 @@ def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[in
             ids = ids[1:]
         token_ids += ids
         mask += [bool(segment.learned)] * len(ids)
-    return prompt.ids if prompt.inputs else [*tokenizer.prompt_prefix, *prompt.ids], token_ids, mask
+    return token_ids, mask
 
 
 def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
