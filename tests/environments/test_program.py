@@ -127,7 +127,7 @@ def test_an_edited_history_begins_another_conversation(tasks: Path) -> None:
     session = environment.reset(task, 0)
     said = [("user", "something else"), ("assistant", " first"), ("user", " again ")]
     messages = tuple({"role": role, "content": content} for role, content in said)
-    assert session.step(" first").due == (AgentTurn("0", messages, "conversation"),)
+    assert [*session.step(" first").due] == [AgentTurn("0", messages, "conversation")]
     assert session.step(task.data["data"]["answer"]).rewards == (1.0,)
     environment.close()
     (one,) = play(section(tasks, "edit", branches=False), "first")

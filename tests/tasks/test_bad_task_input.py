@@ -16,7 +16,7 @@ from task_cases import DIGITS, make_job, run_task
 
 from perilune.bundle.freeze import freeze
 from perilune.data.records import TraceRecord, write_records
-from perilune.errors import RequestError
+from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json
 
 Row = dict[str, Any]
@@ -114,7 +114,7 @@ def test_a_prompt_that_the_tokenizer_cannot_read(task: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
 def test_an_empty_prompt(task: str, tmp_path: Path) -> None:
     environment = {"id": "factory", "factory": "task_environments:Silent"}
-    with pytest.raises(RequestError, match="prompt 0: has no tokens"):
+    with pytest.raises(WorkFailedError, match=r"scored no .*: the prompt has no tokens"):
         run_task(tmp_path / task, task, environment=environment)
 
 

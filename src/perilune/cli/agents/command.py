@@ -31,7 +31,7 @@ def mcp(
     \b
     perilune mcp
     perilune mcp --actions --recipes recipes
-    perilune mcp --skill > SKILL.md
+    perilune mcp --skill
     """
     if skill:
         typer.echo((files("perilune.cli.agents") / "SKILL.md").read_text(encoding="utf-8"), nl=False)
