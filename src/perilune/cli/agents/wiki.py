@@ -1,0 +1,239 @@
+"""`perilune wiki`: a knowledge base of runs, whose numbers are queries over signed results."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perilune.cli.arguments import Json, command_group, open_control
+from perilune.cli.output import echo, print_json, write
+from perilune.errors import RequestError, WorkFailedError
+
+if TYPE_CHECKING:
+    from perilune.control.runs.experiments import Control
+    from perilune.wiki.build import Built, Wiki
+    from perilune.wiki.search import Passage
+
+app = command_group("Compile a wiki of all runs, check it, and search it.")
+Folder = Annotated[
+    Path | None, typer.Option("--wiki", metavar="DIR", help="Folder of the wiki. Default: wiki in the home.")
+]
+MOST_SHOWN = 20  # changes and pages that are listed
+
+
+@app.command()
+def build(
+    wiki: Folder = None,
+    overwrite: Annotated[
+        bool, typer.Option(help="Also write pages whose generated text was edited by hand.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a page for each run, recipe, environment and algorithm, and fill in all numbers.
+
+    Text between the marks `hand` of a page stays. Write a number there as {{ pass@1 of run ID }} or
+    {{ mean pass@1 of recipe NAME stage STAGE }}. Pages in the folder questions are yours. The same home gives
+    the same bytes. Ends with 1 if a citation has no answer, or an edited page was not written.
+
+    \b
+    perilune wiki build
+    perilune wiki build --wiki notes --json
+    """
+    from perilune.wiki.build import build as compile_wiki
+
+    home, folder = _opened(wiki)
+    built = compile_wiki(folder, folder.facts(home), overwrite=overwrite)
+    if as_json:
+        from dataclasses import asdict
+
+        print_json({"wiki": str(folder.root), **asdict(built)})
+    else:
+        _print_built(folder, built)
+    if built.kept or built.unanswered:
+        raise typer.Exit(1)
+
+
+@app.command()
+def lint(wiki: Folder = None, as_json: Json = False) -> None:
+    """Check all pages against the evidence. Ends with 1 if there are findings.
+
+    Verifies the signature and the figures of every run, and finds dead links, orphans, numbers that differ
+    from the evidence, bare numbers, replaced runs, claims from few seeds or overlapping intervals, and more.
+
+    \b
+    perilune wiki lint
+    perilune wiki lint --json
+    """
+    from dataclasses import asdict
+
+    from perilune.wiki.lint import lint as check
+
+    home, folder = _opened(wiki)
+    pages = _pages(folder)
+    found = check(pages, folder.facts(home, verify=True))
+    if as_json:
+        print_json(
+            {"wiki": str(folder.root), "pages": len(pages), "findings": [asdict(one) for one in found]}
+        )
+    else:
+        for one in found:
+            write(f"{one}\n")
+        echo(f"{len(pages)} pages, {len(found)} findings")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def search(
+    question: Annotated[str, typer.Argument(help="Words to search for.")],
+    wiki: Folder = None,
+    most: Annotated[int, typer.Option("--most", min=1, help="Number of passages.")] = 6,
+    as_json: Json = False,
+) -> None:
+    """Show the passages that fit best.
+
+    \b
+    perilune wiki search "pass@1 after rl"
+    """
+    folder = _opened(wiki)[1]
+    found = _found(folder, question, most)
+    if as_json:
+        print_json(
+            {
+                "passages": [
+                    {"page": one.page, "heading": one.heading, "text": one.text, "score": score}
+                    for one, score in found
+                ]
+            }
+        )
+        return
+    for one, score in found:
+        write(f"{one.page}.md  ({score:.1f})\n{one.text}\n")
+    if not found:
+        echo("no passage fits")
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    *,
+    wiki: Folder = None,
+    url: Annotated[
+        str, typer.Option("--url", help="An OpenAI-compatible server. Without one, passages are the answer.")
+    ] = "",
+    model: Annotated[str, typer.Option("--model", help="The model's name on the server.")] = "default",
+    token: Annotated[
+        str, typer.Option("--token", metavar="NAME", help="Environment variable with the server's token.")
+    ] = "",
+    file: Annotated[bool, typer.Option("--file", help="Keep the answer as a page in questions.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer a question from the wiki, with sources.
+
+    A model may only repeat numbers that stand in the passages. An answer with any other number is shown, ends
+    with 1, and is not filed.
+
+    \b
+    perilune wiki ask "which recipe reached the best pass@1?"
+    """
+    from perilune.servers import JsonClient, require_client
+    from perilune.wiki import search as searching
+    from perilune.wiki.markdown import neutral, slug
+
+    folder = _opened(wiki)[1]
+    found = [one for one, _ in _found(folder, question, 6)]
+    text, unsupported = (
+        "\n\n".join(f"[{place}] {one.text}" for place, one in enumerate(found, 1)),
+        tuple[str, ...](),
+    )
+    if url and found:
+        require_client("--url")
+        client = JsonClient(url, token=os.environ.get(token), timeout=120.0, connections=1, attempts=2)
+        try:
+            reply = searching.ask_model(client, model, question, found)
+        finally:
+            client.close()
+        text, unsupported = reply.text, reply.unsupported
+    path = f"questions/{slug(question)}"
+    if as_json:
+        sources = [one.page for one in found]
+        print_json(
+            {"question": question, "answer": text, "sources": sources, "unsupported_numbers": unsupported}
+        )
+    else:
+        write(f"{text or 'no passage fits'}\n")
+        for place, one in enumerate(found, 1):
+            echo(f"[{place}] {one.page}.md")
+    if unsupported:
+        raise WorkFailedError(
+            f"numbers in the answer stand in no passage: {', '.join(unsupported)}",
+            remedy="do not trust this answer; ask more precisely",
+        )
+    if file and found:
+        body = (
+            searching.with_sources(text, found)
+            if url
+            else "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
+        )
+        if (folder.root / f"{path}.md").exists():
+            raise RequestError("this question has a page", where=f"{path}.md", remedy="edit it, or delete it")
+        folder.write(f"{path}.md", f"# {neutral(question)}\n\n{body}\n")
+        echo(f"filed as {path}.md; `perilune wiki build` fills it in")
+
+
+@app.command()
+def slides(
+    page: Annotated[str, typer.Argument(help="A page, such as recipes/quickstart.")],
+    wiki: Folder = None,
+) -> None:
+    """Print a page as slides for Marp.
+
+    \b
+    perilune wiki slides recipes/quickstart
+    """
+    from perilune.wiki.slides import slides as turned
+
+    pages = _pages(_opened(wiki)[1])
+    name = page.removesuffix(".md")
+    if name not in pages:
+        from perilune.environments.core.registry import did_you_mean
+
+        raise RequestError(f"there is no page '{name}'", remedy=did_you_mean(name, list(pages)))
+    write(turned(pages[name]))
+
+
+def _opened(root: Path | None) -> tuple[Control, Wiki]:
+    from perilune.wiki.build import Wiki
+
+    control = open_control()
+    return control, Wiki.of(control, root)
+
+
+def _pages(folder: Wiki) -> dict[str, str]:
+    pages = folder.pages()
+    if not pages:
+        raise RequestError("there is no wiki", where=str(folder.root), remedy="perilune wiki build")
+    return pages
+
+
+def _found(folder: Wiki, question: str, most: int) -> list[tuple[Passage, float]]:
+    from perilune.wiki.search import passages
+    from perilune.wiki.search import search as searched
+
+    return searched(list(passages(_pages(folder))), question, most)
+
+
+def _print_built(folder: Wiki, built: Built) -> None:
+    for one in built.changed[:MOST_SHOWN]:
+        write(f"{one.page}.md: {one.query}: {one.before} -> {one.after}\n")
+    if len(built.changed) > MOST_SHOWN:
+        echo(f"and {len(built.changed) - MOST_SHOWN} more numbers changed")
+    for page, why in built.unanswered[:MOST_SHOWN]:
+        write(f"{page}.md: no answer: {why}\n")
+    for page in built.kept[:MOST_SHOWN]:
+        write(f"{page}.md: not written: its generated text was edited by hand. Try: --overwrite\n")
+    done = f"{built.pages} pages of {built.runs} runs, {built.written} written, {built.removed} removed"
+    echo(f"{done}: {folder.root}")

@@ -1,0 +1,195 @@
+"""Compiles the wiki: pages of all runs, with the numbers filled in. The same home gives the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.files import write_atomic
+from perilune.wiki.facts import RunFacts, read_facts
+from perilune.wiki.markdown import (
+    body_of,
+    citations,
+    filled,
+    front_matter,
+    generated_digest,
+    hand_of,
+    is_built,
+    links,
+    page_text,
+)
+from perilune.wiki.pages import Page, all_pages, grouped, index, link, path_of
+from perilune.wiki.plot import plot_of
+from perilune.wiki.query import Facts
+
+QUESTIONS = "questions"  # folder of the pages that people and models write
+STATE = ".perilune"  # folder of the cache, which is no part of the wiki
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A number that a build replaced."""
+
+    page: str
+    query: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build did.
+
+    Attributes:
+        kept: pages that were not written, because their generated text was edited by hand.
+        unanswered: citations without an answer, as page and reason.
+    """
+
+    runs: int
+    pages: int
+    written: int
+    removed: int
+    changed: tuple[Change, ...]
+    kept: tuple[str, ...]
+    unanswered: tuple[tuple[str, str], ...]
+
+
+class Wiki:
+    """The files of a wiki."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def of(cls, control: Control, root: Path | None = None) -> Wiki:
+        """The wiki in `root`, or else in the folder `wiki` of the home."""
+        return cls(root or control.home.root / "wiki")
+
+    def facts(self, control: Control, *, verify: bool = False) -> Facts:
+        """The facts for this wiki's numbers; with `verify`, every signature and digest is checked again."""
+        return Facts(read_facts(control, None if verify else self.root / STATE / "facts.json"))
+
+    def pages(self) -> dict[str, str]:
+        """The text of each page by its path without `.md`, sorted."""
+        found = {}
+        for path in sorted(self.root.rglob("*.md")):
+            name = path.relative_to(self.root).as_posix().removesuffix(".md")
+            if not name.startswith(STATE):
+                found[name] = path.read_text(encoding="utf-8", errors="replace")
+        return found
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, creating its folder."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+
+
+def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
+    """Write all pages. Hand-written regions stay, and their citations are answered.
+
+    Pages of runs that no longer exist are removed, unless somebody wrote on them.
+
+    Args:
+        overwrite: also write pages whose generated text was edited.
+    """
+    old = wiki.pages()
+    hands = {path: hand_of(text) for path, text in old.items()}
+    generated = {one.path: one for one in all_pages(facts)}
+    generated |= {path: _question(path, old[path], hands[path]) for path in old if _is_question(path)}
+    titles = {path: one.title for path, one in generated.items() if one.kind == "question"}
+    generated["index"] = index(generated.values(), titles)
+    mentions = _mentions(hands)
+
+    kept, changed, unanswered, written = [], list[Change](), list[tuple[str, str]](), 0
+    for path, page in generated.items():
+        before = old.get(path, "")
+        if before and _is_edited(before) and not overwrite:
+            kept.append(path)
+            continue
+        text = _compiled(facts, page, hands.get(path, ""), mentions.get(path, ()), unanswered)
+        if text != before:
+            changed += _changes(path, before, text)
+            wiki.write(f"{path}.md", text)
+            written += 1
+    for name, runs in grouped(facts.runs, "recipe").items():
+        drawn, path = plot_of(runs), f"{path_of('recipe', name)}.svg"
+        if drawn and (not (wiki.root / path).exists() or (wiki.root / path).read_text() != drawn):
+            wiki.write(path, drawn)
+    gone = [
+        path for path, text in old.items() if path not in generated and is_built(text) and not hands[path]
+    ]
+    for path in gone:
+        (wiki.root / f"{path}.md").unlink()
+    return Built(
+        len(facts.runs), len(generated), written, len(gone), tuple(changed), tuple(kept), tuple(unanswered)
+    )
+
+
+def _compiled(
+    facts: Facts,
+    page: Page,
+    hand: str,
+    mentioned: Mapping[str, None] | tuple[str, ...],
+    unanswered: list[tuple[str, str]],
+) -> str:
+    sources: dict[str, RunFacts] = {one.id: one for one in page.runs}
+
+    def answer(query: str) -> str | None:
+        try:
+            found = facts.ask(query)
+        except RequestError as error:
+            unanswered.append((page.path, str(error)))
+            return None
+        sources.update({one.id: one for one in (*found.runs, *found.others)})
+        return found.text
+
+    hand = filled(hand, answer)
+    tail = (
+        ["## Mentioned in", "", *(f"* {link(page.path, one, one)}" for one in mentioned)] if mentioned else []
+    )
+    front = {
+        "title": page.title,
+        "kind": page.kind,
+        "queries": [one.query for one in citations(hand)],
+        "evidence": {name: one.evidence for name, one in sorted(sources.items()) if one.evidence},
+    }
+    return page_text(front, page.text, hand, "\n".join(tail))
+
+
+def _question(path: str, text: str, hand: str) -> Page:
+    """A question's page is what its author wrote, below its title."""
+    first = hand.lstrip().partition("\n")[0]
+    written = first.removeprefix("# ").strip() if first.startswith("# ") else ""
+    title = written or str(front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
+    return Page(path, "question", title, "" if written else f"# {title}")
+
+
+def _is_question(path: str) -> bool:
+    return path.startswith(f"{QUESTIONS}/")
+
+
+def _is_edited(text: str) -> bool:
+    front = front_matter(text)
+    return "generated" in front and front["generated"] != generated_digest(body_of(text))
+
+
+def _mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
+    """For each page, the pages whose hand-written text links to it."""
+    found: dict[str, dict[str, None]] = {}
+    for path, hand in hands.items():
+        for target, _ in links(hand, path):
+            found.setdefault(target, {})[path] = None
+    return found
+
+
+def _changes(path: str, before: str, after: str) -> Iterator[Change]:
+    """The numbers of a page that stood there before and are others now."""
+    was = {one.query: one.shown for one in citations(before)}
+    for one in citations(after):
+        known = was.get(one.query)
+        if known is not None and one.shown is not None and known != one.shown:
+            yield Change(path, one.query, known, one.shown)

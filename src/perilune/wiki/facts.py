@@ -1,0 +1,226 @@
+"""Reads from signed results what the wiki may say about each run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from perilune.bundle.envelope import PUBLIC, SignatureError, verified_statement
+from perilune.bundle.statements import RESULT_PREDICATE
+from perilune.control.evidence.attestation import evidence_of
+from perilune.control.queries.lookup import overrides_of
+from perilune.control.record.store import Experiment, Run, Stage
+from perilune.control.record.transitions import RunState
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file, write_atomic
+from perilune.traces.causes import environment_label
+
+SUMMARY = "artifacts/summary.json"
+BULKY = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
+DEEPEST = 3  # levels of a summary in which figures are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A final figure of a run, with its 95% interval where the task wrote one."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFacts:
+    """One run. Text comes from recipes and programs, so pages must quote it.
+
+    Attributes:
+        setting: first characters of the digest of the recipe without its seed.
+        parents: names of the stages whose output it takes.
+        figures: by dotted name in summary.json. Empty unless the signature and the digest are right.
+        evidence: SHA-256 of the signed statement about the result; "" without one.
+        problem: why the figures cannot be trusted; "" if they can.
+        superseded: whether a retry took its place.
+    """
+
+    id: str
+    experiment: str
+    recipe: str
+    stage: str
+    task: str
+    state: str
+    cause: str
+    message: str
+    submitted: float
+    setting: str
+    overrides: tuple[str, ...]
+    superseded: bool
+    seed: int = 0
+    environment: str = ""
+    algorithm: str = ""
+    parents: tuple[str, ...] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    evidence: str = ""
+    problem: str = ""
+
+    @property
+    def citable(self) -> bool:
+        """Whether its figures may be cited."""
+        return bool(self.figures) and not self.problem
+
+
+def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
+    """The facts of all runs of a home, in the order of their experiments and stages.
+
+    Args:
+        cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
+            time stamp of one of its files. Without a cache every signature and digest is checked.
+    """
+    known = _cached(cache)
+    found, kept = [], {}
+    for recorded in _recorded(control):
+        run = recorded.run
+        evidence = evidence_of(control.home, run.id, run.current_epoch)
+        signed, summary = evidence.result, evidence.bundle / SUMMARY
+        state = [run.state, run.current_epoch, recorded.superseded, run.cause, run.message]
+        stamp = [state, *(_stamp(path) for path in (signed, summary, control.home.keys / PUBLIC))]
+        facts = _revived(known.get(run.id), stamp)
+        if facts is None:
+            facts = _facts(control, recorded, signed, summary)
+        kept[run.id] = [stamp, asdict(facts)]
+        found.append(facts)
+    if cache is not None and kept != known:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(cache, canonical_json(kept))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A run as the store knows it; `superseded` says whether a retry replaced it."""
+
+    run: Run
+    experiment: Experiment
+    superseded: bool
+
+
+def _recorded(control: Control) -> Iterator[_Recorded]:
+    with control.store.snapshot() as session:
+        query = select(Run, Experiment).join(Experiment, Experiment.id == Run.experiment_id)
+        rows = session.execute(query.order_by(Experiment.created, Experiment.id, Run.created, Run.id)).all()
+        current = set(session.scalars(select(Stage.run_id)))
+    for run, experiment in rows:
+        yield _Recorded(run, experiment, run.id not in current)
+
+
+def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -> RunFacts:
+    run, experiment = recorded.run, recorded.experiment
+    recipe = _read(control.home.experiment(experiment.id) / "recipe.json")
+    job = _read(control.home.bundle(run.id) / "job.json")
+    settings, figures, problem = job, dict[str, Figure](), ""
+    if run.state == RunState.SUCCEEDED:
+        try:
+            settings, figures = _signed(run, signed, control.home.keys / PUBLIC, summary)
+        except RequestError as error:
+            problem = error.what
+    spec = settings.get("spec") or {}
+    algorithm = spec.get("algorithm")
+    named = [value for value in (spec.get("checkpoint"), spec.get("data")) if isinstance(value, str)]
+    return RunFacts(
+        id=run.id,
+        experiment=experiment.id,
+        recipe=experiment.name,
+        stage=run.stage,
+        task=run.task,
+        state=run.state,
+        cause=run.cause,
+        message=run.message,
+        submitted=run.created,
+        setting=sha256_bytes(canonical_json({**recipe, "seed": None}))[:8],
+        overrides=tuple(one for one in overrides_of(control, experiment.id) if not one.startswith("seed=")),
+        superseded=recorded.superseded,
+        seed=int(settings.get("seed") or 0),
+        environment=environment_label(settings.get("environment") or {})
+        if settings.get("environment")
+        else "",
+        algorithm=str(algorithm.get("name", "")) if isinstance(algorithm, Mapping) else str(algorithm or ""),
+        parents=tuple(named),
+        figures=figures,
+        evidence=sha256_file(signed) if signed.is_file() else "",
+        problem=problem,
+    )
+
+
+def _signed(run: Run, signed: Path, key: Path, summary: Path) -> tuple[Mapping[str, Any], dict[str, Figure]]:
+    """The settings and the figures that the signature covers.
+
+    Raises:
+        RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
+    """
+    if not signed.exists() or not summary.exists():
+        raise RequestError(f"{(signed if not signed.exists() else summary).name} is missing")
+    statement = verified_statement(signed, key)
+    try:
+        predicate = statement["predicate"]
+        about = str(predicate["runDetails"]["metadata"]["invocationId"]).partition("/")[0]
+        digests = {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
+        settings = dict(predicate["buildDefinition"]["externalParameters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise SignatureError("has another shape") from error
+    if statement.get("predicateType") != RESULT_PREDICATE or about != run.id:
+        raise SignatureError(f"is about another run ({about})")
+    if digests.get(SUMMARY) != sha256_file(summary):
+        raise RequestError("summary.json is not what was signed")
+    return settings, dict(_figures(read_json(summary)))
+
+
+def _figures(summary: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Figure]]:
+    """The numbers in a summary by dotted name; a mean with its interval is one figure."""
+    if not isinstance(summary, Mapping) or depth == DEEPEST:
+        return
+    for name, value in sorted(summary.items()):
+        dotted = f"{prefix}{name}"
+        if name in BULKY or any(sign.isspace() for sign in dotted):
+            continue
+        if isinstance(value, Mapping) and value.keys() >= {"mean", "low", "high"}:
+            yield dotted, Figure(value["mean"], value["low"], value["high"])
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield dotted, Figure(value)
+        else:
+            yield from _figures(value, f"{dotted}.", depth + 1)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        document = read_json(path)
+    except RequestError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _stamp(path: Path) -> Sequence[int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _cached(cache: Path | None) -> dict[str, Any]:
+    document = _read(cache) if cache is not None and cache.exists() else {}
+    return dict(document)
+
+
+def _revived(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
+    """The facts in an entry of the cache; None if it is missing, damaged or about other files."""
+    try:
+        known, fields = kept
+        figures = {name: Figure(**one) for name, one in fields["figures"].items()}
+        texts = {name: tuple(fields[name]) for name in ("overrides", "parents")}
+        return RunFacts(**{**fields, **texts, "figures": figures}) if known == stamp else None
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None

@@ -1,0 +1,302 @@
+"""Finds what is wrong in a wiki: one function for each kind of fault."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from perilune.errors import RequestError
+from perilune.metrics.across_seeds import MIN_SEEDS
+from perilune.wiki.build import QUESTIONS
+from perilune.wiki.facts import RunFacts
+from perilune.wiki.markdown import (
+    CITATION,
+    HAND,
+    LINK,
+    Citation,
+    blanked,
+    body_of,
+    citations,
+    front_matter,
+    generated_digest,
+    hand_span,
+    links,
+)
+from perilune.wiki.query import Answer, Facts
+
+_CLAIM = re.compile(
+    r"\b(better|worse|best|beats?|outperforms?|improv\w+|raises?|rais(?:ed|es)|higher|lower|faster|slower|gains?|wins?)\b",
+    re.I,
+)
+_BEST = re.compile(r"\b(best|highest|lowest|state of the art)\b", re.I)
+_NUMBER = re.compile(r"(?<![\w.@/#=-])[-+−]?\d+(?:[.,]\d+)*\s?%?(?![\w@/]|\.\d)")
+_SPARED = re.compile(
+    r"^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
+    r"|\b(?:seed|step|page|figure|table|equation|issue)s? \d+",
+    re.M | re.I,
+)
+_SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault: where it is, what it is, and what to do."""
+
+    page: str
+    line: int
+    code: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.page}.md:{self.line}: {self.code}: {self.message}\n  try: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class _Page:
+    """A page while it is examined."""
+
+    path: str
+    text: str
+    facts: Facts
+    known: frozenset[str]
+    linked: frozenset[str]
+
+    @cached_property
+    def hand(self) -> str:
+        """The hand-written text, at its offsets: all else is spaces."""
+        start, end = hand_span(self.text)
+        spaces = re.sub(r"[^\n]", " ", self.text)
+        return spaces[:start] + self.text[start:end] + spaces[end:]
+
+    @cached_property
+    def cited(self) -> list[tuple[Citation, Answer | RequestError]]:
+        """The page's citations with their answers."""
+        return [(one, _answer(self.facts, one.query)) for one in citations(self.text)]
+
+    @cached_property
+    def runs(self) -> dict[RunFacts, int]:
+        """The run that the page is about, at 0, and those of its figures, at their first citation."""
+        own = self.facts.by_id.get(self.path.removeprefix("runs/"))
+        found = {own: 0} if own else {}
+        for one in citations(self.text):
+            for run in self.facts.named(one.query):
+                found.setdefault(run, one.place)
+        return found
+
+    @cached_property
+    def claims(self) -> list[tuple[int, str, list[Answer]]]:
+        """Hand-written sentences with a word of comparison: offset, text, and the answers cited in them."""
+        answers = {one.place: found for one, found in self.cited if isinstance(found, Answer)}
+        found, visible = [], _without_citations(blanked(self.hand))
+        for sentence in _SENTENCE.finditer(visible):
+            if _CLAIM.search(sentence[0]):
+                inside = [answers[place] for place in answers if sentence.start() <= place < sentence.end()]
+                found.append((sentence.start(), sentence[0].strip(), inside))
+        return found
+
+    def finding(self, offset: int, code: str, message: str, remedy: str) -> Finding:
+        return Finding(self.path, self.text.count("\n", 0, max(offset, 0)) + 1, code, message, remedy)
+
+
+def lint(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
+    """All faults of a wiki, in order of page, line and kind.
+
+    Args:
+        pages: text by path without `.md`.
+        facts: read without a cache, so that every signature and digest was checked.
+    """
+    known = frozenset(pages)
+    linked = frozenset(
+        target for path, text in pages.items() for target, _ in links(text, path) if target != path
+    )
+    found = []
+    for path, text in pages.items():
+        page = _Page(path, text, facts, known, linked)
+        found += [one for rule in RULES.values() for one in rule(page)]
+    return sorted(found, key=lambda one: (one.page, one.line, one.code))
+
+
+def _dead_links(page: _Page) -> Iterator[Finding]:
+    for target, place in links(page.text, page.path):
+        if target not in page.known:
+            yield page.finding(
+                place, "dead-link", f"there is no page '{target}'", "correct the link, or build the wiki"
+            )
+
+
+def _orphans(page: _Page) -> Iterator[Finding]:
+    if page.path != "index" and page.path not in page.linked:
+        what = (
+            "of a run or name that no longer exists"
+            if not page.path.startswith(f"{QUESTIONS}/")
+            else "that no page links to"
+        )
+        yield page.finding(0, "orphan", f"a page {what}", "build the wiki; then link or delete the page")
+
+
+def _stale_numbers(page: _Page) -> Iterator[Finding]:
+    for one, found in page.cited:
+        if isinstance(found, Answer) and one.shown != found.text and not _is_outdated_best(one, found):
+            was = "is not filled in" if one.shown is None else f"says {one.shown}"
+            yield page.finding(
+                one.place,
+                "stale-number",
+                f"'{one.query}' {was}; the evidence says {found.text}",
+                "perilune wiki build",
+            )
+
+
+def _outdated_best(page: _Page) -> Iterator[Finding]:
+    for one, found in page.cited:
+        if isinstance(found, Answer) and _is_outdated_best(one, found):
+            yield page.finding(
+                one.place,
+                "outdated-best",
+                f"'{one.query}' is now {found.text}",
+                "perilune wiki build, and read the sentence again",
+            )
+
+
+def _is_outdated_best(one: Citation, found: Answer) -> bool:
+    return found.kind == "best" and one.shown is not None and f"run {found.runs[0].id}" not in one.shown
+
+
+def _bad_queries(page: _Page) -> Iterator[Finding]:
+    for one, found in page.cited:
+        if isinstance(found, RequestError) and all(run.citable for run in page.facts.named(one.query)):
+            yield page.finding(one.place, "bad-query", found.what, found.remedy or "correct the query")
+
+
+def _missing_evidence(page: _Page) -> Iterator[Finding]:
+    for run, place in page.runs.items():
+        if "is missing" in run.problem or (place and not run.problem and not run.figures):
+            why = run.problem or f"it is {run.state}"
+            yield page.finding(
+                place, "missing-evidence", f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
+            )
+
+
+def _failing_evidence(page: _Page) -> Iterator[Finding]:
+    for run, place in page.runs.items():
+        if run.problem and "is missing" not in run.problem:
+            yield page.finding(
+                place, "failed-evidence", f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
+            )
+
+
+def _superseded_runs(page: _Page) -> Iterator[Finding]:
+    for one in citations(page.hand):
+        found = _answer(page.facts, one.query)
+        if isinstance(found, Answer) and found.kind == "run" and found.runs[0].superseded:
+            yield page.finding(
+                one.place, "superseded-run", f"a retry replaced run {found.runs[0].id}", "cite the newer run"
+            )
+
+
+def _one_seed(page: _Page) -> Iterator[Finding]:
+    for place, _, answers in page.claims:
+        for one in answers:
+            seeds = len({run.seed for run in one.runs})
+            if one.kind in ("mean", "difference", "run") and seeds < MIN_SEEDS:
+                yield page.finding(
+                    place,
+                    "few-seeds",
+                    f"a claim from {seeds} seed{'s' * (seeds > 1)}",
+                    f"run at least {MIN_SEEDS} seeds, or say what was seen without comparing",
+                )
+                break
+
+
+def _overlaps(page: _Page) -> Iterator[Finding]:
+    for place, _, answers in page.claims:
+        differences = [one for one in answers if one.kind == "difference"]
+        if any(
+            one.figure.low is not None
+            and one.figure.high is not None
+            and one.figure.low <= 0 <= one.figure.high
+            for one in differences
+        ):
+            yield page.finding(
+                place, "overlap", "the interval of the difference contains 0", 'say "no difference shown"'
+            )
+        bounded = [
+            one.figure
+            for one in answers
+            if one.kind in ("mean", "run") and one.figure.low is not None and one.figure.high is not None
+        ]
+        pairs = [(a, b) for index, a in enumerate(bounded) for b in bounded[index + 1 :]]
+        if not differences and any(
+            (a.low or 0) <= (b.high or 0) and (b.low or 0) <= (a.high or 0) for a, b in pairs
+        ):
+            yield page.finding(
+                place, "overlap", "the intervals overlap", "cite the difference, paired by seed"
+            )
+
+
+def _bare_best(page: _Page) -> Iterator[Finding]:
+    for place, text, answers in page.claims:
+        if _BEST.search(text) and not any(one.kind in ("best", "difference") for one in answers):
+            yield page.finding(
+                place,
+                "uncited-best",
+                "no query stands behind this superlative",
+                "cite: best FIGURE of recipe NAME stage STAGE",
+            )
+
+
+def _bare_numbers(page: _Page) -> Iterator[Finding]:
+    visible = _without_citations(blanked(page.hand))
+    for pattern in (LINK, _SPARED):
+        visible = pattern.sub(lambda found: " " * len(found[0]), visible)
+    for number in _NUMBER.finditer(visible):
+        yield page.finding(
+            number.start(),
+            "bare-number",
+            f"{number[0].strip()} is no citation",
+            "write {{ FIGURE of run ID }}, or put it in `code`",
+        )
+
+
+def _edited(page: _Page) -> Iterator[Finding]:
+    front = front_matter(page.text)
+    if "generated" not in front:
+        if not page.path.startswith(f"{QUESTIONS}/"):
+            yield page.finding(0, "edited", "the front matter is damaged", "perilune wiki build --overwrite")
+    elif front["generated"] != generated_digest(body_of(page.text)) or page.text.count(f"\n{HAND}\n") != 1:
+        yield page.finding(
+            0,
+            "edited",
+            "the generated text was changed",
+            f"move it between {HAND} and its end; perilune wiki build --overwrite",
+        )
+
+
+RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
+    "dead-link": _dead_links,
+    "orphan": _orphans,
+    "stale-number": _stale_numbers,
+    "outdated-best": _outdated_best,
+    "bad-query": _bad_queries,
+    "missing-evidence": _missing_evidence,
+    "failed-evidence": _failing_evidence,
+    "superseded-run": _superseded_runs,
+    "few-seeds": _one_seed,
+    "overlap": _overlaps,
+    "uncited-best": _bare_best,
+    "bare-number": _bare_numbers,
+    "edited": _edited,
+}
+
+
+def _without_citations(text: str) -> str:
+    return CITATION.sub(lambda found: " " * len(found[0]), text)
+
+
+def _answer(facts: Facts, query: str) -> Answer | RequestError:
+    try:
+        return facts.ask(query)
+    except RequestError as error:
+        return error

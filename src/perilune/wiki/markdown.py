@@ -1,0 +1,147 @@
+"""The parts of a page: citations, hand-written regions, front matter, links, and quoted text."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.files import sha256_bytes
+from perilune.terminal import printable
+
+HAND, END_OF_HAND = "<!-- hand -->", "<!-- /hand -->"
+_REGION = re.compile(rf"{re.escape(HAND)}\n(.*)\n?{re.escape(END_OF_HAND)}", re.DOTALL)
+CITATION = re.compile(
+    r"<!--= (?P<filled>[^<>\n]+?) -->(?P<shown>.*?)<!--/-->|\{\{(?P<source>[^{}<>\n]+?)\}\}"
+)
+LINK = re.compile(r"\[\[(?P<wiki>[^\]|#\n]+)[^\]\n]*\]\]|\]\((?P<path>[^)\s:#]+\.md)[^)\s]*\)")
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+LONGEST = 200  # characters of quoted text
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A query in a page.
+
+    Attributes:
+        shown: the number that stands in the page; None before the first build.
+        place: offset in the text.
+    """
+
+    query: str
+    shown: str | None
+    place: int
+
+
+def quoted(text: str) -> str:
+    """Untrusted text as inline code, in which nothing is a link, a citation, a region or a table's border."""
+    flat = " ".join(printable(text).split())[:LONGEST]
+    return f"`{neutral(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
+
+
+def neutral(text: str) -> str:
+    """Untrusted text in which nothing is a comment, a citation or a link."""
+    for special in ("<!--", "-->", "{{", "[[", "]("):
+        text = text.replace(special, f"{special[0]} {special[1:]}")
+    return text
+
+
+def slug(text: str) -> str:
+    """The name of a page's file for a name from a recipe or a question; different names stay different."""
+    plain = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-")[:60] or "page"
+    return plain if plain == text else f"{plain}-{sha256_bytes(text.encode())[:6]}"
+
+
+def cited(query: str, shown: str) -> str:
+    """A citation as it stands in a built page: readers see the number, and the query is a comment."""
+    return f"<!--= {query} -->{shown}<!--/-->"
+
+
+def citations(text: str) -> Iterator[Citation]:
+    """The citations of a text that are not in code."""
+    for found in CITATION.finditer(blanked(text)):
+        own = CITATION.match(text, found.start())
+        if own is not None:
+            yield Citation((own["filled"] or own["source"]).strip(), own["shown"], own.start())
+
+
+def filled(text: str, answer: Callable[[str], str | None]) -> str:
+    """The text with each citation answered; one without an answer stays as it is."""
+    parts, place = [], 0
+    for one in citations(text):
+        found = CITATION.match(text, one.place)
+        shown = answer(one.query)
+        if found is not None and shown is not None:
+            parts += [text[place : one.place], cited(one.query, shown)]
+            place = found.end()
+    return "".join([*parts, text[place:]])
+
+
+def blanked(text: str) -> str:
+    """The text with code replaced by spaces, so that offsets stay."""
+    return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+def links(text: str, page: str) -> Iterator[tuple[str, int]]:
+    """The pages that a text links to, as paths in the wiki without `.md`, and the offset of each link.
+
+    Args:
+        page: path of the page with the text; `[[links]]` start at the wiki, `](links.md)` at the page.
+    """
+    for found in LINK.finditer(blanked(text)):
+        name = (found["wiki"] or posixpath.join(posixpath.dirname(page), found["path"] or "")).strip()
+        yield posixpath.normpath(name).removesuffix(".md"), found.start()
+
+
+def hand_of(page: str) -> str:
+    """The hand-written text of a page; all of a page that was not built yet."""
+    start, end = hand_span(page)
+    return page[start:end].strip()
+
+
+def hand_span(page: str) -> tuple[int, int]:
+    """Begin and end of the hand-written text."""
+    if not is_built(page):
+        return 0, len(page)
+    found = _REGION.search(page)
+    return found.span(1) if found else (len(page), len(page))
+
+
+def is_built(page: str) -> bool:
+    """Whether a build made the page."""
+    return "generated" in front_matter(page)
+
+
+def page_text(front: Mapping[str, Any], head: str, hand: str, tail: str) -> str:
+    """A page: front matter, generated text around the hand-written region."""
+    body = f"{head.rstrip()}\n\n{HAND}\n{hand}\n{END_OF_HAND}\n" + (f"\n{tail.rstrip()}\n" if tail else "")
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
+    return "\n".join(["---", *lines, f"generated: {json.dumps(generated_digest(body))}", "---", body])
+
+
+def front_matter(page: str) -> dict[str, Any]:
+    """The front matter that a build wrote; empty for other pages."""
+    found = _FRONT.match(page)
+    document = {}
+    for line in found[1].splitlines() if found else ():
+        key, _, value = line.partition(": ")
+        try:
+            document[key] = json.loads(value)
+        except ValueError:
+            return {}
+    return document
+
+
+def body_of(page: str) -> str:
+    """A page without its front matter."""
+    found = _FRONT.match(page)
+    return page[found.end() :] if found else page
+
+
+def generated_digest(body: str) -> str:
+    """SHA-256 of the generated text of a page: all but the hand-written region."""
+    return sha256_bytes(_REGION.sub(HAND, body).encode())

@@ -1,0 +1,224 @@
+"""Writes the generated text of each page."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from perilune.control.queries.comparison import FALLBACKS
+from perilune.control.record.transitions import RunState
+from perilune.errors import RequestError
+from perilune.wiki.facts import RunFacts
+from perilune.wiki.markdown import cited, quoted, slug
+from perilune.wiki.query import Facts
+
+MAIN = ("pass@1", *(f"last.{name}" for name in FALLBACKS))
+MOST_ROWS = 500  # of a table; the log has all runs
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The generated text of a page.
+
+    Attributes:
+        path: in the wiki, without `.md`.
+        runs: those that the page is about; their evidence stands in the front matter.
+    """
+
+    path: str
+    kind: str
+    title: str
+    text: str
+    runs: tuple[RunFacts, ...] = ()
+
+
+def all_pages(facts: Facts) -> Iterator[Page]:
+    """All generated pages but the index."""
+    yield _log(facts)
+    for run in facts.runs:
+        yield _run(facts, run)
+    for kind, write in KINDS.items():
+        for name, runs in sorted(grouped(facts.runs, kind).items()):
+            yield write(facts, name, runs)
+
+
+def index(pages: Iterable[Page], questions: Mapping[str, str]) -> Page:
+    """The index: questions, recipes, environments and algorithms; runs are listed in the log.
+
+    Args:
+        questions: title by path.
+    """
+    lines = [
+        "# Runs of this home",
+        "",
+        f"All runs in the order of their submission: {link('index', 'log', 'log')}.",
+    ]
+    listed = [*((path, "question", title) for path, title in sorted(questions.items()))]
+    listed += [(one.path, one.kind, one.title) for one in pages]
+    for kind in ("question", *KINDS):
+        rows = [(path, title) for path, its, title in listed if its == kind]
+        if rows:
+            lines += [
+                "",
+                f"## {kind.capitalize()}s",
+                "",
+                *(f"* {link('index', path, title)}" for path, title in rows),
+            ]
+    return Page("index", "index", "Runs of this home", "\n".join(lines))
+
+
+def grouped(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
+    """The runs by recipe, environment or algorithm; those without one are left out."""
+    found: dict[str, list[RunFacts]] = {}
+    for one in runs:
+        name = getattr(one, kind)
+        if name:
+            found.setdefault(name, []).append(one)
+    return found
+
+
+def main_figure(run: RunFacts) -> str | None:
+    """Name of the figure that stands for a run in tables."""
+    return next((name for name in MAIN if name in run.figures), None) if run.citable else None
+
+
+def link(page: str, path: str, label: str) -> str:
+    """A link from a page to another."""
+    return f"[{label}]({posixpath.relpath(path, posixpath.dirname(page) or '.')}.md)"
+
+
+def path_of(kind: str, name: str) -> str:
+    """The path of the page of a run, recipe, environment or algorithm."""
+    return f"{kind}s/{name if kind == 'run' else slug(name)}"
+
+
+def _run(facts: Facts, run: RunFacts) -> Page:
+    path, title = path_of("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
+    rows = [
+        ("state", run.state),
+        ("submitted", _date(run.submitted)),
+        ("task", run.task),
+        ("setting", run.setting),
+    ]
+    rows += [
+        (kind, link(path, path_of(kind, getattr(run, kind)), quoted(getattr(run, kind))))
+        for kind in KINDS
+        if getattr(run, kind)
+    ]
+    rows += [("overrides", ", ".join(map(quoted, run.overrides)))] if run.overrides else []
+    rows += (
+        [("takes", ", ".join(_parent(facts, path, run, one) for one in run.parents))] if run.parents else []
+    )
+    rows += [("replaced by a retry", "yes")] if run.superseded else []
+    rows += (
+        [("failed because", f"{quoted(run.cause)} {quoted(run.message)}")]
+        if run.state == RunState.FAILED
+        else []
+    )
+    rows += (
+        [("evidence", f"**not valid**: {quoted(run.problem)}" if run.problem else f"`{run.evidence}`")]
+        if run.evidence or run.problem
+        else []
+    )
+    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    if run.citable:
+        lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
+        lines += [f"| {quoted(name)} | {cite(facts, f'{name} of run {run.id}')} |" for name in run.figures]
+    return Page(path, "run", title, "\n".join(lines), (run,))
+
+
+def _recipe(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
+    path, lines = path_of("recipe", name), [f"# Recipe {name}", ""]
+    if any(main_figure(one) for one in runs):
+        lines += [f"![Final figures by setting and seed]({posixpath.basename(path)}.svg)", ""]
+    for stage in dict.fromkeys(one.stage for one in runs):
+        here = [one for one in runs if one.stage == stage and not one.superseded]
+        figure = next((found for one in here if (found := main_figure(one))), None)
+        lines += [f"## {stage}", ""]
+        if figure:
+            lines += ["| setting | its own overrides | mean over seeds |", "|---|---|---|"]
+            settings = _by_setting(here, figure)
+            shared = set.intersection(*(set(its[0].overrides) for its in settings.values()))
+            for setting, its in settings.items():
+                query = f"mean {figure} of recipe {name} stage {stage} with setting={setting}"
+                overrides = ", ".join(quoted(one) for one in its[0].overrides if one not in shared)
+                lines.append(f"| {setting} | {overrides} | {cite(facts, query)} |")
+            best = f"best {figure} of recipe {name} stage {stage}"
+            lines += ["", f"Figure: {quoted(figure)}. Best: {cite(facts, best)}.", ""]
+        lines += [*_table(facts, path, here), ""]
+    return Page(path, "recipe", f"Recipe {name}", "\n".join(lines), tuple(runs))
+
+
+def _collection(kind: str) -> Callable[[Facts, str, Sequence[RunFacts]], Page]:
+    def write(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
+        path, title = path_of(kind, name), f"{kind.capitalize()} {quoted(name)}"
+        return Page(path, kind, title, "\n".join([f"# {title}", "", *_table(facts, path, runs)]), tuple(runs))
+
+    return write
+
+
+KINDS: dict[str, Callable[[Facts, str, Sequence[RunFacts]], Page]] = {
+    "recipe": _recipe,
+    "environment": _collection("environment"),
+    "algorithm": _collection("algorithm"),
+}
+
+
+def _log(facts: Facts) -> Page:
+    lines, day = ["# Log", ""], ""
+    for run in sorted(facts.runs, key=lambda one: (one.submitted, one.id)):
+        date = _date(run.submitted)
+        lines += ["", f"## {date[:10]}", ""] if date[:10] != day else []
+        day = date[:10]
+        lines.append(f"* {date[11:]} {_linked('log', run)}: {run.state}{_main(facts, run)}")
+    return Page("log", "log", "Log", "\n".join(lines))
+
+
+def _table(facts: Facts, page: str, runs: Sequence[RunFacts]) -> list[str]:
+    lines = ["| run | state | figure |", "|---|---|---|"]
+    lines += [
+        f"| {_linked(page, one)} | {one.state} |{_main(facts, one).lstrip(',')} |"
+        for one in runs[-MOST_ROWS:]
+    ]
+    if len(runs) > MOST_ROWS:
+        lines += ["", f"The newest {MOST_ROWS} of {len(runs)} runs."]
+    return lines
+
+
+def _main(facts: Facts, run: RunFacts) -> str:
+    if run.problem:
+        return ", evidence not valid"
+    figure = main_figure(run)
+    return f", {figure} {cite(facts, f'{figure} of run {run.id}')}" if figure else ""
+
+
+def _linked(page: str, run: RunFacts) -> str:
+    return link(page, path_of("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}")
+
+
+def _parent(facts: Facts, page: str, run: RunFacts, stage: str) -> str:
+    its = [one for one in facts.runs if one.experiment == run.experiment and one.stage == stage]
+    return link(page, path_of("run", its[-1].id), stage) if its else quoted(stage)
+
+
+def _by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFacts]]:
+    found: dict[str, list[RunFacts]] = {}
+    for one in runs:
+        found.setdefault(one.setting, []).append(one)
+    return {
+        name: its for name, its in found.items() if all(one.citable and figure in one.figures for one in its)
+    }
+
+
+def cite(facts: Facts, query: str) -> str:
+    """A citation with its number; without a number, the reason."""
+    try:
+        return cited(query, facts.ask(query).text)
+    except RequestError as error:
+        return quoted(error.what)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,57 @@
+"""Draws the final figures of a recipe's runs: a row for each setting, a dot for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from perilune.metrics.across_seeds import interval
+from perilune.wiki.facts import Figure, RunFacts
+from perilune.wiki.pages import main_figure
+from perilune.wiki.query import shown
+
+WIDTH, ROW, LEFT, RIGHT, TOP = 640, 26, 230, 24, 34
+INK, MARK = "#808080", "#3f7fdf"
+MOST_ROWS = 40
+
+
+def plot_of(runs: Sequence[RunFacts]) -> str:
+    """An SVG of the last stage that has figures; "" without figures.
+
+    Dots are seeds; a line is the 95% interval over at least two seeds.
+    """
+    known = [one for one in runs if not one.superseded and main_figure(one)]
+    if not known:
+        return ""
+    last = known[-1]
+    figure = main_figure(last) or ""
+    rows: dict[str, list[RunFacts]] = {}
+    for one in known:
+        if one.stage == last.stage and figure in one.figures:
+            rows.setdefault(", ".join(one.overrides) or f"setting {one.setting}", []).append(one)
+    values = [one.figures[figure].mean for its in rows.values() for one in its]
+    low, high = min(0.0, *values), max(values)
+    high = 1.0 if low >= 0 and high <= 1 and shown(figure, Figure(1)).endswith("%") else high
+    scale = (WIDTH - LEFT - RIGHT) / ((high - low) or 1.0)
+
+    def x(value: float) -> str:
+        return f"{LEFT + (min(max(value, low), high) - low) * scale:.1f}"
+
+    height = TOP + ROW * min(len(rows), MOST_ROWS) + 26
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="sans-serif" font-size="12" fill="{INK}">',
+        f'<text x="{LEFT}" y="18">{escape(f"{last.stage}: {figure}")}</text>',
+    ]
+    for place, (name, its) in enumerate(list(rows.items())[:MOST_ROWS]):
+        y, own = TOP + ROW * place + 13, [one.figures[figure].mean for one in its]
+        parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name[:34])}</text>')
+        if len(own) > 1:
+            ends = interval(own)
+            line = f'x1="{x(ends["low"])}" x2="{x(ends["high"])}" y1="{y}" y2="{y}"'
+            parts.append(f'<line {line} stroke="{MARK}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x(one)}" cy="{y}" r="4" fill="{MARK}" fill-opacity="0.6"/>' for one in own]
+    for value in (low, high):
+        label = escape(shown(figure, Figure(value)))
+        parts.append(f'<text x="{x(value)}" y="{height - 8}" text-anchor="middle">{label}</text>')
+    return "\n".join([*parts, "</svg>", ""])

@@ -1,0 +1,198 @@
+"""The queries that put numbers into pages.
+
+```
+FIGURE of run ID                                       of one run, with its interval over tasks
+mean FIGURE of recipe NAME stage STAGE [with K=V ...]  over seeds, with Student's t interval
+best FIGURE of recipe NAME stage STAGE [with K=V ...]  of the best run
+count of recipe NAME stage STAGE [with K=V ...]        number of runs
+difference FIGURE of recipe ... minus recipe ...       paired by seed
+```
+
+K=V is an override of the experiment, `seed=N`, or `setting=DIGEST`. A query has no loops and no calls, so
+a query from an untrusted page can only read figures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from perilune.control.queries.comparison import SHARES, lower_is_better
+from perilune.errors import RequestError
+from perilune.metrics.across_seeds import interval
+from perilune.wiki.facts import Figure, RunFacts
+
+WORD = r"[^\s<>{}|`]+"
+_ONE = re.compile(rf"(?P<figure>{WORD}) of run (?P<run>[0-9A-Za-z]+)$")
+_MANY = re.compile(
+    rf"(?:(?P<kind>mean|best|difference) (?P<figure>{WORD})|count) of (?P<selected>recipe .+?)"
+    rf"(?: minus (?P<minus>recipe .+))?$"
+)
+_SELECTION = re.compile(rf"recipe (?P<recipe>{WORD}) stage (?P<stage>{WORD})(?: with (?P<wanted>.+))?$")
+HINT = "for example: mean pass@1 of recipe quickstart stage after_rl"
+Kind = Literal["run", "mean", "best", "count", "difference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a query gives.
+
+    Attributes:
+        text: the number as it stands in a page.
+        figure: its value and interval.
+        runs: the runs that it was computed from; of `best`, the best alone.
+        others: all runs that `best` chose from.
+    """
+
+    kind: Kind
+    name: str
+    text: str
+    figure: Figure
+    runs: tuple[RunFacts, ...]
+    others: tuple[RunFacts, ...] = ()
+
+
+class Facts:
+    """The facts of a home, for queries."""
+
+    def __init__(self, runs: Sequence[RunFacts]) -> None:
+        self.runs = tuple(runs)
+        self.by_id: Mapping[str, RunFacts] = {one.id: one for one in runs}
+        self._stages: dict[tuple[str, str], list[RunFacts]] = {}
+        for one in runs:
+            self._stages.setdefault((one.recipe, one.stage), []).append(one)
+
+    def ask(self, query: str) -> Answer:
+        """Answer a query.
+
+        Raises:
+            RequestError: it is malformed, or names a run, recipe or figure that does not exist.
+        """
+        query = " ".join(query.split())
+        if found := _ONE.match(query):
+            return self._of_run(found["figure"], found["run"])
+        if not (found := _MANY.match(query)) or bool(found["minus"]) != (found["kind"] == "difference"):
+            raise RequestError(f"'{query}' is not a query", remedy=HINT)
+        runs = self.select(found["selected"])
+        if found["kind"] is None:
+            return Answer("count", "count", str(len(runs)), Figure(len(runs)), tuple(runs))
+        figure = found["figure"]
+        if found["kind"] == "best":
+            return _best(figure, runs, query)
+        if found["kind"] == "mean":
+            by_seed = _by_seed(figure, runs, query)
+            return _over_seeds(
+                "mean", figure, {seed: one.figures[figure].mean for seed, one in by_seed.items()}, runs
+            )
+        ours, theirs = (_by_seed(figure, some, query) for some in (runs, self.select(found["minus"])))
+        common = [seed for seed in ours if seed in theirs]
+        if not common:
+            raise RequestError("the two sides of the difference have no seed in common", where=query)
+        differences = {
+            seed: ours[seed].figures[figure].mean - theirs[seed].figures[figure].mean for seed in common
+        }
+        return _over_seeds(
+            "difference", figure, differences, [side[seed] for seed in common for side in (ours, theirs)]
+        )
+
+    def named(self, query: str) -> list[RunFacts]:
+        """The runs whose figures a query reads; empty for a malformed query, and for one that only counts."""
+        query = " ".join(query.split())
+        if found := _ONE.match(query):
+            run = self.by_id.get(found["run"].upper())
+            return [run] if run else []
+        found = _MANY.match(query)
+        sides = [found["selected"], found["minus"]] if found and found["kind"] else []
+        try:
+            return [run for side in sides if side for run in self.select(side)]
+        except RequestError:
+            return []
+
+    def select(self, selection: str) -> list[RunFacts]:
+        """The current runs that a selection names, the oldest first.
+
+        Raises:
+            RequestError: it is malformed, or no run fits.
+        """
+        found = _SELECTION.match(selection)
+        if not found:
+            raise RequestError(f"'{selection}' selects nothing", remedy=HINT)
+        wanted = (found["wanted"] or "").split()
+        runs = self._stages.get((found["recipe"], found["stage"]), [])
+        runs = [one for one in runs if not one.superseded and all(_fits(one, pair) for pair in wanted)]
+        if not runs:
+            raise RequestError(f"no run fits '{selection}'", remedy="names as in `perilune runs`")
+        return runs
+
+    def _of_run(self, figure: str, run: str) -> Answer:
+        one = self.by_id.get(run.upper())
+        if one is None:
+            raise RequestError(f"no run is called '{run}'", remedy="perilune runs")
+        value = _figure(one, figure)
+        return Answer("run", figure, shown(figure, value), value, (one,))
+
+
+def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
+    """A figure as text: shares in percent, other numbers with four digits, with the interval."""
+    share = name.rpartition(".")[2].startswith(SHARES)
+
+    def one(value: float) -> str:
+        sign = "+" if signed and value > 0 else ""
+        return sign + (f"{100 * value:.1f}" if share else f"{value:.4g}")
+
+    unit = (" points" if signed else "%") if share else ""
+    text = f"{one(figure.mean)}{unit}"
+    if figure.low is None or figure.high is None or math.isinf(figure.low):
+        return text
+    return f"{text} ({one(figure.low)} to {one(figure.high)})"
+
+
+def _over_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
+    found = interval([values[seed] for seed in sorted(values)])
+    figure = Figure(found["mean"]) if len(values) == 1 else Figure(**found)
+    seeds = f", {len(values)} seed{'s' if len(values) > 1 else ''}"
+    text = shown(name, figure, signed=kind == "difference") + seeds
+    return Answer(kind, name, text, figure, tuple(runs))
+
+
+def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
+    known = [one for one in runs if one.citable and figure in one.figures]
+    if not known:
+        raise RequestError(f"no run has the figure '{figure}'", where=query)
+    sign = -1 if lower_is_better(figure) else 1
+    best = max(known, key=lambda one: sign * one.figures[figure].mean)
+    value = best.figures[figure]
+    text = f"{shown(figure, value)}, run {best.id}"
+    return Answer("best", figure, text, value, (best,), tuple(known))
+
+
+def _by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
+    """The runs by seed, which must have one setting."""
+    found: dict[int, RunFacts] = {}
+    for one in runs:
+        _figure(one, figure)
+        if one.setting != runs[0].setting:
+            settings = ", ".join(dict.fromkeys(f"setting={each.setting}" for each in runs))
+            raise RequestError(
+                "these runs differ in more than the seed", where=query, remedy=f"with one of {settings}"
+            )
+        found[one.seed] = one
+    return found
+
+
+def _figure(run: RunFacts, name: str) -> Figure:
+    if run.problem:
+        raise RequestError(
+            f"the evidence of run {run.id} is not valid: {run.problem}", remedy="perilune verify"
+        )
+    if name not in run.figures:
+        known = ", ".join(list(run.figures)[:8]) or f"it is {run.state}"
+        raise RequestError(f"run {run.id} has no figure '{name}'", remedy=f"one of: {known}")
+    return run.figures[name]
+
+
+def _fits(run: RunFacts, pair: str) -> bool:
+    return pair in (f"seed={run.seed}", f"setting={run.setting}", *run.overrides)

@@ -1,0 +1,37 @@
+"""Turns a page into slides for Marp, which is Markdown with a rule between slides."""
+
+from __future__ import annotations
+
+import re
+
+from perilune.wiki.markdown import body_of
+
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_SECTION = re.compile(r"^(?=## )", re.M)
+ROWS = 12  # of a table, on a slide
+
+
+def slides(page: str) -> str:
+    """The slides of a page: one for the beginning, and one for each section that has content."""
+    text = re.sub(r"\n{3,}", "\n\n", _COMMENT.sub("", body_of(page)))
+    parts = [_short(part.strip()) for part in _SECTION.split(text)]
+    return (
+        "\n\n---\n\n".join(["---\nmarp: true\npaginate: true", *filter(None, parts)]).replace(
+            "\n\n---", "\n---", 1
+        )
+        + "\n"
+    )
+
+
+def _short(part: str) -> str:
+    """A slide with the first rows of its tables; "" for a heading alone."""
+    kept, rows, left = [], 0, 0
+    for line in part.splitlines():
+        rows = rows + 1 if line.startswith("|") else 0
+        if rows > ROWS + 2:
+            left += 1
+        else:
+            kept.append(line)
+    if left:
+        kept.append(f"\n{left} more rows are on the page.")
+    return "\n".join(kept) if len([one for one in kept if one.strip()]) > 1 else ""

@@ -1,0 +1,245 @@
+"""The wiki of a home with one real run, and signed runs like it: built, damaged, searched and asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from cli_cases import LIGHT, SCRIPT, environment
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from perilune.control.evidence.verification import run_problems
+from perilune.control.queries.lookup import find_run
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import Control
+from perilune.errors import RequestError
+from perilune.wiki.build import Wiki, build
+from perilune.wiki.lint import RULES, lint
+from perilune.wiki.markdown import END_OF_HAND, HAND, citations, quoted, slug
+from perilune.wiki.query import Facts
+from perilune.wiki.search import passages, search, with_sources
+from perilune.wiki.slides import slides
+from wiki_faults import BEFORE_A_BUILD, Planter, add_arms, question, spare_runs
+from wiki_home import another_run, figure, tampered
+
+RUN = "small/base"
+ARM = "recipe words stage base with arm"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a home: a real run, three arms and spare runs."""
+    folder = tmp_path_factory.mktemp("wiki")
+    (folder / "small.yaml").write_text(LIGHT)
+    command(folder, "run", "small.yaml")
+    control = Control(Home.open(folder / "home"))
+    add_arms(control, RUN)
+    spare_runs(control, RUN, 4)
+    assert not any(
+        list(run_problems(control, find_run(control, one))) for one in ("words/base", "spare3/base")
+    )
+    control.store.close()
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(made / "home", tmp_path / "home", symlinks=True)
+    return tmp_path
+
+
+@pytest.fixture
+def control(folder: Path) -> Iterator[Control]:
+    opened = Control(Home.open(folder / "home"))
+    yield opened
+    opened.store.close()
+
+
+def command(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
+    done = subprocess.run(
+        [SCRIPT, *words],
+        cwd=folder,
+        env=environment(folder / "home") | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + (done.stderr if code else "")
+
+
+def built(control: Control, text: str = "") -> Wiki:
+    """The wiki after a build, with one question."""
+    wiki = Wiki.of(control)
+    run = find_run(control, "words/base").id
+    wiki.write("questions/q-0.md", text or question("base", run))
+    found = build(wiki, wiki.facts(control))
+    assert not found.unanswered
+    return wiki
+
+
+def codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
+    return {(one.page, one.code) for one in lint(wiki.pages(), wiki.facts(control, verify=True))}
+
+
+def test_the_same_home_gives_the_same_bytes_and_no_findings(control: Control, tmp_path: Path) -> None:
+    wiki = built(control)
+    again = Wiki(tmp_path / "again")
+    again.write("questions/q-0.md", wiki.pages()["questions/q-0"])
+    build(again, again.facts(control))
+    files = {one.relative_to(wiki.root): one.read_bytes() for one in wiki.root.rglob("*.*") if one.is_file()}
+    assert files.keys() >= {
+        Path("index.md"),
+        Path("log.md"),
+        Path("recipes/words.md"),
+        Path("recipes/words.svg"),
+    }
+    for name, data in files.items():
+        assert ".perilune" in name.parts or (again.root / name).read_bytes() == data
+    assert build(wiki, wiki.facts(control)).written == 0
+    assert codes(wiki, control) == set()
+    page = wiki.pages()["questions/q-0"]
+    assert next(citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
+    run = find_run(control, "words/base").id
+    assert "[questions/q-0](../questions/q-0.md)" in wiki.pages()[f"runs/{run}"]  # mentioned in
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_each_kind_of_fault_is_found(kind: str, control: Control) -> None:
+    wiki = built(control)
+    runs = [find_run(control, f"spare{place}/base").id for place in range(4)]
+    Planter(control, wiki, "base", runs).kinds[kind]("questions/q-0")
+    if kind in BEFORE_A_BUILD:
+        build(wiki, wiki.facts(control))
+    page = "runs/01GONE0" if kind == "orphan" else "questions/q-0"
+    found = codes(wiki, control)
+    assert (page, kind) in found
+    assert {code for _, code in found} == {kind}
+
+
+def test_a_changed_figure_is_named(control: Control) -> None:
+    wiki = built(control, "At {{ best pass@1 of recipe words stage base }}.\n")
+    base = find_run(control, RUN)
+    newer = another_run(control, base, 5, figure(0.99), ["arm=c"], "words")
+    changes = build(wiki, wiki.facts(control)).changed
+    (change,) = [one for one in changes if one.page == "questions/q-0"]
+    assert change.before.startswith("90.0%") and change.after.startswith("99.0%") and newer in change.after
+    tampered(control, newer, 0.5)
+    found = build(wiki, wiki.facts(control))
+    assert [one.after[:5] for one in found.changed if one.page == "questions/q-0"] == ["90.0%"]
+    assert "summary.json is not what was signed" in wiki.pages()[f"runs/{newer}"]
+    assert (f"runs/{newer}", "failed-evidence") in codes(wiki, control)
+
+
+def test_what_people_write_survives(control: Control) -> None:
+    wiki = built(control)
+    page = wiki.pages()["recipes/words"]
+    note = "Read {{ mean pass@1 of recipe words stage base with arm=b }} with care."
+    wiki.write("recipes/words.md", page.replace(f"\n{END_OF_HAND}", f"{note}\n{END_OF_HAND}"))
+    build(wiki, wiki.facts(control))
+    assert (
+        "Read <!--= mean pass@1 of recipe words stage base with arm=b -->61.0%"
+        in wiki.pages()["recipes/words"]
+    )
+    edited = wiki.pages()["recipes/words"].replace("# Recipe words", "# My words")
+    wiki.write("recipes/words.md", edited)
+    assert build(wiki, wiki.facts(control)).kept == ("recipes/words",)
+    assert wiki.pages()["recipes/words"] == edited
+    build(wiki, wiki.facts(control), overwrite=True)
+    assert "# My words" not in wiki.pages()["recipes/words"] and "Read <!--=" in wiki.pages()["recipes/words"]
+
+
+def test_text_of_others_is_only_text() -> None:
+    hostile = (
+        "a`b {{ count of recipe x stage y }} <!-- hand --> [[runs/1]] [x](y.md) | <!--= q -->9<!--/-->\n# h"
+    )
+    shown = quoted(hostile)
+    assert not list(citations(shown)) and HAND not in shown and "\n" not in shown
+    assert shown.count("`") == 2 and "|" not in shown and "[[" not in shown and "](" not in shown
+    assert slug("../../etc/passwd").startswith("etc-passwd-") and slug("A") != slug("a")
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ("pass@1", "is not a query"),
+        ("pass@1 of run NONE", "no run is called"),
+        ("pass@9 of recipe words stage base", "is not a query"),
+        ("mean pass@1 of recipe words stage base", "differ in more than the seed"),
+        ("mean pass@9 of recipe words stage base with arm=a", "has no figure"),
+        ("count of recipe words stage nothing", "no run fits"),
+        (f"mean pass@1 of {ARM}=a minus {ARM}=b", "is not a query"),
+        (f"difference pass@1 of {ARM}=a seed=1 minus {ARM}=one", "no seed in common"),
+    ],
+)  # fmt: skip
+def test_queries_that_have_no_answer(query: str, why: str, made: Path) -> None:
+    control = Control(Home.open(made / "home"))
+    facts: Facts = Wiki.of(control).facts(control, verify=True)
+    with pytest.raises(RequestError, match=why):
+        facts.ask(query)
+    control.store.close()
+
+
+def test_a_damaged_cache_is_read_again(control: Control) -> None:
+    wiki = built(control)
+    cache = wiki.root / ".perilune" / "facts.json"
+    for damage in ("{", "[]", json.dumps({find_run(control, RUN).id: [1, 2]})):
+        cache.write_text(damage)
+        assert build(wiki, wiki.facts(control)).written == 0
+
+
+def test_search_and_slides(control: Control) -> None:
+    pages = built(control).pages()
+    found = search(list(passages(pages)), "what did the arms reach")
+    assert found[0][0].page == "questions/q-0"
+    text = with_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [found[0][0]])
+    (one,) = citations(text)
+    assert one.query == "mean pass@1 of recipe words stage base with arm=a"
+    assert "([What did the arms reach?](../questions/q-0.md))" in text and "[9]" in text
+    assert search(list(passages(pages)), "zzz") == []
+    deck = slides(pages["recipes/words"])
+    assert deck.startswith("---\nmarp: true\npaginate: true\n---\n") and "<!--" not in deck
+
+
+class _Model(BaseHTTPRequestHandler):
+    """Answers with what the question asks to say."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = body["messages"][1]["content"].rpartition("say: ")[2].replace("N", "7")
+        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_commands(folder: Path) -> None:
+    document = json.loads(command(folder, "wiki", "build", "--json"))
+    assert document["pages"] == document["written"] > 10
+    assert "0 findings" in command(folder, "wiki", "lint")
+    assert "recipes/words.md" in command(folder, "wiki", "search", "recipe words")
+    assert "there is no page 'recipes/word'" in command(folder, "wiki", "slides", "recipes/word", code=2)
+    server = HTTPServer(("127.0.0.1", 0), _Model)
+    Thread(target=server.serve_forever, daemon=True).start()
+    ask = ("wiki", "ask", "--url", f"http://127.0.0.1:{server.server_port}", "--file")
+    asked = "recipe words stage base; say: "
+    assert "stand in no passage: 77.7" in command(folder, *ask, f"{asked}it was NN.N [1]", code=1)
+    assert "filed as questions/" in command(folder, *ask, f"{asked}it was 90.0% (85.0 to 95.0) [1]")
+    server.shutdown()
+    command(folder, "wiki", "build")
+    assert "0 findings" in command(folder, "wiki", "lint")
+    (filed,) = (folder / "home" / "wiki" / "questions").glob("*.md")
+    assert "of run" in filed.read_text()
