@@ -26,6 +26,7 @@ from perilune.wiki.plot import plot_of
 from perilune.wiki.query import Facts
 
 QUESTIONS = "questions"  # folder of the pages that people and models write
+GONE = "no number"
 STATE = ".perilune"  # folder of the cache, which is no part of the wiki
 
 
@@ -96,6 +97,7 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
     Args:
         overwrite: also write pages whose generated text was edited.
     """
+    (wiki.root / QUESTIONS).mkdir(parents=True, exist_ok=True)
     old = wiki.pages()
     hands = {path: hand_of(text) for path, text in old.items()}
     generated = {one.path: one for one in all_pages(facts)}
@@ -187,9 +189,9 @@ def _mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
 
 
 def _changes(path: str, before: str, after: str) -> Iterator[Change]:
-    """The numbers of a page that stood there before and are others now."""
-    was = {one.query: one.shown for one in citations(before)}
-    for one in citations(after):
-        known = was.get(one.query)
-        if known is not None and one.shown is not None and known != one.shown:
-            yield Change(path, one.query, known, one.shown)
+    """The numbers of a page that are others now, or that have no evidence any more."""
+    now = {one.query: one.shown for one in citations(after)}
+    for one in citations(before):
+        found = now.get(one.query) or GONE
+        if one.shown is not None and found != one.shown:
+            yield Change(path, one.query, one.shown, found)

@@ -80,8 +80,7 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
         cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
             time stamp of one of its files. Without a cache every signature and digest is checked.
     """
-    known = _cached(cache)
-    found, kept = [], {}
+    known, found, changed = _cached(cache), [], False
     for recorded in _recorded(control):
         run = recorded.run
         evidence = evidence_of(control.home, run.id, run.current_epoch)
@@ -91,9 +90,11 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
         facts = _revived(known.get(run.id), stamp)
         if facts is None:
             facts = _facts(control, recorded, signed, summary)
-        kept[run.id] = [stamp, asdict(facts)]
+            known[run.id] = [stamp, asdict(facts)]
+            changed = True
         found.append(facts)
-    if cache is not None and kept != known:
+    if cache is not None and (changed or len(known) > len(found)):
+        kept = {one.id: known[one.id] for one in found}
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache, canonical_json(kept))
     return found

@@ -33,7 +33,7 @@ _CLAIM = re.compile(
 _BEST = re.compile(r"\b(best|highest|lowest|state of the art)\b", re.I)
 _NUMBER = re.compile(r"(?<![\w.@/#=-])[-+−]?\d+(?:[.,]\d+)*\s?%?(?![\w@/]|\.\d)")
 _SPARED = re.compile(
-    r"^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
+    r"^# .*$|^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
     r"|\b(?:seed|step|page|figure|table|equation|issue)s? \d+",
     re.M | re.I,
 )
@@ -92,7 +92,7 @@ class _Page:
         answers = {one.place: found for one, found in self.cited if isinstance(found, Answer)}
         found, visible = [], _without_citations(blanked(self.hand))
         for sentence in _SENTENCE.finditer(visible):
-            if _CLAIM.search(sentence[0]):
+            if _CLAIM.search(sentence[0]) and not sentence[0].rstrip().endswith("?"):
                 inside = [answers[place] for place in answers if sentence.start() <= place < sentence.end()]
                 found.append((sentence.start(), sentence[0].strip(), inside))
         return found

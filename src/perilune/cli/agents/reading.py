@@ -39,6 +39,7 @@ class Reader:
             self.curves,
             self.episodes,
             self.logs,
+            self.wiki_search,
         )
 
     def runs(
@@ -163,6 +164,24 @@ class Reader:
         text = "".join(logs(self.control, find_run(self.control, run).id))
         lines = text.splitlines()
         return {"run": run, "lines": len(lines), "text": "\n".join(lines[-last:])}
+
+    def wiki_search(
+        self,
+        question: Annotated[str, Field(description="Words, or a question.")],
+        most: Annotated[int, Field(ge=1, le=20, description="Number of passages.")] = 6,
+    ) -> dict[str, Any]:
+        """Passages of the wiki of this home: what people wrote about runs, with numbers from the evidence."""
+        from perilune.wiki.build import Wiki
+        from perilune.wiki.search import passages, search
+
+        pages = Wiki.of(self.control).pages()
+        if not pages:
+            raise RequestError("this home has no wiki", remedy="perilune wiki build")
+        found = [
+            {"page": one.page, "score": score, "untrusted": {"heading": one.heading, "text": one.text}}
+            for one, score in search(list(passages(pages)), question, most)
+        ]
+        return {"question": question, "passages": found}
 
     def _attempt(self, run: str) -> Any:
         from perilune.control.queries.lookup import find_run

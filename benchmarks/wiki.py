@@ -1,0 +1,220 @@
+"""The wiki of a home with 1,000 runs: time of a build, the same bytes again, and faults that it finds.
+
+    python benchmarks/wiki.py [--runs 1000] [--each 10]
+
+One run is real. The others are like it with another seed, setting and figure, each with a bundle, a manifest
+and signatures of its own. Writes results/wiki.json.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from perilune.control.queries.lookup import find_run
+from perilune.control.record.home import Home
+from perilune.control.runs.experiments import Control
+from perilune.wiki.build import Wiki, build
+from perilune.wiki.lint import lint
+from recipe_runs import document, options, run_recipe, write
+from wiki_faults import BEFORE_A_BUILD, Planter, add_arms, question, spare_runs
+from wiki_home import SUMMARY, another_run, figure, tampered
+
+SPARE = 3  # kinds of fault that use a run each
+TIMES = 3  # builds of each kind, of which the median counts
+
+
+def main() -> None:
+    parser = options(__doc__, "wiki")
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--each", type=int, default=10, help="faults of each kind")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
+        home = Path(folder) / "home"
+        recipe = Path(folder) / "wiki.yaml"
+        recipe.write_text(RECIPE)
+        run_recipe(recipe, 0, home=home)
+        control = Control(Home.open(home))
+        filled_home(control, arguments.runs, arguments.each)
+        measured = {"builds": [builds(control)], "one figure changed": [one_change(control)]}
+        found, rows = faults(control, arguments.each)
+        control.store.close()
+    about = {"title": "A wiki whose numbers are queries", "about": ABOUT}
+    write(
+        arguments.out,
+        about
+        | measured
+        | {"planted faults": rows, "lint": [found]}
+        | document("wiki.py", sys.argv[1:], began),
+    )
+
+
+ABOUT = """\
+One run of the home is real. The others are copies of it with another seed, setting and figure, each \
+with a bundle, a manifest and signatures of its own, all of which `perilune verify` accepts. *From \
+nothing* has no cache: every signature is checked. *Without a change* reads the cache; *of the command* \
+includes the start of the process. *One figure changed* alters the summary of a run behind the back of \
+its signature. Each fault is planted in a question's page of its own, or in a run that only this page \
+cites. A finding is *unexplained* if it is not in such a page and does not name such a run. The faults \
+were written by the author of the rules, so recall says that the rules work, and not that they find \
+every fault that people make."""
+RECIPE = """\
+name: base
+model: {preset: tiny}
+environment: {id: reasoning_gym, task: basic_arithmetic, prompt: compact}
+resources: {threads: 1}
+stages:
+  - {name: test, task: evaluate, checkpoint: model, tasks: 16, samples: 2, max_tokens: 16}
+"""
+
+
+def filled_home(control: Control, runs: int, each: int) -> None:
+    """Recipes of 40 runs: eight settings of five seeds."""
+    base, draw = find_run(control, "base/test"), random.Random(0)
+    add_arms(control, "base/test")
+    spare_runs(control, "base/test", SPARE * each)
+    left = runs - 1 - 7 - SPARE * each
+    for place in range(left):
+        arm, seed = divmod(place % 40, 5)
+        rate = draw.betavariate(4, 4)
+        another_run(control, base, seed, figure(rate), [f"rl.lr={arm}"], f"recipe{place // 40}")
+
+
+def builds(control: Control) -> dict[str, Any]:
+    """Seconds of builds, and whether two builds from nothing give the same bytes."""
+    first, second = Wiki.of(control), Wiki(control.home.root / "again")
+    for wiki in (first, second):
+        for place in range(20):
+            run = find_run(control, f"recipe{place}/test").id
+            wiki.write(f"questions/q-{place}.md", question("test", run))
+    whole, same = [], []
+    for _ in range(TIMES):
+        shutil.rmtree(second.root / ".perilune", ignore_errors=True)
+        for path in second.root.glob("[!q]*/"):
+            shutil.rmtree(path)
+        whole.append(timed(second))
+    built = build(first, first.facts(control))
+    for _ in range(TIMES):
+        same.append(timed(first))
+    command = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        program = str(Path(sys.executable).with_name("perilune"))
+        home = {**os.environ, "PERILUNE_HOME": str(control.home.root)}
+        subprocess.run([program, "wiki", "build"], env=home, check=True, capture_output=True)
+        command.append(time.perf_counter() - began)
+    base = find_run(control, "base/test")
+    another_run(control, base, 99, figure(0.5), ["rl.lr=0"], "recipe0")
+    more = timed(first)
+    build(second, second.facts(control))
+    files = sorted(
+        one.relative_to(first.root) for one in first.root.rglob("*.*") if ".perilune" not in one.parts
+    )
+    equal = all(
+        (first.root / one).read_bytes() == (second.root / one).read_bytes()
+        for one in files
+        if (first.root / one).is_file()
+    )
+    shutil.rmtree(second.root)
+    return {
+        "runs": built.runs,
+        "pages": built.pages,
+        "seconds from nothing": sorted(whole)[TIMES // 2],
+        "seconds without a change": sorted(same)[TIMES // 2],
+        "seconds with one more run": more,
+        "seconds of the command, without a change": sorted(command)[TIMES // 2],
+        "same bytes": equal,
+    }
+
+
+def timed(wiki: Wiki) -> float:
+    """Seconds of one build, in which the home is opened as the command does."""
+    began = time.perf_counter()
+    root = wiki.root.parent
+    control = Control(Home.open(root))
+    build(wiki, wiki.facts(control))
+    control.store.close()
+    return time.perf_counter() - began
+
+
+def one_change(control: Control) -> dict[str, Any]:
+    """What a build names after one figure of a cited run was changed; then the figure is put back."""
+    wiki = Wiki.of(control)
+    run = find_run(control, "recipe3/test")
+    path = control.home.attempt(run.id, 1) / SUMMARY
+    data = path.read_bytes()
+    tampered(control, run.id, 0.999)
+    built = build(wiki, wiki.facts(control))
+    found = lint(wiki.pages(), wiki.facts(control, verify=True))
+    path.unlink()
+    path.write_bytes(data)
+    build(wiki, wiki.facts(control))
+    return {
+        "pages written": built.written,
+        "numbers named": len(built.changed),
+        "pages named": len({one.page for one in built.changed}),
+        "findings of lint": len(found),
+        "findings that name the run": sum(run.id in one.message for one in found),
+    }
+
+
+def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Findings before and after faults were planted, and recall for each kind."""
+    wiki = Wiki.of(control)
+    spare = [find_run(control, f"spare{place}/test").id for place in range(SPARE * each)]
+    planter = Planter(control, wiki, "test", spare)
+    kinds = planter.kinds
+    pages = {(kind, place): f"questions/{kind}-{place}" for kind in kinds for place in range(each)}
+    run = find_run(control, "recipe5/test").id
+    for page in pages.values():
+        wiki.write(f"{page}.md", question("test", run))
+    build(wiki, wiki.facts(control))
+    began = time.perf_counter()
+    clean = lint(wiki.pages(), wiki.facts(control, verify=True))
+    seconds = time.perf_counter() - began
+    known = {(one.page, one.code) for one in clean}
+    for (kind, _), page in pages.items():
+        if kind in BEFORE_A_BUILD:
+            kinds[kind](page)
+    build(wiki, wiki.facts(control))
+    for (kind, _), page in pages.items():
+        if kind not in BEFORE_A_BUILD:
+            kinds[kind](page)
+    after = lint(wiki.pages(), wiki.facts(control, verify=True))
+    located = {(one.page, one.code) for one in after}
+    recall = {
+        kind: sum(
+            (page if kind != "orphan" else f"runs/01GONE{place}", kind) in located
+            for place in range(each)
+            for page in [pages[kind, place]]
+        )
+        for kind in kinds
+    }
+    damaged = set(spare)
+    unexplained = [
+        one for one in after
+        if (one.page, one.code) not in known
+        and not (one.page.startswith(f"questions/{one.code}-") or one.page.startswith("runs/01GONE"))
+        and not any(run in f"{one.message} {one.page}" for run in damaged)
+    ]  # fmt: skip
+    figures = {
+        "planted": each * len(kinds),
+        "found": sum(recall.values()),
+        "findings on the untouched wiki": len(clean),
+        "findings": len(after),
+        "unexplained findings": len(unexplained),
+        "seconds of lint": seconds,
+    }
+    return figures, [{"kind": kind, "planted": each, "found": found} for kind, found in recall.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
