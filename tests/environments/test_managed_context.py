@@ -10,6 +10,7 @@ import pytest
 from perilune.environments import KeyedRandom, MultiTurn, Task, Transcript, ask, end_episode
 from perilune.environments.core.managed_context import ContextSettings, ManagedContext
 from perilune.environments.core.protocol import Observation, Score
+from perilune.environments.core.replay import agent_conversations
 from perilune.errors import RequestError
 
 
@@ -102,6 +103,18 @@ def test_the_environment_counts_its_own_turns() -> None:
     settings = {"rule": "summarise", "above": 1, "last": 0}
     end, *_ = play(settings, ["a", *["s", "b"] * 5])
     assert end.done and end.truncated
+
+
+@pytest.mark.parametrize("rule", ["fold", "drop_output"])
+def test_each_action_is_learned_in_one_context(rule: str) -> None:
+    environment = ManagedContext(Echo(), ContextSettings(rule=rule, above=60, last=1))  # type: ignore[arg-type]
+    actions = ["a", "b", "c", "d", "done"]
+    transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
+    found = agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
+    assert len(found) > 1
+    said = [one for messages in found.values() for one in messages if one["role"] == "assistant"]
+    assert [one["content"] for one in said if one.get("weight", 1)] == actions
+    assert rule == "fold" or any(one.get("weight") == 0 for one in said)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ class TraceRecord:
     """One verified conversation.
 
     Attributes:
-        messages: ({"role", "content"}, ...), the last one by the assistant; other keys are dropped.
+        messages: ({"role", "content"}, ...), the last one by the assistant. `weight` 0 in a message of the
+            assistant says that it is not learned; other keys are dropped.
         environment: id of the environment that verified it.
         task_id: the task that it answers.
         score: the reward that the environment gave it.
@@ -46,7 +47,7 @@ class TraceRecord:
         details: further JSON values about its origin.
     """
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     environment: str
     task_id: str
     score: float
@@ -57,16 +58,16 @@ class TraceRecord:
     details: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        messages = tuple({"role": m["role"], "content": m["content"]} for m in self.messages)
+        messages = tuple({name: m[name] for name in _kept(m)} for m in self.messages)
         object.__setattr__(self, "messages", messages)
         object.__setattr__(self, "digest", sha256_bytes(canonical_json(list(messages))))
 
     @property
     def prompt(self) -> str:
         """The text of all messages before the last answer."""
-        return "\n".join(message["content"] for message in self.messages[:-1])
+        return "\n".join(str(message["content"]) for message in self.messages[:-1])
 
-    def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, str]]) -> TraceRecord:
+    def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, Any]]) -> TraceRecord:
         """The record of a sub-agent's conversation in the same episode."""
         return replace(self, messages=messages, details={**(self.details or {}), _AGENT: agent})
 
@@ -83,7 +84,13 @@ class TraceRecord:
     @property
     def answer(self) -> str:
         """The last message of the assistant."""
-        return self.messages[-1]["content"]
+        return str(self.messages[-1]["content"])
+
+
+def _kept(message: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a message that a record keeps."""
+    unlearned = message.get("role") == "assistant" and message.get("weight", 1) == 0
+    return ("role", "content", "weight") if unlearned else ("role", "content")
 
 
 def settings_digest(**settings: Any) -> str:
@@ -243,7 +250,7 @@ def check_messages(row: Mapping[str, Any], name: str, where: str) -> None:
         raise RequestError(f"field '{name}' is not a list of messages", where=where)
     for index, message in enumerate(messages):
         key = f"{name}[{index}]"
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys() == set(_kept(message)):
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
             raise RequestError(

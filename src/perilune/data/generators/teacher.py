@@ -17,7 +17,7 @@ from perilune.environments.core.rewards import GOLD
 FIRST_BATCH, BATCH = 16, 512  # candidates verified together, at first and at most
 
 ScoreBatch = Callable[[Sequence[tuple[Task, Transcript]]], Sequence[Outcome]]
-Converse = Callable[[Task, Transcript], Mapping[str, Sequence[Message]]]
+Converse = Callable[[Task, Transcript], Mapping[str, Sequence[Mapping[str, Any]]]]
 
 
 @dataclass(frozen=True, slots=True)

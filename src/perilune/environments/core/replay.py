@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from perilune.environments.core.protocol import Environment, Message, Task, Transcript
 
 
@@ -16,18 +19,19 @@ def conversation(environment: Environment, task: Task, transcript: Transcript) -
 
 def agent_conversations(
     environment: Environment, task: Task, transcript: Transcript
-) -> dict[str, tuple[Message, ...]]:
+) -> dict[str, tuple[Mapping[str, Any], ...]]:
     """The conversation of `transcript.player` under "", and those of its sub-agents by id.
 
-    Each ends with the agent's last action. Replays all actions but the last in this process, so the actions
-    must be trusted.
+    Each ends with the agent's last action. Where the context of an agent begins with an action of another
+    one, that message has `weight` 0, so that a model learns each action once. Replays all actions but the
+    last in this process, so the actions must be trusted.
 
     Raises:
         ValueError: if the episode is done before its last action, or the player took no action.
     """
     if not transcript.earlier and getattr(environment, "max_turns", 1) == 1:
         return {"": (*task.prompt, _assistant(transcript.text))}
-    found: dict[str, list[Message]] = {}
+    found: dict[str, list[Mapping[str, Any]]] = {}
     session = environment.reset(task, transcript.seed)
     try:
         for index, action in enumerate(transcript.actions):
@@ -37,7 +41,7 @@ def agent_conversations(
             (turn, *_) = seen.due
             if seen.player == transcript.player:
                 messages = found.setdefault(turn.agent, [] if turn.agent else list(task.prompt))
-                messages += [*turn.messages, _assistant(action)]
+                messages += [*map(_given, turn.messages), _assistant(action)]
             if index < len(transcript.earlier):
                 session.step(action)
     finally:
@@ -49,3 +53,7 @@ def agent_conversations(
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def _given(message: Message) -> Mapping[str, Any]:
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
