@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,8 @@ def test_a_changed_figure_is_named(control: Control) -> None:
 
 def test_what_people_write_survives(control: Control) -> None:
     wiki = built(control)
+    (wiki.root / "folder.md").mkdir()
+    os.mkfifo(wiki.root / "pipe.md")
     page = wiki.pages()["recipes/words"]
     note = "Read {{ mean pass@1 of recipe words stage base with arm=b }} with care."
     wiki.write("recipes/words.md", page.replace(f"\n{END_OF_HAND}", f"{note}\n{END_OF_HAND}"))

@@ -78,7 +78,7 @@ class Wiki:
         found = {}
         for path in sorted(self.root.rglob("*.md")):
             name = path.relative_to(self.root).as_posix().removesuffix(".md")
-            if not name.startswith(STATE):
+            if path.is_file() and not name.startswith(STATE):
                 found[name] = path.read_text(encoding="utf-8", errors="replace")
         return found
 
