@@ -109,6 +109,7 @@ def test_the_same_home_gives_the_same_bytes_and_no_findings(control: Control, tm
     assert build(wiki, wiki.facts(control)).written == 0
     assert codes(wiki, control) == set()
     page = wiki.pages()["questions/q-0"]
+    assert wiki.pages()["index"].count("](questions/q-0.md)") == 1
     assert next(citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
     run = find_run(control, "words/base").id
     assert "[questions/q-0](../questions/q-0.md)" in wiki.pages()[f"runs/{run}"]  # mentioned in

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.data.preferences import choose_pairs, make_pair, read_preferences, write_preferences
+from perilune.data.preferences import (
+    choose_pairs,
+    make_pair,
+    preference_of,
+    read_preferences,
+    write_preferences,
+)
 from perilune.errors import RequestError
 
 
@@ -62,6 +68,15 @@ def test_pairs_survive_the_disk(tmp_path: Path) -> None:
     assert read_preferences(tmp_path) == [record]
     assert record.prompt == ({"role": "user", "content": "ask"},)
     assert dataclasses.asdict(record)["rejected"] == ({"role": "assistant", "content": "bad"},)
+
+
+def test_an_answer_that_is_not_learned_is_no_preference() -> None:
+    row = dataclasses.asdict(make_pair(answer("good", 1.0), answer("bad", 0.0), source="sampled/sft"))
+    row |= {name: list(row[name]) for name in ("prompt", "chosen", "rejected")}
+    assert preference_of(row, "row 1").chosen[0]["content"] == "good"
+    row["rejected"] = [{"role": "assistant", "content": "bad", "weight": 0}]
+    with pytest.raises(RequestError, match="needs exactly role and content"):
+        preference_of(row, "row 1")
 
 
 def test_no_pairs_are_said_to_be_none(tmp_path: Path) -> None:

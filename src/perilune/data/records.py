@@ -174,7 +174,7 @@ def record_of(value: Mapping[str, Any], where: str) -> TraceRecord:
         RequestError: when the row is not a record, naming `where` and the field.
     """
     row = check_fields(value, where, TraceRecord.__slots__, optional=("provenance", "details"))
-    check_messages(row, "messages", where)
+    check_messages(row, "messages", where, weights=True)
     if row["messages"][-1]["role"] != "assistant":
         raise RequestError("field 'messages' does not end with the assistant's answer", where=where)
     for name in ("environment", "task_id", "source", "digest"):
@@ -239,8 +239,11 @@ def parse_provenance(raw: Any, where: str = "") -> Provenance:
     return Provenance(**raw)
 
 
-def check_messages(row: Mapping[str, Any], name: str, where: str) -> None:
+def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bool = False) -> None:
     """Check that a field is a list of messages with role and content.
+
+    Args:
+        weights: whether messages of the assistant may have `weight` 0.
 
     Raises:
         RequestError: naming the first message that is not.
@@ -250,7 +253,8 @@ def check_messages(row: Mapping[str, Any], name: str, where: str) -> None:
         raise RequestError(f"field '{name}' is not a list of messages", where=where)
     for index, message in enumerate(messages):
         key = f"{name}[{index}]"
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys() == set(_kept(message)):
+        keys = _kept(message) if weights and isinstance(message, dict) else ("role", "content")
+        if not isinstance(message, dict) or message.keys() != set(keys):
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
             raise RequestError(

@@ -102,8 +102,7 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
     hands = {path: hand_of(text) for path, text in old.items()}
     generated = {one.path: one for one in all_pages(facts)}
     generated |= {path: _question(path, old[path], hands[path]) for path in old if _is_question(path)}
-    titles = {path: one.title for path, one in generated.items() if one.kind == "question"}
-    generated["index"] = index(generated.values(), titles)
+    generated["index"] = index(generated.values())
     mentions = _mentions(hands)
 
     kept, changed, unanswered, written = [], list[Change](), list[tuple[str, str]](), 0

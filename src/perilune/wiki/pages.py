@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -44,28 +44,14 @@ def all_pages(facts: Facts) -> Iterator[Page]:
             yield write(facts, name, runs)
 
 
-def index(pages: Iterable[Page], questions: Mapping[str, str]) -> Page:
-    """The index: questions, recipes, environments and algorithms; runs are listed in the log.
-
-    Args:
-        questions: title by path.
-    """
-    lines = [
-        "# Runs of this home",
-        "",
-        f"All runs in the order of their submission: {link('index', 'log', 'log')}.",
-    ]
-    listed = [*((path, "question", title) for path, title in sorted(questions.items()))]
-    listed += [(one.path, one.kind, one.title) for one in pages]
+def index(pages: Iterable[Page]) -> Page:
+    """The index: questions, recipes, environments and algorithms; runs are listed in the log."""
+    log = link("index", "log", "log")
+    lines = ["# Runs of this home", "", f"All runs in the order of their submission: {log}."]
+    listed = list(pages)
     for kind in ("question", *KINDS):
-        rows = [(path, title) for path, its, title in listed if its == kind]
-        if rows:
-            lines += [
-                "",
-                f"## {kind.capitalize()}s",
-                "",
-                *(f"* {link('index', path, title)}" for path, title in rows),
-            ]
+        rows = [f"* {link('index', one.path, one.title)}" for one in listed if one.kind == kind]
+        lines += ["", f"## {kind.capitalize()}s", "", *rows] if rows else []
     return Page("index", "index", "Runs of this home", "\n".join(lines))
 
 
