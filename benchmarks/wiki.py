@@ -190,14 +190,9 @@ def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, 
             kinds[kind](page)
     after = lint(wiki.pages(), wiki.facts(control, verify=True))
     located = {(one.page, one.code) for one in after}
-    recall = {
-        kind: sum(
-            (page if kind != "orphan" else f"runs/01GONE{place}", kind) in located
-            for place in range(each)
-            for page in [pages[kind, place]]
-        )
-        for kind in kinds
-    }
+    recall = dict.fromkeys(kinds, 0)
+    for (kind, place), page in pages.items():
+        recall[kind] += (page if kind != "orphan" else f"runs/01GONE{place}", kind) in located
     damaged = set(spare)
     unexplained = [
         one for one in after

@@ -68,7 +68,7 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
     """
     promised = None
     try:
-        submitted = _statement(evidence.submitted, evidence.key, BUNDLE_PREDICATE)
+        submitted = read_statement(evidence.submitted, evidence.key, BUNDLE_PREDICATE)
         promised = str(submitted["predicate"]["bundleDigest"])
         yield from _about(evidence, evidence.submitted, submitted["predicate"]["run"])
     except SignatureError as error:
@@ -81,7 +81,7 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
     differences = verify(evidence.bundle, promised, removed)
     yield from map(str, differences)
     try:
-        result = _statement(evidence.result, evidence.key, RESULT_PREDICATE)
+        result = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
     except SignatureError as error:
         yield f"{evidence.result.name} {error.what}"
         return
@@ -136,7 +136,7 @@ def removed_files(bundle: Path, key: Path, run: str | None = None) -> frozenset[
     path = bundle / REMOVED
     if not path.exists():
         return frozenset()
-    statement = _statement(path, key, REMOVAL_PREDICATE)
+    statement = read_statement(path, key, REMOVAL_PREDICATE)
     whose = str(statement["predicate"]["invocationId"]).partition("/")[0]
     if run not in {None, whose}:
         raise SignatureError(f"is about another run ({whose})", where=str(path))
@@ -148,7 +148,15 @@ def _about(evidence: Evidence, envelope: Path, run: str) -> Iterator[str]:
         yield f"{envelope.name} is about another run ({run})"
 
 
-def _statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
+def read_statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
+    """The statement in an envelope.
+
+    Args:
+        predicate: the type of statement that it must be.
+
+    Raises:
+        SignatureError: when it is not signed with `key`, or states something else.
+    """
     statement = verified_statement(envelope, key)
     if statement.get("predicateType") != predicate:
         raise SignatureError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +11,12 @@ from perilune.errors import RequestError
 from perilune.files import write_atomic
 from perilune.wiki.facts import RunFacts, read_facts
 from perilune.wiki.markdown import (
-    body_of,
     citations,
     filled,
     front_matter,
-    generated_digest,
     hand_of,
     is_built,
+    is_edited,
     links,
     page_text,
 )
@@ -82,6 +81,16 @@ class Wiki:
                 found[name] = path.read_text(encoding="utf-8", errors="replace")
         return found
 
+    def built_pages(self) -> dict[str, str]:
+        """The pages of a wiki that must exist.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if pages := self.pages():
+            return pages
+        raise RequestError("there is no wiki", where=str(self.root), remedy="perilune wiki build")
+
     def write(self, name: str, text: str) -> None:
         """Write a file, creating its folder."""
         path = self.root / name
@@ -108,7 +117,7 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
     kept, changed, unanswered, written = [], list[Change](), list[tuple[str, str]](), 0
     for path, page in generated.items():
         before = old.get(path, "")
-        if before and _is_edited(before) and not overwrite:
+        if before and is_edited(before) and not overwrite:
             kept.append(path)
             continue
         text = _compiled(facts, page, hands.get(path, ""), mentions.get(path, ()), unanswered)
@@ -134,7 +143,7 @@ def _compiled(
     facts: Facts,
     page: Page,
     hand: str,
-    mentioned: Mapping[str, None] | tuple[str, ...],
+    mentioned: Iterable[str],
     unanswered: list[tuple[str, str]],
 ) -> str:
     sources: dict[str, RunFacts] = {one.id: one for one in page.runs}
@@ -149,9 +158,8 @@ def _compiled(
         return found.text
 
     hand = filled(hand, answer)
-    tail = (
-        ["## Mentioned in", "", *(f"* {link(page.path, one, one)}" for one in mentioned)] if mentioned else []
-    )
+    listed = [f"* {link(page.path, one, one)}" for one in mentioned]
+    tail = ["## Mentioned in", "", *listed] if listed else []
     front = {
         "title": page.title,
         "kind": page.kind,
@@ -171,11 +179,6 @@ def _question(path: str, text: str, hand: str) -> Page:
 
 def _is_question(path: str) -> bool:
     return path.startswith(f"{QUESTIONS}/")
-
-
-def _is_edited(text: str) -> bool:
-    front = front_matter(text)
-    return "generated" in front and front["generated"] != generated_digest(body_of(text))
 
 
 def _mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from perilune.bundle.envelope import PUBLIC, SignatureError, verified_statement
+from perilune.bundle.attested import read_statement
+from perilune.bundle.envelope import PUBLIC, SignatureError
 from perilune.bundle.statements import RESULT_PREDICATE
 from perilune.control.evidence.attestation import evidence_of
 from perilune.control.queries.lookup import overrides_of
@@ -22,6 +23,7 @@ from perilune.traces.causes import environment_label
 
 SUMMARY = "artifacts/summary.json"
 BULKY = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
+MISSING = "is missing"  # ends the problem of a run whose files are not there
 DEEPEST = 3  # levels of a summary in which figures are looked for
 
 
@@ -32,6 +34,11 @@ class Figure:
     mean: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The interval; None without one."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +78,11 @@ class RunFacts:
     def citable(self) -> bool:
         """Whether its figures may be cited."""
         return bool(self.figures) and not self.problem
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the files of its evidence are not there."""
+        return self.problem.endswith(MISSING)
 
 
 def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
@@ -129,7 +141,7 @@ def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -
         except RequestError as error:
             problem = error.what
     spec = settings.get("spec") or {}
-    algorithm = spec.get("algorithm")
+    algorithm, environment = spec.get("algorithm"), settings.get("environment")
     named = [value for value in (spec.get("checkpoint"), spec.get("data")) if isinstance(value, str)]
     return RunFacts(
         id=run.id,
@@ -145,9 +157,7 @@ def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -
         overrides=tuple(one for one in overrides_of(control, experiment.id) if not one.startswith("seed=")),
         superseded=recorded.superseded,
         seed=int(settings.get("seed") or 0),
-        environment=environment_label(settings.get("environment") or {})
-        if settings.get("environment")
-        else "",
+        environment=environment_label(environment) if environment else "",
         algorithm=str(algorithm.get("name", "")) if isinstance(algorithm, Mapping) else str(algorithm or ""),
         parents=tuple(named),
         figures=figures,
@@ -163,8 +173,8 @@ def _signed(run: Run, signed: Path, key: Path, summary: Path) -> tuple[Mapping[s
         RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
     """
     if not signed.exists() or not summary.exists():
-        raise RequestError(f"{(signed if not signed.exists() else summary).name} is missing")
-    statement = verified_statement(signed, key)
+        raise RequestError(f"{(signed if not signed.exists() else summary).name} {MISSING}")
+    statement = read_statement(signed, key, RESULT_PREDICATE)
     try:
         predicate = statement["predicate"]
         about = str(predicate["runDetails"]["metadata"]["invocationId"]).partition("/")[0]
@@ -172,7 +182,7 @@ def _signed(run: Run, signed: Path, key: Path, summary: Path) -> tuple[Mapping[s
         settings = dict(predicate["buildDefinition"]["externalParameters"])
     except (KeyError, TypeError, ValueError) as error:
         raise SignatureError("has another shape") from error
-    if statement.get("predicateType") != RESULT_PREDICATE or about != run.id:
+    if about != run.id:
         raise SignatureError(f"is about another run ({about})")
     if digests.get(SUMMARY) != sha256_file(summary):
         raise RequestError("summary.json is not what was signed")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import MIN_SEEDS
@@ -17,11 +18,10 @@ from perilune.wiki.markdown import (
     LINK,
     Citation,
     blanked,
-    body_of,
     citations,
-    front_matter,
-    generated_digest,
     hand_span,
+    is_built,
+    is_edited,
     links,
 )
 from perilune.wiki.query import Answer, Facts
@@ -37,6 +37,7 @@ _SPARED = re.compile(
     r"|\b(?:seed|step|page|figure|table|equation|issue)s? \d+",
     re.M | re.I,
 )
+_BLANK = re.compile(r"[^\n]")
 _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
 
 
@@ -65,11 +66,11 @@ class _Page:
     linked: frozenset[str]
 
     @cached_property
-    def hand(self) -> str:
-        """The hand-written text, at its offsets: all else is spaces."""
+    def prose(self) -> str:
+        """The hand-written text without code and citations, at its offsets: all else is spaces."""
         start, end = hand_span(self.text)
-        spaces = re.sub(r"[^\n]", " ", self.text)
-        return spaces[:start] + self.text[start:end] + spaces[end:]
+        visible = CITATION.sub(_spaces, blanked(self.text[start:end]))
+        return _BLANK.sub(" ", self.text[:start]) + visible + _BLANK.sub(" ", self.text[end:])
 
     @cached_property
     def cited(self) -> list[tuple[Citation, Answer | RequestError]]:
@@ -81,7 +82,7 @@ class _Page:
         """The run that the page is about, at 0, and those of its figures, at their first citation."""
         own = self.facts.by_id.get(self.path.removeprefix("runs/"))
         found = {own: 0} if own else {}
-        for one in citations(self.text):
+        for one, _ in self.cited:
             for run in self.facts.named(one.query):
                 found.setdefault(run, one.place)
         return found
@@ -90,8 +91,8 @@ class _Page:
     def claims(self) -> list[tuple[int, str, list[Answer]]]:
         """Hand-written sentences with a word of comparison: offset, text, and the answers cited in them."""
         answers = {one.place: found for one, found in self.cited if isinstance(found, Answer)}
-        found, visible = [], _without_citations(blanked(self.hand))
-        for sentence in _SENTENCE.finditer(visible):
+        found = []
+        for sentence in _SENTENCE.finditer(self.prose):
             if _CLAIM.search(sentence[0]) and not sentence[0].rstrip().endswith("?"):
                 inside = [answers[place] for place in answers if sentence.start() <= place < sentence.end()]
                 found.append((sentence.start(), sentence[0].strip(), inside))
@@ -172,7 +173,7 @@ def _bad_queries(page: _Page) -> Iterator[Finding]:
 
 def _missing_evidence(page: _Page) -> Iterator[Finding]:
     for run, place in page.runs.items():
-        if "is missing" in run.problem or (place and not run.problem and not run.figures):
+        if run.is_missing or (place and not run.problem and not run.figures):
             why = run.problem or f"it is {run.state}"
             yield page.finding(
                 place, "missing-evidence", f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
@@ -181,19 +182,20 @@ def _missing_evidence(page: _Page) -> Iterator[Finding]:
 
 def _failing_evidence(page: _Page) -> Iterator[Finding]:
     for run, place in page.runs.items():
-        if run.problem and "is missing" not in run.problem:
+        if run.problem and not run.is_missing:
             yield page.finding(
                 place, "failed-evidence", f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
             )
 
 
 def _superseded_runs(page: _Page) -> Iterator[Finding]:
-    for one in citations(page.hand):
-        found = _answer(page.facts, one.query)
-        if isinstance(found, Answer) and found.kind == "run" and found.runs[0].superseded:
-            yield page.finding(
-                one.place, "superseded-run", f"a retry replaced run {found.runs[0].id}", "cite the newer run"
-            )
+    start, end = hand_span(page.text)
+    for one, found in page.cited:
+        if not isinstance(found, Answer) or found.kind != "run" or not start <= one.place < end:
+            continue
+        if found.runs[0].superseded:
+            what = f"a retry replaced run {found.runs[0].id}"
+            yield page.finding(one.place, "superseded-run", what, "cite the newer run")
 
 
 def _one_seed(page: _Page) -> Iterator[Finding]:
@@ -213,27 +215,18 @@ def _one_seed(page: _Page) -> Iterator[Finding]:
 def _overlaps(page: _Page) -> Iterator[Finding]:
     for place, _, answers in page.claims:
         differences = [one for one in answers if one.kind == "difference"]
-        if any(
-            one.figure.low is not None
-            and one.figure.high is not None
-            and one.figure.low <= 0 <= one.figure.high
-            for one in differences
-        ):
-            yield page.finding(
-                place, "overlap", "the interval of the difference contains 0", 'say "no difference shown"'
-            )
-        bounded = [
-            one.figure
-            for one in answers
-            if one.kind in ("mean", "run") and one.figure.low is not None and one.figure.high is not None
-        ]
-        pairs = [(a, b) for index, a in enumerate(bounded) for b in bounded[index + 1 :]]
-        if not differences and any(
-            (a.low or 0) <= (b.high or 0) and (b.low or 0) <= (a.high or 0) for a, b in pairs
-        ):
+        if any(_overlap(one.figure.bounds, (0.0, 0.0)) for one in differences):
+            contains = "the interval of the difference contains 0"
+            yield page.finding(place, "overlap", contains, 'say "no difference shown"')
+        single = [one.figure.bounds for one in answers if one.kind in ("mean", "run")]
+        if not differences and any(_overlap(a, b) for a, b in combinations(single, 2)):
             yield page.finding(
                 place, "overlap", "the intervals overlap", "cite the difference, paired by seed"
             )
+
+
+def _overlap(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+    return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1]
 
 
 def _bare_best(page: _Page) -> Iterator[Finding]:
@@ -248,9 +241,7 @@ def _bare_best(page: _Page) -> Iterator[Finding]:
 
 
 def _bare_numbers(page: _Page) -> Iterator[Finding]:
-    visible = _without_citations(blanked(page.hand))
-    for pattern in (LINK, _SPARED):
-        visible = pattern.sub(lambda found: " " * len(found[0]), visible)
+    visible = _SPARED.sub(_spaces, LINK.sub(_spaces, page.prose))
     for number in _NUMBER.finditer(visible):
         yield page.finding(
             number.start(),
@@ -261,11 +252,10 @@ def _bare_numbers(page: _Page) -> Iterator[Finding]:
 
 
 def _edited(page: _Page) -> Iterator[Finding]:
-    front = front_matter(page.text)
-    if "generated" not in front:
+    if not is_built(page.text):
         if not page.path.startswith(f"{QUESTIONS}/"):
             yield page.finding(0, "edited", "the front matter is damaged", "perilune wiki build --overwrite")
-    elif front["generated"] != generated_digest(body_of(page.text)) or page.text.count(f"\n{HAND}\n") != 1:
+    elif is_edited(page.text) or page.text.count(f"\n{HAND}\n") != 1:
         yield page.finding(
             0,
             "edited",
@@ -291,8 +281,8 @@ RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
 }
 
 
-def _without_citations(text: str) -> str:
-    return CITATION.sub(lambda found: " " * len(found[0]), text)
+def _spaces(found: re.Match[str]) -> str:
+    return " " * len(found[0])
 
 
 def _answer(facts: Facts, query: str) -> Answer | RequestError:

@@ -19,6 +19,7 @@ CITATION = re.compile(
 )
 LINK = re.compile(r"\[\[(?P<wiki>[^\]|#\n]+)[^\]\n]*\]\]|\]\((?P<path>[^)\s:#]+\.md)[^)\s]*\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 LONGEST = 200  # characters of quoted text
 
@@ -29,12 +30,13 @@ class Citation:
 
     Attributes:
         shown: the number that stands in the page; None before the first build.
-        place: offset in the text.
+        place, end: offsets in the text.
     """
 
     query: str
     shown: str | None
     place: int
+    end: int
 
 
 def quoted(text: str) -> str:
@@ -64,21 +66,25 @@ def cited(query: str, shown: str) -> str:
 def citations(text: str) -> Iterator[Citation]:
     """The citations of a text that are not in code."""
     for found in CITATION.finditer(blanked(text)):
-        own = CITATION.match(text, found.start())
+        own = CITATION.match(text, found.start())  # what it shows may have code
         if own is not None:
-            yield Citation((own["filled"] or own["source"]).strip(), own["shown"], own.start())
+            yield Citation((own["filled"] or own["source"]).strip(), own["shown"], *own.span())
 
 
 def filled(text: str, answer: Callable[[str], str | None]) -> str:
     """The text with each citation answered; one without an answer stays as it is."""
     parts, place = [], 0
     for one in citations(text):
-        found = CITATION.match(text, one.place)
         shown = answer(one.query)
-        if found is not None and shown is not None:
+        if shown is not None:
             parts += [text[place : one.place], cited(one.query, shown)]
-            place = found.end()
+            place = one.end
     return "".join([*parts, text[place:]])
+
+
+def readable(text: str) -> str:
+    """The text as readers see it, without comments."""
+    return _COMMENT.sub("", text)
 
 
 def blanked(text: str) -> str:
@@ -114,6 +120,12 @@ def hand_span(page: str) -> tuple[int, int]:
 def is_built(page: str) -> bool:
     """Whether a build made the page."""
     return "generated" in front_matter(page)
+
+
+def is_edited(page: str) -> bool:
+    """Whether the generated text of a built page was changed."""
+    front = front_matter(page)
+    return "generated" in front and front["generated"] != generated_digest(body_of(page))
 
 
 def page_text(front: Mapping[str, Any], head: str, hand: str, tail: str) -> str:

@@ -82,33 +82,23 @@ def path_of(kind: str, name: str) -> str:
 
 def _run(facts: Facts, run: RunFacts) -> Page:
     path, title = path_of("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
-    rows = [
-        ("state", run.state),
-        ("submitted", _date(run.submitted)),
-        ("task", run.task),
-        ("setting", run.setting),
-    ]
-    rows += [
-        (kind, link(path, path_of(kind, getattr(run, kind)), quoted(getattr(run, kind))))
-        for kind in KINDS
-        if getattr(run, kind)
-    ]
-    rows += [("overrides", ", ".join(map(quoted, run.overrides)))] if run.overrides else []
-    rows += (
-        [("takes", ", ".join(_parent(facts, path, run, one) for one in run.parents))] if run.parents else []
-    )
-    rows += [("replaced by a retry", "yes")] if run.superseded else []
-    rows += (
-        [("failed because", f"{quoted(run.cause)} {quoted(run.message)}")]
+    named = {kind: getattr(run, kind) for kind in KINDS}
+    facts_of_run = {
+        "state": run.state,
+        "submitted": _date(run.submitted),
+        "task": run.task,
+        "setting": run.setting,
+        **{kind: link(path, path_of(kind, name), quoted(name)) for kind, name in named.items() if name},
+        "overrides": ", ".join(map(quoted, run.overrides)),
+        "takes": ", ".join(_parent(facts, path, run, one) for one in run.parents),
+        "replaced by a retry": "yes" if run.superseded else "",
+        "failed because": f"{quoted(run.cause)} {quoted(run.message)}"
         if run.state == RunState.FAILED
-        else []
-    )
-    rows += (
-        [("evidence", f"**not valid**: {quoted(run.problem)}" if run.problem else f"`{run.evidence}`")]
-        if run.evidence or run.problem
-        else []
-    )
-    lines = [f"# {title}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+        else "",
+        "evidence": f"**not valid**: {quoted(run.problem)}" if run.problem else quoted(run.evidence),
+    }
+    rows = [f"| {name} | {value} |" for name, value in facts_of_run.items() if value]
+    lines = [f"# {title}", "", "| | |", "|---|---|", *rows]
     if run.citable:
         lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
         lines += [f"| {quoted(name)} | {cite(facts, f'{name} of run {run.id}')} |" for name in run.figures]
@@ -185,8 +175,8 @@ def _linked(page: str, run: RunFacts) -> str:
 
 
 def _parent(facts: Facts, page: str, run: RunFacts, stage: str) -> str:
-    its = [one for one in facts.runs if one.experiment == run.experiment and one.stage == stage]
-    return link(page, path_of("run", its[-1].id), stage) if its else quoted(stage)
+    found = facts.run_of(run.experiment, stage)
+    return link(page, path_of("run", found.id), stage) if found else quoted(stage)
 
 
 def _by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFacts]]:

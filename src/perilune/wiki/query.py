@@ -14,13 +14,12 @@ a query from an untrusted page can only read figures.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from perilune.control.queries.comparison import SHARES, lower_is_better
+from perilune.control.queries.comparison import is_share, lower_is_better
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import interval
 from perilune.wiki.facts import Figure, RunFacts
@@ -61,9 +60,14 @@ class Facts:
     def __init__(self, runs: Sequence[RunFacts]) -> None:
         self.runs = tuple(runs)
         self.by_id: Mapping[str, RunFacts] = {one.id: one for one in runs}
+        self._newest = {(one.experiment, one.stage): one for one in runs}
         self._stages: dict[tuple[str, str], list[RunFacts]] = {}
         for one in runs:
             self._stages.setdefault((one.recipe, one.stage), []).append(one)
+
+    def run_of(self, experiment: str, stage: str) -> RunFacts | None:
+        """The newest run of a stage."""
+        return self._newest.get((experiment, stage))
 
     def ask(self, query: str) -> Answer:
         """Answer a query.
@@ -137,7 +141,7 @@ class Facts:
 
 def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
     """A figure as text: shares in percent, other numbers with four digits, with the interval."""
-    share = name.rpartition(".")[2].startswith(SHARES)
+    share = is_share(name)
 
     def one(value: float) -> str:
         sign = "+" if signed and value > 0 else ""
@@ -145,9 +149,7 @@ def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
 
     unit = (" points" if signed else "%") if share else ""
     text = f"{one(figure.mean)}{unit}"
-    if figure.low is None or figure.high is None or math.isinf(figure.low):
-        return text
-    return f"{text} ({one(figure.low)} to {one(figure.high)})"
+    return f"{text} ({' to '.join(map(one, figure.bounds))})" if figure.bounds else text
 
 
 def _over_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.errors import RequestError, WorkFailedError
+from perilune.environments.search.index import Index, ranked
+from perilune.errors import WorkFailedError
 from perilune.servers import JsonClient, ServerError
-from perilune.wiki.markdown import body_of, citations, cited, neutral
+from perilune.wiki.build import Wiki
+from perilune.wiki.markdown import body_of, citations, cited, neutral, readable
 
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.M)
-_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*|\d+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _MARK = re.compile(r"\[(\d+)\]")
 PASSAGE = 1200  # characters of a passage for a model
@@ -56,7 +56,7 @@ def passages(pages: Mapping[str, str]) -> Iterator[Passage]:
         for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
             raw = body[start:end]
             heading = _HEADING.match(raw)
-            text = _COMMENT.sub("", raw).strip()
+            text = readable(raw).strip()
             yield Passage(path, heading[1] if heading else path, text, raw)
 
 
@@ -66,22 +66,19 @@ def search(found: Sequence[Passage], question: str, most: int = 6) -> list[tuple
     Raises:
         RequestError: when bm25s is not installed.
     """
-    if not found:
-        return []
-    try:
-        import bm25s
-    except ImportError:
-        raise RequestError("search needs bm25s", remedy="pip install 'perilune[retrieval]'") from None
-    index = bm25s.BM25(method="lucene")
-    index.index(
-        [_words(f"{one.page} {one.heading} {one.heading} {one.text}") for one in found], show_progress=False
-    )
-    asked = [word for word in dict.fromkeys(_words(question)) if word in index.vocab_dict]
-    if not asked:
-        return []
-    scores = index.get_scores(asked)
-    order = sorted(range(len(found)), key=lambda place: (-scores[place], place))
-    return [(found[place], float(scores[place])) for place in order[:most] if scores[place] > 0]
+    titles = (f"{one.page} {one.heading} {one.heading}" for one in found)
+    index = Index([{"title": title, "text": one.text} for title, one in zip(titles, found, strict=True)])
+    scores = index.scores(question)
+    return [(found[place], float(scores[place])) for place in ranked(scores)[:most] if scores[place] > 0]
+
+
+def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage, float]]:
+    """The passages of a wiki that fit best.
+
+    Raises:
+        RequestError: when it was not built, or bm25s is not installed.
+    """
+    return search(list(passages(wiki.built_pages())), question, most)
 
 
 def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Passage]) -> Reply:
@@ -97,17 +94,13 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
     ]
     body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": 400}
     try:
-        text = str(
-            client.request("POST", "/v1/chat/completions", body)["choices"][0]["message"]["content"]
-        ).strip()
+        answer = client.request("POST", "/v1/chat/completions", body)
+        text = str(answer["choices"][0]["message"]["content"]).strip()
     except (ServerError, KeyError, IndexError, TypeError) as error:
         raise WorkFailedError(f"the model did not answer: {error}", where=model) from None
-    known = {number for one in found for number in _NUMBER.findall(one.text[:PASSAGE])} | set(
-        _NUMBER.findall(question)
-    )
-    return Reply(
-        text, tuple(dict.fromkeys(one for one in _NUMBER.findall(_MARK.sub("", text)) if one not in known))
-    )
+    sources = " ".join([question, *(one.text[:PASSAGE] for one in found)])
+    known, said = set(_NUMBER.findall(sources)), _NUMBER.findall(_MARK.sub("", text))
+    return Reply(text, tuple(dict.fromkeys(one for one in said if one not in known)))
 
 
 def with_sources(reply: str, found: Sequence[Passage]) -> str:
@@ -126,7 +119,3 @@ def with_sources(reply: str, found: Sequence[Passage]) -> str:
 
 def _link(place: int, found: Sequence[Passage]) -> str:
     return f"([{found[place - 1].heading}](../{found[place - 1].page}.md))" if 0 < place <= len(found) else ""
-
-
-def _words(text: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(text)]

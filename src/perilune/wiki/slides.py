@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import re
 
-from perilune.wiki.markdown import body_of
+from perilune.wiki.markdown import body_of, readable
 
-_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _SECTION = re.compile(r"^(?=## )", re.M)
 ROWS = 12  # of a table, on a slide
 
 
 def slides(page: str) -> str:
     """The slides of a page: one for the beginning, and one for each section that has content."""
-    text = re.sub(r"\n{3,}", "\n\n", _COMMENT.sub("", body_of(page)))
+    text = re.sub(r"\n{3,}", "\n\n", readable(body_of(page)))
     parts = [_short(part.strip()) for part in _SECTION.split(text)]
-    return (
-        "\n\n---\n\n".join(["---\nmarp: true\npaginate: true", *filter(None, parts)]).replace(
-            "\n\n---", "\n---", 1
-        )
-        + "\n"
-    )
+    return "---\nmarp: true\npaginate: true\n---\n\n" + "\n\n---\n\n".join(filter(None, parts)) + "\n"
 
 
 def _short(part: str) -> str:

@@ -172,14 +172,11 @@ class Reader:
     ) -> dict[str, Any]:
         """Passages of the wiki of this home: what people wrote about runs, with numbers from the evidence."""
         from perilune.wiki.build import Wiki
-        from perilune.wiki.search import passages, search
+        from perilune.wiki.search import search_wiki
 
-        pages = Wiki.of(self.control).pages()
-        if not pages:
-            raise RequestError("this home has no wiki", remedy="perilune wiki build")
         found = [
             {"page": one.page, "score": score, "untrusted": {"heading": one.heading, "text": one.text}}
-            for one, score in search(list(passages(pages)), question, most)
+            for one, score in search_wiki(Wiki.of(self.control), question, most)
         ]
         return {"question": question, "passages": found}
 

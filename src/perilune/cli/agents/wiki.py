@@ -15,7 +15,6 @@ from perilune.errors import RequestError, WorkFailedError
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
     from perilune.wiki.build import Built, Wiki
-    from perilune.wiki.search import Passage
 
 app = command_group("Compile a wiki of all runs, check it, and search it.")
 Folder = Annotated[
@@ -72,7 +71,7 @@ def lint(wiki: Folder = None, as_json: Json = False) -> None:
     from perilune.wiki.lint import lint as check
 
     home, folder = _opened(wiki)
-    pages = _pages(folder)
+    pages = folder.built_pages()
     found = check(pages, folder.facts(home, verify=True))
     if as_json:
         print_json(
@@ -98,17 +97,13 @@ def search(
     \b
     perilune wiki search "pass@1 after rl"
     """
-    folder = _opened(wiki)[1]
-    found = _found(folder, question, most)
+    from perilune.wiki.search import search_wiki
+
+    found = search_wiki(_opened(wiki)[1], question, most)
     if as_json:
-        print_json(
-            {
-                "passages": [
-                    {"page": one.page, "heading": one.heading, "text": one.text, "score": score}
-                    for one, score in found
-                ]
-            }
-        )
+        fields = ("page", "heading", "text")
+        rows = [{name: getattr(one, name) for name in fields} | {"score": score} for one, score in found]
+        print_json({"passages": rows})
         return
     for one, score in found:
         write(f"{one.page}.md  ({score:.1f})\n{one.text}\n")
@@ -144,11 +139,10 @@ def ask(
     from perilune.wiki.markdown import neutral, slug
 
     folder = _opened(wiki)[1]
-    found = [one for one, _ in _found(folder, question, 6)]
-    text, unsupported = (
-        "\n\n".join(f"[{place}] {one.text}" for place, one in enumerate(found, 1)),
-        tuple[str, ...](),
-    )
+    found = [one for one, _ in searching.search_wiki(folder, question)]
+    text = "\n\n".join(f"[{place}] {one.text}" for place, one in enumerate(found, 1))
+    body = "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
+    unsupported: tuple[str, ...] = ()
     if url and found:
         require_client("--url")
         client = JsonClient(url, token=os.environ.get(token), timeout=120.0, connections=1, attempts=2)
@@ -157,6 +151,7 @@ def ask(
         finally:
             client.close()
         text, unsupported = reply.text, reply.unsupported
+        body = searching.with_sources(text, found)
     path = f"questions/{slug(question)}"
     if as_json:
         sources = [one.page for one in found]
@@ -173,11 +168,6 @@ def ask(
             remedy="do not trust this answer; ask more precisely",
         )
     if file and found:
-        body = (
-            searching.with_sources(text, found)
-            if url
-            else "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
-        )
         if (folder.root / f"{path}.md").exists():
             raise RequestError("this question has a page", where=f"{path}.md", remedy="edit it, or delete it")
         folder.write(f"{path}.md", f"# {neutral(question)}\n\n{body}\n")
@@ -196,7 +186,7 @@ def slides(
     """
     from perilune.wiki.slides import slides as turned
 
-    pages = _pages(_opened(wiki)[1])
+    pages = _opened(wiki)[1].built_pages()
     name = page.removesuffix(".md")
     if name not in pages:
         from perilune.environments.core.registry import did_you_mean
@@ -210,20 +200,6 @@ def _opened(root: Path | None) -> tuple[Control, Wiki]:
 
     control = open_control()
     return control, Wiki.of(control, root)
-
-
-def _pages(folder: Wiki) -> dict[str, str]:
-    pages = folder.pages()
-    if not pages:
-        raise RequestError("there is no wiki", where=str(folder.root), remedy="perilune wiki build")
-    return pages
-
-
-def _found(folder: Wiki, question: str, most: int) -> list[tuple[Passage, float]]:
-    from perilune.wiki.search import passages
-    from perilune.wiki.search import search as searched
-
-    return searched(list(passages(_pages(folder))), question, most)
 
 
 def _print_built(folder: Wiki, built: Built) -> None:

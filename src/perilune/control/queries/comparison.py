@@ -101,7 +101,7 @@ class Comparison:
     @property
     def is_share(self) -> bool:
         """Whether the figure is a share, shown in percent."""
-        return self.metric.rpartition(".")[2].startswith(SHARES)
+        return is_share(self.metric)
 
     @property
     def maximize(self) -> bool:
@@ -119,6 +119,11 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """Sentences about what the figures show, and what they do not show."""
         return tuple(_notes(self))
+
+
+def is_share(metric: str) -> bool:
+    """Whether a figure is a share, by its name."""
+    return metric.rpartition(".")[2].startswith(SHARES)
 
 
 def lower_is_better(metric: str) -> bool:

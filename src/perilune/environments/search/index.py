@@ -22,15 +22,18 @@ class Index:
 
     Equal scores are in the order of the documents, so a query always gives the same list.
 
+    Args:
+        where: what needs the index, for the error.
+
     Raises:
         RequestError: when bm25s is not installed.
     """
 
-    def __init__(self, documents: Sequence[Document]) -> None:
+    def __init__(self, documents: Sequence[Document], where: str = "") -> None:
         self._documents = documents
         words = [_words(f"{one['title']} {one['text']}") for one in documents]
         self._known = frozenset(word for line in words for word in line)
-        self._bm25 = _bm25()
+        self._bm25 = _bm25(where)
         if self._known:
             self._bm25.index(words, show_progress=False)
 
@@ -52,7 +55,7 @@ class Index:
 @lru_cache(maxsize=_REMEMBERED)
 def index_of(corpus: Corpus) -> Index:
     """The index of a corpus, which is built once in a process."""
-    return Index(corpus.documents)
+    return Index(corpus.documents, "environment.id")
 
 
 def _words(text: str) -> list[str]:
@@ -64,12 +67,10 @@ def ranked(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int64]:
     return np.argsort(-np.asarray(scores), kind="stable")
 
 
-def _bm25() -> Any:
+def _bm25(where: str) -> Any:
     try:
         import bm25s
     except ImportError:
         remedy = "pip install 'perilune[retrieval]'"
-        raise RequestError(
-            "the environment search needs bm25s", where="environment.id", remedy=remedy
-        ) from None
+        raise RequestError("search needs bm25s", where=where, remedy=remedy) from None
     return bm25s.BM25(method="lucene", k1=1.5, b=0.75)
