@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -39,18 +40,18 @@ def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count:
                 assert [its[block] for block in of_window[behind:].tolist()] == chain[behind : table.shape[1]]
             samples.append((text, table, table.shape[1]))
         elif kind < 0.6 and samples and pools.available:
-            index = rng.randrange(len(samples))
-            text, table, _ = samples[index]
+            which = rng.randrange(len(samples))
+            text, table, _ = samples[which]
             table = np.concatenate([table, pools.allocate(1)], axis=1)
             columns = table.shape[1]
-            for of_window, pool, behind, its in zip(
-                table, pools.pools, pools.behind(columns * BLOCK), content, strict=True
+            for index, (of_window, behind, its) in enumerate(
+                zip(table, pools.behind(columns * BLOCK), content, strict=True)
             ):
                 its[int(of_window[-1])] = name(1000 * text + columns - 1)
-                pool.release(of_window[:behind])
+                pools.tree.release(index, of_window[:behind])
                 of_window[:behind] = NULL_BLOCK
             pools.record(table, [name(1000 * text + column) for column in range(columns)])
-            samples[index] = text, table, columns
+            samples[which] = text, table, columns
         elif kind < 0.7 and samples:
             text, table, columns = rng.choice(samples)
             pools.share(table, 1)
@@ -83,6 +84,32 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
             references[held] += 1
         assert np.array_equal(pool.references, references)
         assert pool.used == (references > 0).sum()
+        holders = pools.tree._holders[index]
+        assert pool.cached == sum(references[block] == 0 for block in holders)
+        assert all(node.blocks[index] == block for block, node in holders.items())
+        assert sorted([*holders, *pool._free]) == sorted({*holders, *pool._free})
+    check_tree(pools)
+
+
+def check_tree(pools: BlockPools) -> None:
+    """Ends need their last windows, and from every cached block without a window an end can be reached."""
+    tree = pools.tree
+    ends = [*(node for node in tree._nodes.values() if node.entry), *tree._forks]
+    for index, window in enumerate(pools.windows):
+        needed = Counter(id(node) for end in ends for node in tree._last_window(end, window or 10**6))
+        unreferenced = {
+            block: node
+            for block, node in tree._holders[index].items()
+            if not pools.pools[index].references[block]
+        }
+        for block, node in unreferenced.items():
+            if window is None:
+                assert needed[id(node)], "a block that no request can use"
+            else:
+                assert node.needed[index] == needed[id(node)]
+                assert (block in tree._spare[index]) == (not needed[id(node)])
+    for node in tree._nodes.values():
+        assert node.children == sum(child.parent is node for child in tree._nodes.values())
 
 
 def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
@@ -90,10 +117,10 @@ def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
     table = pools.allocate(8)
     chain = [name(column) for column in range(8)]
     pools.record(table, chain)
-    pools.pools[1].release(table[1, :3])
+    pools.tree.release(1, table[1, :3])
     while pools.pools[1].available > 1:  # what was let go of is given to others
-        pools.pools[1].allocate(1)
-    assert [pools.pools[1].has(digest) for digest in chain[:4]] == [True, False, False, True]
+        pools._allocate(1, 1)
+    assert [pools.tree._nodes[digest].blocks[1] > 0 for digest in chain[:4]] == [True, False, False, True]
     # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
     assert [pools.find(chain[:length]).shape[1] for length in range(9)] == [0, 1, 1, 1, 1, 1, 6, 7, 8]
     found = pools.find(chain)

@@ -9,15 +9,15 @@ W windows, as in `DecoderConfig.distinct_windows`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+from perilune.engine.prefix_tree import PrefixTree, Window
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.memory import blocks_in
-
-Window = int | None
 
 
 class BlockPools:
@@ -26,12 +26,21 @@ class BlockPools:
     Args:
         counts: number of blocks for each window, including the null block.
         windows: tokens that a query sees, including its own; None for all before it.
+        clock: seconds, for sessions whose return is announced.
     """
 
-    def __init__(self, counts: Sequence[int], windows: Sequence[Window] = (None,)) -> None:
+    def __init__(
+        self,
+        counts: Sequence[int],
+        windows: Sequence[Window] = (None,),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.windows = tuple(windows)
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
+        self.tree = PrefixTree(self.windows, self.pools, clock)
+        self.behind, self.find, self.record = self.tree.behind, self.tree.refer, self.tree.record
+        self.forget_all = self.tree.forget_all
 
     @property
     def available(self) -> int:
@@ -45,7 +54,7 @@ class BlockPools:
 
     def allocate(self, count: int) -> Blocks:
         """int32[W, count], with one reference each."""
-        return np.stack([pool.allocate(count) for pool in self.pools])
+        return np.stack([self._allocate(index, count) for index in range(len(self.pools))])
 
     def allocate_temporarily(self, count: int) -> Blocks | None:
         """int32[W, count] blocks for scoring, or None if they are not free now.
@@ -55,85 +64,64 @@ class BlockPools:
         sizes = [min(count, pool.count - 1) for pool in self.pools]
         if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
             return None
-        allocated = (pool.allocate(size) for size, pool in zip(sizes, self.pools, strict=True))
+        allocated = (self._allocate(index, size) for index, size in enumerate(sizes))
         return np.stack([np.resize(blocks, count) for blocks in allocated])
+
+    def _allocate(self, index: int, count: int) -> Blocks:
+        pool = self.pools[index]
+        assert count <= pool.available, "more blocks were allocated than are available"
+        while pool.free < count:
+            self.tree.evict(index)
+        return pool.take(count)
 
     def free_temporary(self, blocks: Blocks) -> None:
         """Release the blocks of `allocate_temporarily`."""
-        for pool, of_window in zip(self.pools, blocks, strict=True):
-            pool.release(np.unique(of_window))
+        for index, of_window in enumerate(blocks):
+            self.tree.release(index, np.unique(of_window))
 
     def share(self, blocks: Blocks, times: int) -> None:
         """Add `times` references to each of int32[W, C], except the null block."""
         for pool, of_window in zip(self.pools, blocks, strict=True):
             pool.share(of_window[of_window != NULL_BLOCK], times)
 
-    def release(self, blocks: Blocks) -> None:
-        """Drop a reference to each of int32[W, C]."""
-        for pool, of_window in zip(self.pools, blocks, strict=True):
-            pool.release(of_window)
+    def release(self, blocks: Blocks, returns_in: float = 0.0) -> None:
+        """Drop a reference to each of int32[W, C].
 
-    def find(self, digests: Sequence[bytes]) -> Blocks:
-        """int32[W, C] of the longest cached prefix, with one more reference each; null behind a window."""
-        length = self.known_length(digests)
-        columns = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
-        for row, start, pool in zip(columns, self.behind(length * BLOCK), self.pools, strict=True):
-            row[start:] = pool.find(digests[start:length])
-        return columns
+        Args:
+            returns_in: seconds until a request is expected that continues these tokens; 0 if unknown.
+        """
+        for index, of_window in enumerate(blocks):
+            self.tree.release(index, of_window, returns_in)
 
     def has_room(self, digests: Sequence[bytes], length: int, most_fed: int, spare: int) -> bool:
         """Whether `length` tokens with the given `digests` fit when `most_fed` are computed at once.
 
         `spare` blocks must remain.
         """
-        known = self.known_length(digests)
-        for window, start, pool in zip(self.windows, self.behind(known * BLOCK), self.pools, strict=True):
-            need = blocks_for(length) - known
+        path = self.tree.path(digests)
+        starts = self.behind(len(path) * BLOCK)
+        for index, (window, start, pool) in enumerate(zip(self.windows, starts, self.pools, strict=True)):
+            need = blocks_for(length) - len(path)
             if window is not None:
                 need = min(need, blocks_in(window + most_fed))
-            _, unused = pool.known(digests[start:known])
+            unused = sum(not pool.references[node.blocks[index]] for node in path[start:] if node is not None)
             if need + spare > pool.available - unused:
                 return False
         return True
 
-    def behind(self, computed: int) -> list[int]:
-        """For each window, the number of columns that no query from position `computed` on sees."""
-        return [0 if window is None else max(0, computed - window + 1) // BLOCK for window in self.windows]
-
     def leave_behind(self, sequences: Sequences, rows: Rows) -> None:
         """Release the blocks that no later query sees, and put the null block into the tables."""
-        tables = zip(self.windows, self.pools, sequences.blocks, sequences.left_behind, strict=True)
-        for window, pool, blocks, left in tables:
+        tables = zip(self.windows, sequences.blocks, sequences.left_behind, strict=True)
+        for index, (window, blocks, left) in enumerate(tables):
             if window is None:
                 continue
             behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
             due = np.flatnonzero(behind > left[rows])
             for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
-                pool.release(blocks[row, left[row] : end])
+                self.tree.release(index, blocks[row, left[row] : end])
                 blocks[row, left[row] : end] = NULL_BLOCK
                 left[row] = end
 
-    def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
-        """Add the full blocks of a table int32[W, C] to the prefix cache under the digests of its columns."""
-        for pool, of_window in zip(self.pools, table, strict=True):
-            held = zip(of_window.tolist(), digests, strict=False)
-            pool.record({block: digest for block, digest in held if block != NULL_BLOCK})
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache."""
-        for pool in self.pools:
-            pool.forget_all()
-
     def known_length(self, digests: Sequence[bytes]) -> int:
         """Columns of the longest cached prefix for which every layer has all that the next query sees."""
-        lengths = np.arange(len(digests) + 1)
-        possible = np.ones(len(lengths), dtype=np.bool_)
-        for window, pool in zip(self.windows, self.pools, strict=True):
-            if window is None:
-                possible &= lengths <= pool.known(digests)[0]
-            else:
-                # For each length, the start of the unbroken run of cached blocks that ends there.
-                missing = np.array([0, *(not pool.has(digest) for digest in digests)], dtype=np.bool_)
-                begins = np.maximum.accumulate(np.where(missing, lengths, 0))
-                possible &= begins <= np.maximum(0, lengths * BLOCK - window + 1) // BLOCK
-        return int(np.flatnonzero(possible)[-1])
+        return len(self.tree.path(digests))
