@@ -82,10 +82,13 @@ class Scheduler:
 
     def release(self, row: int, *, record: bool = False) -> None:
         """Remove a sample and release its blocks; `record` adds them to the prefix cache."""
-        if record and row not in self.preempted:
+        entry = self.sequences.entries[row]
+        returns_in = 0.0
+        if record and row not in self.preempted and entry is not None:
             self._record(row)
+            returns_in = entry.request.returns_in
         self._stop_running(row)
-        self._give_up_blocks(row)
+        self._give_up_blocks(row, returns_in)
         if row in self.preempted:
             self.preempted.remove(row)
         self._followers.pop(row, None)  # of the same request, and released too
@@ -301,9 +304,9 @@ class Scheduler:
         for row, fed in step.chunks:
             sequences.computed[row] += fed
             self.counters.prompt_tokens += fed
+            self._record(row)  # now, because `leave_behind` releases what a window no longer sees
             if sequences.computed[row] == sequences.length[row]:
                 self.prefilling.remove(row)
-                self._record(row)
                 unplaced += self._fork(row, copies)
         sequences.append(step.rows, tokens, logprobs, version)
         self.decoding = step.rows
@@ -379,8 +382,8 @@ class Scheduler:
         else:
             self.decoding = self.decoding[self.decoding != row]
 
-    def _give_up_blocks(self, row: int) -> None:
-        self.pools.release(self.sequences.table(row))
+    def _give_up_blocks(self, row: int, returns_in: float = 0.0) -> None:
+        self.pools.release(self.sequences.table(row), returns_in)
         self.sequences.num_blocks[row] = self.sequences.computed[row] = 0
         self.sequences.left_behind[:, row] = 0
 

@@ -132,6 +132,8 @@ class Sampling(_Body):
         key: (seed, step, task), the counters of the random numbers, instead of `seed`.
         return_token_ids: also return token ids and the policy version of each token.
         ignore_eos: stop only at `stop` and `stop_token_ids`.
+        returns_in: seconds until the conversation's next request is expected, for example because a tool is
+            running. Its prefix stays in the cache longer.
     """
 
     model: str
@@ -157,6 +159,7 @@ class Sampling(_Body):
     ignore_eos: bool = False
     key: tuple[Annotated[int, Field(ge=0, lt=2**64)], Word, Word] | None = None
     return_token_ids: bool = False
+    returns_in: float = Field(0.0, ge=0, le=3600)
 
     @model_validator(mode="before")
     @classmethod

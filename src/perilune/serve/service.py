@@ -275,6 +275,7 @@ class Service:
                 body.n,
                 constraint=constraint,
                 adapter=adapter,
+                returns_in=body.returns_in,
             )
             for place, prompt in enumerate(prompts)
         ]
