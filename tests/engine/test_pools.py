@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
+from perilune.engine.offload import OffloadSettings, OffloadStore
 from perilune.engine.pools import BlockPools
 
 WINDOW = 40
@@ -19,18 +21,36 @@ def name(position: int) -> bytes:
     return position.to_bytes(4, "big")
 
 
-@pytest.mark.parametrize("windows", [(None, WINDOW), (16, WINDOW)])
-@pytest.mark.parametrize("count", [12, 80])
-def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count: int) -> None:
+class Contents:
+    """What blocks were last filled with, four bytes each."""
+
+    def __init__(self, of_pools: list[dict[int, bytes]]) -> None:
+        self.of_pools = of_pools
+
+    def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
+        return np.stack([np.frombuffer(self.of_pools[index][block], np.uint8) for block in blocks.tolist()])
+
+    def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None:
+        self.of_pools[index] |= dict(zip(blocks.tolist(), map(bytes, content), strict=True))
+
+
+@pytest.mark.parametrize("windows", [(None, WINDOW), (16, WINDOW), (None,)])
+@pytest.mark.parametrize(("count", "offload"), [(12, 0), (80, 0), (12, 40), (24, 200)])
+def test_ten_thousand_random_operations(windows: tuple[Any, ...], count: int, offload: int) -> None:
     """Samples that begin with what is known, grow, let go of what lies behind, fork, and end."""
     rng = random.Random(count)
-    pools = BlockPools([count] * len(windows), windows)
-    samples: list[tuple[int, Blocks, int]] = []  # which text it is, its table, and how many columns are full
     content: list[dict[int, bytes]] = [{} for _ in windows]
-    for operation in range(25_000):
+    store = (
+        OffloadStore(OffloadSettings(offload, offload, always=True), Contents(content)) if offload else None
+    )
+    pools = BlockPools([count] * len(windows), windows, store=store)
+    samples: list[tuple[int, Blocks, int]] = []  # which text it is, its table, and how many columns are full
+    for operation in range(10_000):
+        if offload and len(samples) > 4:  # so that blocks are given up
+            pools.release(samples.pop(rng.randrange(len(samples)))[1])
         kind = rng.random()
         if kind < 0.2:
-            text = rng.randrange(3)
+            text = rng.randrange(20 if offload else 3)
             chain = [name(1000 * text + column) for column in range(rng.randrange(12))]
             table = pools.find(chain)
             for of_window, behind, its in zip(
@@ -74,6 +94,11 @@ def test_twenty_five_thousand_random_operations(windows: tuple[Any, ...], count:
         pools.release(table)
     check(pools, [])
     assert pools.use == 0
+    if store is not None:
+        assert min(store.counters.loaded_from_memory, store.counters.loaded_from_disk) > 10
+        assert store.counters.corrupt == 0
+        assert store.memory_bytes <= offload
+        assert store.disk_bytes <= offload
 
 
 def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
@@ -119,7 +144,7 @@ def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
     pools.record(table, chain)
     pools.tree.release(1, table[1, :3])
     while pools.pools[1].available > 1:  # what was let go of is given to others
-        pools._allocate(1, 1)
+        pools.tree.allocate(1, 1)
     assert [pools.tree._nodes[digest].blocks[1] > 0 for digest in chain[:4]] == [True, False, False, True]
     # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
     assert [pools.find(chain[:length]).shape[1] for length in range(9)] == [0, 1, 1, 1, 1, 1, 6, 7, 8]

@@ -115,6 +115,31 @@ class PagedCache:
         if self.routes is not None:
             self.routes.copy(of, to)
 
+    def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
+        """The content uint8[C, bytes] of the blocks int32[C] of window `index`."""
+        at = torch.from_numpy(blocks).long().to(self.device)
+        parts = (part[:, at].transpose(0, 1) for part in self._of_window(index))
+        return torch.cat([_as_bytes(part) for part in parts], dim=1).cpu().numpy()
+
+    def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None:
+        """Overwrite the blocks int32[C] of window `index` with the content that `read` returned."""
+        at = torch.from_numpy(blocks).long().to(self.device)
+        data, start = torch.from_numpy(content).to(self.device), 0
+        for part in self._of_window(index):
+            shape = len(blocks), part.shape[0], *part.shape[2:]
+            size = math.prod(shape[1:]) * part.dtype.itemsize
+            part[:, at] = (
+                data[:, start : start + size].contiguous().view(part.dtype).view(shape).transpose(0, 1)
+            )
+            start += size
+
+    def _of_window(self, index: int) -> list[Tensor]:
+        """Everything that is stored in the blocks of window `index`, [layers, blocks, ...] each."""
+        parts = self._parts[index :: len(self.num_blocks)]
+        if self.routes is not None and self.routes.table == index:
+            return [*parts, self.routes.experts[None]]
+        return parts
+
     def clear(self) -> None:
         """Zero everything. Values that are not finite, left by a failure, would spoil masked products."""
         for part in self._parts:
@@ -135,6 +160,11 @@ class PagedCache:
         ]
         layers = [iter(part) for part in by_table]
         return [next(layers[table]) for table in self.table_of], by_table
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    """[C, ...] as uint8[C, bytes]."""
+    return part.contiguous().view(len(part), -1).view(torch.uint8)
 
 
 def _in_steps(x: Tensor) -> tuple[Tensor, Tensor]:

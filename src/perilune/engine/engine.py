@@ -7,6 +7,7 @@ records the result. The rest of this module adds and removes requests and update
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,18 @@ from torch import Tensor
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
+from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.routes import RouteStore
-from perilune.engine.runner import AdaptingRunner, Runner, start_recording
+from perilune.engine.runner import AdaptingRunner, Runner, block_contents, start_recording
 from perilune.engine.sampler import Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
 from perilune.engine.select_runner import fastest_runner
 from perilune.engine.sequences import Entry, Sequences
-from perilune.engine.step import Counters
+from perilune.engine.step import Counters, Step
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.checksum import checksum
@@ -52,6 +54,7 @@ class Engine:
         token_budget: most tokens computed in one step; longer prompts are split into chunks.
         score_tokens: most tokens of one scoring batch.
         tokenizer: required for stop texts and for the text of deltas.
+        offload: where blocks that the prefix cache gives up are kept; by default nowhere.
         runner: creates the runner from the decoder and the number of blocks for each of its
             `distinct_windows`.
 
@@ -70,6 +73,7 @@ class Engine:
         token_budget: int = TOKEN_BUDGET,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
+        offload: OffloadSettings | None = None,
         runner: Callable[[Any, tuple[int, ...]], Runner] = fastest_runner,
     ) -> None:
         self._source: Any = decoder
@@ -84,6 +88,7 @@ class Engine:
         )
         self._runner = runner(decoder, self._num_blocks)
         self._routes: RouteStore | None = None
+        self._offload = None if offload is None else OffloadStore(offload, block_contents(self._runner))
         self._limits = EngineLimits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
@@ -102,7 +107,7 @@ class Engine:
         """Start with no requests and an empty cache."""
         windows = self._config.distinct_windows
         self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows))
-        self._pools = BlockPools(self._num_blocks, windows)
+        self._pools = BlockPools(self._num_blocks, windows, store=self._offload)
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
         self._sampler = Sampler(self._sequences)
@@ -220,6 +225,11 @@ class Engine:
     def cache_use(self) -> float:
         """Share of the cache that samples in flight use; with several window sizes, of the fullest pool."""
         return self._pools.use
+
+    @property
+    def offloaded(self) -> OffloadCounters:
+        """What was offloaded and taken back; all 0 without offloading."""
+        return OffloadCounters() if self._offload is None else self._offload.counters
 
     # -- sampling and scoring ----------------------------------------------------------------------------
 
@@ -362,7 +372,7 @@ class Engine:
             step = self._scheduler.schedule()
             if step is None:
                 return
-            logits = self._runner.run(step.batch)
+            logits = self._run(step)
             masks = self._outputs.masks(step.rows)
             drawn = self._sampler.draw(logits, step.rows, step.logits_of, masks)
             sources, targets = self._scheduler.commit(step, drawn.token_ids, drawn.logprobs, self.version)
@@ -382,6 +392,15 @@ class Engine:
         except BaseException:
             self._reset()
             raise
+
+    def _run(self, step: Step) -> Tensor:
+        if self._offload is None:
+            return self._runner.run(step.batch)
+        began = perf_counter()
+        logits = self._runner.run(step.batch)
+        fed = len(step.batch.token_ids) - step.batch.decodes
+        self._offload.computed(fed, step.batch.decodes, perf_counter() - began)
+        return logits
 
     def _drop_failed(self) -> None:
         """Drop the requests of failed samples."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+from perilune.engine.offload import OffloadStore
 from perilune.engine.prefix_tree import PrefixTree, Window
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.memory import blocks_in
@@ -27,6 +28,7 @@ class BlockPools:
         counts: number of blocks for each window, including the null block.
         windows: tokens that a query sees, including its own; None for all before it.
         clock: seconds, for sessions whose return is announced.
+        store: takes the cached blocks that are given up.
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class BlockPools:
         counts: Sequence[int],
         windows: Sequence[Window] = (None,),
         clock: Callable[[], float] = time.monotonic,
+        store: OffloadStore | None = None,
     ) -> None:
         self.windows = tuple(windows)
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
-        self.tree = PrefixTree(self.windows, self.pools, clock)
+        self.tree = PrefixTree(self.windows, self.pools, clock, store)
         self.behind, self.find, self.record = self.tree.behind, self.tree.refer, self.tree.record
         self.forget_all = self.tree.forget_all
 
@@ -54,7 +57,7 @@ class BlockPools:
 
     def allocate(self, count: int) -> Blocks:
         """int32[W, count], with one reference each."""
-        return np.stack([self._allocate(index, count) for index in range(len(self.pools))])
+        return np.stack([self.tree.allocate(index, count) for index in range(len(self.pools))])
 
     def allocate_temporarily(self, count: int) -> Blocks | None:
         """int32[W, count] blocks for scoring, or None if they are not free now.
@@ -64,15 +67,8 @@ class BlockPools:
         sizes = [min(count, pool.count - 1) for pool in self.pools]
         if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
             return None
-        allocated = (self._allocate(index, size) for index, size in enumerate(sizes))
+        allocated = (self.tree.allocate(index, size) for index, size in enumerate(sizes))
         return np.stack([np.resize(blocks, count) for blocks in allocated])
-
-    def _allocate(self, index: int, count: int) -> Blocks:
-        pool = self.pools[index]
-        assert count <= pool.available, "more blocks were allocated than are available"
-        while pool.free < count:
-            self.tree.evict(index)
-        return pool.take(count)
 
     def free_temporary(self, blocks: Blocks) -> None:
         """Release the blocks of `allocate_temporarily`."""

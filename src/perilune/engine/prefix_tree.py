@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks
+from perilune.engine.offload import OffloadStore
 
 Window = int | None
 
@@ -67,17 +68,20 @@ class PrefixTree:
     Args:
         windows: tokens that a query sees in the layers of each pool; None for all before it.
         clock: seconds, for announced returns.
+        store: takes the blocks that are given up.
     """
 
     windows: tuple[Window, ...]
     pools: tuple[BlockPool, ...]
     clock: Callable[[], float]
+    store: OffloadStore | None = None
     _nodes: dict[bytes, Node] = field(default_factory=dict)
     _holders: list[dict[int, Node]] = field(default_factory=list)  # by pool and block
     _spare: list[dict[int, Node]] = field(default_factory=list)  # unreferenced and not needed, oldest first
     _leaves: list[Leaf] = field(default_factory=list)  # a heap, with entries that no longer hold
     _expected: list[tuple[float, int, Node]] = field(default_factory=list)  # a heap by the end of patience
     _forks: dict[Node, int] = field(default_factory=dict)  # with the last use, oldest first
+    _given_up: list[dict[bytes, int]] = field(default_factory=list)  # to store, before they are overwritten
     _clocked: int = 0
     _entries: int = 0
 
@@ -95,20 +99,33 @@ class PrefixTree:
         self._spare = [{} for _ in self.pools]
         for kept in (self._nodes, self._leaves, self._expected, self._forks):
             kept.clear()
+        self._given_up = [{} for _ in self.pools]
+        if self.store is not None:
+            self.store.forget_all()
 
     # -- finding -----------------------------------------------------------------------------------------
 
     def path(self, digests: Sequence[bytes]) -> list[Node | None]:
         """The nodes of a sequence, as far as a prefix that ends at one could be continued."""
         path = [self._nodes.get(digest) for digest in digests]
-        lengths = np.arange(len(path) + 1)
+        return path[: self._longest(self._lacks(path))]
+
+    def _lacks(self, path: Sequence[Node | None]) -> list[list[bool]]:
+        """For each pool, the columns of which it has no block."""
+        return [
+            [node is None or node.blocks[index] == NULL_BLOCK for node in path]
+            for index in range(len(self.windows))
+        ]
+
+    def _longest(self, missing: Sequence[Sequence[bool]]) -> int:
+        """The longest prefix that can be continued, from the columns that each pool lacks."""
+        lengths = np.arange(len(missing[0]) + 1)
         possible = np.ones(len(lengths), dtype=np.bool_)
-        for index, window in enumerate(self.windows):
-            # For each length, the start of the unbroken run of cached blocks that ends there.
-            missing = [0, *(node is None or node.blocks[index] == NULL_BLOCK for node in path)]
-            begins = np.maximum.accumulate(np.where(missing, lengths, 0))
+        for window, lacks in zip(self.windows, missing, strict=True):
+            # For each length, the start of the unbroken run of blocks that ends there.
+            begins = np.maximum.accumulate(np.where([False, *lacks], lengths, 0))
             possible &= begins <= _behind(window, lengths * BLOCK)
-        return path[: int(np.flatnonzero(possible)[-1])]
+        return int(np.flatnonzero(possible)[-1])
 
     def behind(self, computed: int) -> list[int]:
         """For each pool, the number of columns that no query from position `computed` on sees."""
@@ -116,6 +133,8 @@ class PrefixTree:
 
     def refer(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest prefix with one more reference each; null behind a window."""
+        if self.store is not None and (loaded := self._load(digests, self.store)) is not None:
+            return loaded
         path = self.path(digests)
         self._keep_fork(digests)
         columns = np.full((len(self.pools), len(path)), NULL_BLOCK, dtype=np.int32)
@@ -124,6 +143,57 @@ class PrefixTree:
                 assert node is not None
                 columns[index, column] = self._refer(index, node)
         return columns
+
+    def _load(self, digests: Sequence[bytes], store: OffloadStore) -> Blocks | None:
+        """What `refer` returns, with stored blocks; None if there are no more, or loading does not pay."""
+        path = [self._nodes.get(digest) for digest in digests]
+        lacks = self._lacks(path)
+        known = self._longest(lacks)
+        length = self._longest(
+            [
+                [lack and (index, digest) not in store for lack, digest in zip(of_pool, digests, strict=True)]
+                for index, of_pool in enumerate(lacks)
+            ]
+        )
+        wanted = [
+            [column for column in range(start, length) if of_pool[column]]
+            for start, of_pool in zip(self.behind(length * BLOCK), lacks, strict=True)
+        ]
+        keys = [(index, digests[column]) for index, columns in enumerate(wanted) for column in columns]
+        if length <= known or not store.pays(keys, (length - known) * BLOCK):
+            return None
+        # All is read first, because allocating gives up blocks, for which the store may give up others.
+        contents = [
+            store.read(index, [digests[column] for column in columns]) for index, columns in enumerate(wanted)
+        ]
+        if any(content is None for content in contents):
+            return None
+        table = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
+        for index, start in enumerate(self.behind(length * BLOCK)):
+            for column, node in enumerate(path[start:length], start):
+                if node is not None and not lacks[index][column]:
+                    table[index, column] = self._refer(index, node)
+        if any(len(columns) > pool.available for columns, pool in zip(wanted, self.pools, strict=True)):
+            for index, blocks in enumerate(table):
+                self.release(index, blocks)
+            return None
+        for index, (columns, content) in enumerate(zip(wanted, contents, strict=True)):
+            table[index, columns] = self.allocate(index, len(columns))
+            store.write(index, table[index, columns], content or [])
+        self.record(table, digests)
+        return table
+
+    def allocate(self, index: int, count: int) -> Blocks:
+        """int32[count] blocks of a pool with one reference each; the caller checked `available`."""
+        pool = self.pools[index]
+        assert count <= pool.available, "more blocks were allocated than are available"
+        while pool.free < count:
+            self.evict(index)
+        for number, given_up in enumerate(self._given_up):
+            if given_up and self.store is not None:
+                self.store.put(number, list(given_up.values()), list(given_up))
+                given_up.clear()
+        return pool.take(count)
 
     def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
         """Add the full blocks of a referenced table int32[W, C] under the digests of its columns.
@@ -259,6 +329,7 @@ class PrefixTree:
         returns = leaf.returns
         if leaf.entry:
             self._leave_leaves(leaf)
+            self._give_up_windows(leaf)
         node: Node | None = leaf
         while node is not None:
             parent = node.parent
@@ -275,9 +346,19 @@ class PrefixTree:
                 return
             node = parent
 
+    def _give_up_windows(self, leaf: Node) -> None:
+        """Mark the last window of a leaf for the store."""
+        if self.store is not None:
+            for index, window in enumerate(self.windows):
+                if window is not None:
+                    for node in self._last_window(leaf, window):
+                        self._given_up[index][node.digest] = node.blocks[index]
+
     def _remove(self, node: Node) -> None:
         for index, block in enumerate(node.blocks):
             if block != NULL_BLOCK:
+                if self.store is not None and self.windows[index] is None:
+                    self._given_up[index][node.digest] = block
                 del self._holders[index][block]
                 self._spare[index].pop(block, None)
                 self.pools[index].cached -= 1

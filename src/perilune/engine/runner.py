@@ -18,6 +18,7 @@ from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache, places_of
 from perilune.engine.native_attention import NativePagedAttention
+from perilune.engine.offload import BlockContents
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
@@ -82,6 +83,21 @@ def start_recording(runner: Runner) -> RouteStore:
             remedy="remove routing_replay, or use a mixture of experts that Perilune computes itself",
         )
     return runner.record_routes()
+
+
+def block_contents(runner: Runner) -> BlockContents:
+    """The cache of `runner`, from which blocks can be offloaded.
+
+    Raises:
+        RequestError: when the runner has no paged cache of Perilune's.
+    """
+    cache = getattr(runner, "cache", None)
+    if not isinstance(cache, PagedCache):
+        raise RequestError(
+            f"{type(runner).__name__} cannot offload its cache",
+            remedy="leave offloading out, or use a model that Perilune computes itself",
+        )
+    return cache
 
 
 class TorchRunner:

@@ -15,6 +15,7 @@ import torch
 import uvicorn
 
 from perilune.engine.engine import Engine
+from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.stored import StoredDecoder
@@ -46,6 +47,7 @@ class Settings:
         slots: samples that the engine computes at a time.
         max_queue: samples that may wait.
         cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
+        offload: where blocks that the prefix cache gives up are kept; None for nowhere.
         max_body: largest request body in bytes.
         drain: seconds to finish open requests after SIGTERM.
         stalled: seconds until a client that neither reads nor sends is disconnected.
@@ -62,6 +64,7 @@ class Settings:
     slots: int = 64
     max_queue: int = 256
     cache_tokens: int = 0
+    offload: OffloadSettings | None = None
     max_body: int = 4 << 20
     device: str = "auto"
     dtype: str = "float32"
@@ -103,7 +106,11 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         notify(loaded.notice)
     config = loaded.config
     engine = Engine(
-        loaded, slots=settings.slots, cache_tokens=settings.cache_tokens or None, tokenizer=tokenizer
+        loaded,
+        slots=settings.slots,
+        cache_tokens=settings.cache_tokens or None,
+        tokenizer=tokenizer,
+        offload=settings.offload,
     )
     for name, folder in settings.adapters.items():
         if name == settings.name:
@@ -128,6 +135,12 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
             "cache_use": engine.cache_use,
             "steps": engine.counters.steps,
             "preemptions": engine.counters.preemptions,
+            "cached_tokens": engine.counters.cached_tokens,
+            "computed_prompt_tokens": engine.counters.prompt_tokens,
+            "offload_loaded_memory_blocks": engine.offloaded.loaded_from_memory,
+            "offload_loaded_disk_blocks": engine.offloaded.loaded_from_disk,
+            "offload_refused_blocks": engine.offloaded.refused,
+            "offload_corrupt_blocks": engine.offloaded.corrupt,
         }
 
     service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)

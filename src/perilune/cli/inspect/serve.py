@@ -44,6 +44,18 @@ CacheTokens = Annotated[
         help="Tokens in the KV cache, which bounds the length of a request. 0 for as many as fit into 4 GiB.",
     ),
 ]
+OffloadMemory = Annotated[
+    float,
+    typer.Option(
+        min=0, metavar="GIB", help="Host memory for the keys and values that the cache gives up, in GiB."
+    ),
+]
+OffloadDisk = Annotated[
+    float,
+    typer.Option(
+        min=0, metavar="GIB", help="Size of a temporary file for what host memory gives up, in GiB."
+    ),
+]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the model.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
@@ -73,6 +85,8 @@ def serve(
     slots: Slots = 64,
     max_queue: MaxQueue = 256,
     cache_tokens: CacheTokens = 0,
+    offload_memory: OffloadMemory = 0.0,
+    offload_disk: OffloadDisk = 0.0,
     max_body: MaxBody = 4.0,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -89,6 +103,7 @@ def serve(
     \b
     perilune serve rl --name my-model
     perilune serve ./my-model --adapter math=./lora
+    perilune serve ./my-model --offload-memory 4 --offload-disk 20
     """
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
@@ -96,6 +111,7 @@ def serve(
             f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
         )
     folder = checkpoint_folder(checkpoint)
+    from perilune.engine.offload import OffloadSettings
     from perilune.serve.server import Settings
     from perilune.serve.server import serve as run_server
 
@@ -108,6 +124,9 @@ def serve(
         slots=slots,
         max_queue=max_queue,
         cache_tokens=cache_tokens,
+        offload=OffloadSettings(round(offload_memory * 2**30), round(offload_disk * 2**30))
+        if offload_memory or offload_disk
+        else None,
         max_body=round(max_body * 2**20),
         device=device,
         dtype=dtype,

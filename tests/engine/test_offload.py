@@ -1,0 +1,166 @@
+"""KV offloading: samples are the same, hits come from memory and disk, and damage is noticed."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.engine.engine import Engine
+from perilune.engine.offload import OffloadSettings
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.engine.select_runner import fastest_runner
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.rope import Rope
+from perilune.models.decoder import Decoder
+
+CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
+CONFIGS = {
+    "full": CONFIG,
+    "windows": CONFIG.replace(
+        architecture="gemma3_text", windows=(40, None, 40), num_layers=3, local_rope=Rope(10.0)
+    ),
+}
+SESSIONS, TURNS = 6, 4
+
+
+def decoder(kind: str) -> Decoder:
+    made = Decoder(CONFIGS[kind])
+    made.initialize(0)
+    return made
+
+
+def engine(model: Decoder, offload: OffloadSettings | None, **options: Any) -> Engine:
+    return Engine(model, slots=2, cache_tokens=320, offload=offload, token_budget=64, **options)
+
+
+def converse(one: Engine) -> list[Completion]:
+    """Sessions that take turns, so that each is given up before it returns."""
+    histories = [np.random.default_rng(seed).integers(98, size=40).tolist() for seed in range(SESSIONS)]
+    answers = []
+    for turn in range(TURNS):
+        for session, history in enumerate(histories):
+            sampled = one.sample([Prompt(history, (0, turn, session))], 1, SamplingParams(max_tokens=24))
+            answers.append(sampled[0][0])
+            history += [*sampled[0][0].token_ids.tolist(), 5, 6, 7]
+    return answers
+
+
+def same(left: list[Completion], right: list[Completion]) -> bool:
+    return all(
+        np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("runner", [fastest_runner, TorchRunner])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_samples_are_the_same_with_blocks_from_memory_and_disk(kind: str, runner: Any) -> None:
+    model = decoder(kind)
+    without = engine(model, None, runner=runner)
+    answers = converse(without)
+    with_store = engine(model, OffloadSettings(60_000, 1 << 24, always=True), runner=runner)
+    assert same(converse(with_store), answers)
+    counts = with_store.offloaded
+    assert counts.loaded_from_memory > 0
+    assert counts.loaded_from_disk > 20
+    assert (counts.corrupt, counts.dropped) == (0, 0)
+    assert with_store.counters.prompt_tokens < 0.5 * without.counters.prompt_tokens
+
+
+def test_int8_blocks_and_their_scales_come_back() -> None:
+    model = decoder("full")
+
+    def runner(of: Decoder, blocks: tuple[int, ...]) -> TorchRunner:
+        return TorchRunner(of, blocks, cache_dtype=torch.int8)
+
+    answers = converse(engine(model, None, runner=runner))
+    assert same(converse(engine(model, OffloadSettings(1 << 24, always=True), runner=runner)), answers)
+
+
+def test_routes_come_back_with_their_blocks() -> None:
+    config = CONFIG.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32))
+    model = Decoder(config)
+    model.initialize(0)
+    engines = [engine(model, settings) for settings in (None, OffloadSettings(1 << 24, always=True))]
+    for one in engines:
+        one.record_routes()
+    plain, offloaded = map(converse, engines)
+    assert engines[1].offloaded.loaded_from_memory > 20
+    for one, other in zip(plain, offloaded, strict=True):
+        assert one.routed_experts is not None
+        assert other.routed_experts is not None
+        assert np.array_equal(one.routed_experts, other.routed_experts)
+
+
+@pytest.mark.parametrize("disk", [0, 1 << 24])
+def test_a_damaged_block_is_computed_anew(disk: int) -> None:
+    model = decoder("full")
+    answers = converse(engine(model, None))
+    one = engine(model, OffloadSettings(0 if disk else 1 << 24, disk, always=True))
+    converse(one)
+    store = one._offload
+    assert store is not None
+    for held in store._held.values():
+        if held.content is None:
+            held.checksum ^= 1
+        else:
+            held.content[3] ^= 1
+    assert same(converse(one), answers)
+    assert one.offloaded.corrupt > 0
+
+
+def test_a_full_disk_costs_the_blocks_and_nothing_else(tmp_path: Path) -> None:
+    model = decoder("full")
+    answers = converse(engine(model, None))
+    one = engine(model, OffloadSettings(0, 1 << 24, tmp_path, always=True))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        assert same(converse(one), answers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store = one._offload
+    assert store is not None
+    assert store.disk_failure
+    assert 0 < store.disk_bytes <= 100_000
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+
+
+def test_new_weights_empty_the_store() -> None:
+    model = decoder("full")
+    one = engine(model, OffloadSettings(1 << 24, always=True))
+    converse(one)
+    model.initialize(1)
+    one.update_weights(None, 1)
+    store = one._offload
+    assert store is not None
+    assert store.memory_bytes == 0
+    assert same(converse(one), converse(engine(model, None)))
+
+
+def test_blocks_are_computed_where_that_is_faster() -> None:
+    model = decoder("full")
+    one = engine(model, OffloadSettings(1 << 24))
+    store = one._offload
+    assert store is not None
+    store.compute_seconds, store.load_seconds = 1e-6, 1.0
+    store.computed = lambda tokens, decodes, seconds: None  # type: ignore[method-assign]
+    converse(one)
+    assert one.offloaded.refused > 0
+    assert one.offloaded.loaded_from_memory == 0
+
+
+def test_a_runner_without_a_paged_cache_is_refused() -> None:
+    class Bare:
+        def __init__(self, model: Decoder, blocks: tuple[int, ...]) -> None: ...
+
+    with pytest.raises(RequestError, match="Bare cannot offload its cache"):
+        engine(decoder("full"), OffloadSettings(1), runner=Bare)
