@@ -1,0 +1,282 @@
+"""The prefix cache under agents that pause: hits by eviction rule, and tokens a second with offloading.
+
+    python benchmarks/prefix_cache.py [--model FOLDER] [--sessions 200] [--turns 20]
+
+`--model` is a Hugging Face folder for the second part, for example that of `perilune model fetch
+smollm2-135m`; without it a random model of the same shape is used. Writes results/prefix_cache.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks, blocks_for
+from perilune.engine.engine import Engine
+from perilune.engine.offload import OffloadSettings, OffloadStore
+from perilune.engine.pools import BlockPools
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.decoder import Decoder
+from perilune.models.transformers_model import load_for_inference
+from plain_lru import PlainLru
+from recipe_runs import document, options, write
+
+SYSTEM = 512  # tokens that all sessions share
+ANSWER = 64  # tokens of each answer
+LONGEST_PAUSE = 60.0
+CHUNK = 1024  # tokens of a prompt computed at once
+WINDOW = 512
+SHARE = 4  # the pools hold a quarter of the working set
+UNLIMITED = 1 << 20
+MODELS = {"full attention": (None,), "5 windows of 512 to 1 full": (None, WINDOW)}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request with `length` tokens in its prompt, and the pause after its answer."""
+
+    at: float
+    session: int
+    length: int
+    pause: float
+
+
+def main() -> None:
+    parser = options(__doc__, "prefix_cache")
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--model", type=Path)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    seeds = arguments.seeds or [0, 1, 2]
+    hits = [row for name in MODELS for row in rules(name, seeds, arguments)]
+    speed = [offloading(arguments.model)]
+    about = {"title": "The prefix cache under agents that pause", "about": ABOUT}
+    write(
+        arguments.out,
+        about | {"hits": hits, "offloading": speed} | document("prefix_cache.py", sys.argv[1:], began),
+    )
+
+
+ABOUT = f"""\
+*Hits*: conversations of 20 turns with pauses of 0 to {LONGEST_PAUSE:.0f} seconds between a turn and the \
+next, in virtual time, over the block pools of the engine. All share {SYSTEM} tokens; each turn adds 16 to \
+128 tokens and an answer of {ANSWER}. The pools hold a quarter of what all conversations hold in the end. \
+*Hits* is the share of prompt tokens that are not computed, *of unlimited* its ratio to that of a pool \
+without limit. *Plain LRU* is the rule that the engine had before: the least recently released block goes \
+first. *Announced* requests say how long the pause is; *announced 30 s* requests always say 30 seconds. \
+*Unusable blocks* are cached blocks from which no request can go on, counted every 100 turns.
+
+*Offloading*: the engine itself with conversations in turn, a pool of a quarter of the working set, and \
+host memory for all of it. The samples are the same in every bit. *Predicted seconds* is the time without \
+offloading, minus the time to compute the tokens that were taken back, plus the time to copy the bytes \
+that were moved; both rates are measured before, with other prompts. Times are processor seconds of one \
+thread."""
+
+
+def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    windows = MODELS[name]
+    found: dict[str, list[tuple[float, int]]] = {}
+    for seed in seeds:
+        turns = trace(arguments.sessions, arguments.turns, seed)
+        last = {turn.session: turn.length + ANSWER for turn in turns}
+        whole = sum(blocks_for(length) for length in last.values()) // SHARE
+        ends = len(last) * blocks_for(WINDOW) // SHARE + blocks_for(CHUNK)
+        counts = [whole if window is None else ends for window in windows]
+        for rule, run in rule_runs(counts, windows).items():
+            found.setdefault(rule, []).append(run(turns))
+            print(name, seed, rule, *found[rule][-1], flush=True)
+    best = statistics.mean(share for share, _ in found["unlimited"])
+    plain = statistics.mean(share for share, _ in found["plain LRU"])
+    for rule, results in found.items():
+        mean = statistics.mean(share for share, _ in results)
+        yield {
+            "model": name,
+            "rule": rule,
+            "hits": [round(share, 4) for share, _ in results],
+            "of unlimited": round(mean / best, 3),
+            "of plain LRU": round(mean / plain, 2),
+            "unusable blocks": max(lost for _, lost in results),
+        }
+
+
+def rule_runs(
+    counts: list[int], windows: tuple[int | None, ...]
+) -> dict[str, Callable[[list[Turn]], tuple[float, int]]]:
+    """What computes the share of hits and the most unusable blocks of a trace, by rule."""
+
+    def ours(told: Callable[[Turn], float], *, store: bool = False, unlimited: bool = False) -> Any:
+        def run(turns: list[Turn]) -> tuple[float, int]:
+            clock = Clock()
+            kept = (
+                OffloadStore(OffloadSettings(UNLIMITED * BLOCK, always=True), NoContents()) if store else None
+            )
+            sizes = [UNLIMITED] * len(windows) if unlimited else counts
+            return replay(BlockPools(sizes, windows, lambda: clock.now, kept), turns, clock, told)
+
+        return run
+
+    return {
+        "plain LRU": lambda turns: replay(PlainLru(counts, windows), turns, Clock(), lambda turn: 0.0),
+        "tail rule": ours(lambda turn: 0.0),
+        "announced 30 s": ours(lambda turn: LONGEST_PAUSE / 2),
+        "announced": ours(lambda turn: turn.pause),
+        "offloaded": ours(lambda turn: 0.0, store=True),
+        "unlimited": ours(lambda turn: 0.0, unlimited=True),
+    }
+
+
+def trace(sessions: int, turns: int, seed: int) -> list[Turn]:
+    """Turns by time. A turn begins when the one before has ended and the pause is over."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for session in range(sessions):
+        at, length = float(rng.uniform(0, LONGEST_PAUSE)), SYSTEM
+        for _ in range(turns):
+            length += int(rng.integers(16, 129))
+            pause = float(rng.uniform(0, LONGEST_PAUSE))
+            found.append(Turn(at, session, length, pause))
+            at, length = at + pause, length + ANSWER
+    return sorted(found, key=lambda turn: turn.at)
+
+
+class Clock:
+    """Virtual time."""
+
+    now = 0.0
+
+
+class NoContents:
+    """Blocks of 16 bytes without meaning."""
+
+    def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
+        return np.zeros((len(blocks), BLOCK), dtype=np.uint8)
+
+    def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None: ...
+
+
+def replay(pools: Any, turns: list[Turn], clock: Clock, told: Callable[[Turn], float]) -> tuple[float, int]:
+    """The share of prompt tokens that were cached, and the most unusable blocks."""
+    cached = asked = lost = 0
+    for number, turn in enumerate(turns):
+        clock.now = turn.at
+        names = chain(turn, turn.length + ANSWER)
+        table = pools.find(names[: (turn.length - 1) // BLOCK])
+        done = table.shape[1] * BLOCK
+        cached += done
+        asked += turn.length
+        for stop in (*range(done + CHUNK, turn.length, CHUNK), turn.length, turn.length + ANSWER):
+            table = np.concatenate([table, pools.allocate(blocks_for(stop) - table.shape[1])], axis=1)
+            pools.record(table, names[: stop // BLOCK])
+            for index, behind in enumerate(pools.behind(stop)):
+                pools.tree.release(index, table[index, :behind])
+                table[index, :behind] = NULL_BLOCK
+        pools.release(table, told(turn))
+        if number % 100 == 0:
+            lost = max(lost, int(pools.unusable()) if isinstance(pools, PlainLru) else unusable(pools))
+    return cached / asked, lost
+
+
+def chain(turn: Turn, length: int) -> list[bytes]:
+    """Names of the full blocks of a conversation."""
+    shared = SYSTEM // BLOCK
+    return [
+        b"%d/%d" % (0 if column < shared else turn.session + 1, column) for column in range(length // BLOCK)
+    ]
+
+
+def unusable(pools: BlockPools) -> int:
+    """Cached blocks of layers without a window that are before no end."""
+    tree = pools.tree
+    ends = [node for node in tree._nodes.values() if node.entry] + list(tree._forks)
+    usable = set()
+    for end in ends:
+        node: Any = end
+        while node is not None and id(node) not in usable:
+            usable.add(id(node))
+            node = node.parent
+    return sum(id(node) not in usable for node in tree._nodes.values())
+
+
+def offloading(folder: Path | None) -> dict[str, Any]:
+    """Seconds of the same conversations with and without offloading, and those predicted."""
+    if folder is None:
+        config = DecoderConfig("llama", 4096, 576, 1536, 30, 9, 3, 64)
+        model: Any = Decoder(config)
+        model.initialize(0)
+    else:
+        model, _ = load_for_inference(folder, "cpu")
+    sessions, turns, added, answer = 6, 4, 192, 8
+    longest = turns * (added + answer)
+    pool = sessions * longest // SHARE + BLOCK
+
+    def run(settings: OffloadSettings | None) -> tuple[float, list[list[int]], Engine]:
+        engine = Engine(model, slots=2, cache_tokens=max(pool, longest + BLOCK), offload=settings)
+        rng = np.random.default_rng(0)
+        histories: list[list[int]] = [[] for _ in range(sessions)]
+        began = time.process_time()
+        for turn in range(turns):
+            for session in range(sessions):
+                history = histories[session]
+                history += rng.integers(5, 4000, added).tolist()
+                prompt = Prompt(history, (0, turn, session))
+                ((sample,),) = engine.sample([prompt], 1, SamplingParams(answer, min_tokens=answer))
+                history += sample.token_ids.tolist()
+        return time.process_time() - began, histories, engine
+
+    per_token, per_byte, block = rates(model)
+    plain, expected, without = run(None)
+    offloaded, sampled, engine = run(OffloadSettings(8 << 30, always=True))
+    assert sampled == expected, "offloading changed a sample"
+    spared = without.counters.prompt_tokens - engine.counters.prompt_tokens
+    moved = engine.offloaded.loaded_from_memory + engine.offloaded.stored
+    predicted = plain - spared * per_token + moved * block * per_byte
+    total = sessions * turns * (added + answer)
+    return {
+        "model": "random, of the shape of SmolLM2-135M" if folder is None else folder.name,
+        "conversations": sessions,
+        "turns": turns,
+        "seconds without": round(plain, 2),
+        "seconds with": round(offloaded, 2),
+        "predicted seconds": round(predicted, 2),
+        "error of the prediction": f"{100 * (predicted / offloaded - 1):+.1f}%",
+        "new tokens a second without": round(total / plain),
+        "new tokens a second with": round(total / offloaded),
+        "prompt tokens not computed": spared,
+        "break-even, GB/s": round(block / BLOCK / per_token / 1e9, 4),
+        "measured copy, GB/s": round(1e-9 / per_byte, 2),
+    }
+
+
+def rates(model: Any) -> tuple[float, float, int]:
+    """Processor seconds to compute a token of a prompt, seconds to copy a byte, and bytes of a block."""
+    engine = Engine(model, slots=2, cache_tokens=1024, offload=OffloadSettings(8 << 30))
+    rng = np.random.default_rng(1)
+    seconds = []
+    for repeat in range(3):
+        prompt = Prompt(rng.integers(5, 4000, 400).tolist(), (1, repeat, 0))
+        began = time.process_time()
+        engine.sample([prompt], 1, SamplingParams(1))
+        seconds.append((time.process_time() - began) / 400)
+    contents: Any = engine._runner
+    blocks = np.arange(1, 33, dtype=np.int32)
+    began = time.process_time()
+    for _ in range(5):
+        content = contents.cache.read(0, blocks)
+        contents.cache.write(0, blocks, content)
+    copied = (time.process_time() - began) / (2 * 5 * content.nbytes)
+    return statistics.median(seconds), copied, content.shape[1]
+
+
+if __name__ == "__main__":
+    main()
