@@ -458,3 +458,22 @@ def test_an_evaluation_by_a_server_is_refused_early(checkpoint: Path, tmp_path: 
     ):
         with pytest.raises(RequestError, match=told):
             evaluate(tmp_path / str(place), checkpoint, engine=engine)
+
+
+def test_conversations_come_back_from_offloaded_blocks(checkpoint: Path) -> None:
+    options = "--slots", "2", "--cache-tokens", "320", "--offload-memory", "0.0001", "--offload-disk", "0.1"
+    direct = Direct.load(checkpoint)
+    with served(checkpoint, *options) as server, server.client() as client:
+        texts = [letter * 100 for letter in "123456"] * 3
+        answers = [
+            client.completions.create(
+                model="tiny", prompt=text, max_tokens=8, seed=1, extra_body={"returns_in": 20}
+            )
+            for text in texts
+        ]
+        metrics = server.metrics()
+    assert [answer.choices[0].text for answer in answers] == [
+        direct.text(direct.sample(text, 1, max_tokens=8)[0]) for text in texts
+    ]
+    assert metrics["offload_loaded_disk_blocks"] + metrics["offload_refused_blocks"] > 0
+    assert metrics["offload_corrupt_blocks"] == 0
