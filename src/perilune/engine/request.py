@@ -136,7 +136,7 @@ class Request:
         first_sample: index of the first sample.
         adapter: name of a LoRA adapter given to `Engine.add_adapter`.
         constraint: a grammar that the samples must match.
-        returns_in: seconds until the next request of this session is expected, for example because a tool is
+        returns_in: seconds until the next request of its session is expected, for example because a tool is
             running; 0 if unknown. The prefix cache keeps the session longer, and no sample depends on it.
     """
 
