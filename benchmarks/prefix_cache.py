@@ -221,7 +221,9 @@ def offloading(folder: Path | None) -> dict[str, Any]:
     pool = sessions * longest // SHARE + BLOCK
 
     def run(settings: OffloadSettings | None) -> tuple[float, list[list[int]], Engine]:
-        engine = Engine(model, slots=2, cache_tokens=max(pool, longest + BLOCK), offload=settings)
+        engine = Engine(model, slots=2, cache_tokens=max(pool, longest + BLOCK))
+        if settings is not None:
+            engine.offload(settings)
         rng = np.random.default_rng(0)
         histories: list[list[int]] = [[] for _ in range(sessions)]
         began = time.process_time()
@@ -260,7 +262,7 @@ def offloading(folder: Path | None) -> dict[str, Any]:
 
 def rates(model: Any) -> tuple[float, float, int]:
     """Processor seconds to compute a token of a prompt, seconds to copy a byte, and bytes of a block."""
-    engine = Engine(model, slots=2, cache_tokens=1024, offload=OffloadSettings(8 << 30))
+    engine = Engine(model, slots=2, cache_tokens=1024)
     rng = np.random.default_rng(1)
     seconds = []
     for repeat in range(3):

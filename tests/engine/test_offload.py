@@ -38,7 +38,10 @@ def decoder(kind: str) -> Decoder:
 
 
 def engine(model: Decoder, offload: OffloadSettings | None, **options: Any) -> Engine:
-    return Engine(model, slots=2, cache_tokens=320, offload=offload, token_budget=64, **options)
+    made = Engine(model, slots=2, cache_tokens=320, token_budget=64, **options)
+    if offload is not None:
+        made.offload(offload)
+    return made
 
 
 def converse(one: Engine) -> list[Completion]:

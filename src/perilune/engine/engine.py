@@ -54,7 +54,6 @@ class Engine:
         token_budget: most tokens computed in one step; longer prompts are split into chunks.
         score_tokens: most tokens of one scoring batch.
         tokenizer: required for stop texts and for the text of deltas.
-        offload: where blocks that the prefix cache gives up are kept; by default nowhere.
         runner: creates the runner from the decoder and the number of blocks for each of its
             `distinct_windows`.
 
@@ -73,7 +72,6 @@ class Engine:
         token_budget: int = TOKEN_BUDGET,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
-        offload: OffloadSettings | None = None,
         runner: Callable[[Any, tuple[int, ...]], Runner] = fastest_runner,
     ) -> None:
         self._source: Any = decoder
@@ -88,7 +86,7 @@ class Engine:
         )
         self._runner = runner(decoder, self._num_blocks)
         self._routes: RouteStore | None = None
-        self._offload = None if offload is None else OffloadStore(offload, block_contents(self._runner))
+        self._offload: OffloadStore | None = None
         self._limits = EngineLimits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
@@ -130,6 +128,15 @@ class Engine:
             RequestError: for a dense model, or a runner that cannot record.
         """
         self._routes = start_recording(self._runner)
+        self._open()
+
+    def offload(self, settings: OffloadSettings) -> None:
+        """Keep the blocks that the prefix cache gives up; to be called before the first request.
+
+        Raises:
+            RequestError: for a runner whose cache cannot be read.
+        """
+        self._offload = OffloadStore(settings, block_contents(self._runner))
         self._open()
 
     # -- requests ----------------------------------------------------------------------------------------

@@ -106,12 +106,10 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         notify(loaded.notice)
     config = loaded.config
     engine = Engine(
-        loaded,
-        slots=settings.slots,
-        cache_tokens=settings.cache_tokens or None,
-        tokenizer=tokenizer,
-        offload=settings.offload,
+        loaded, slots=settings.slots, cache_tokens=settings.cache_tokens or None, tokenizer=tokenizer
     )
+    if settings.offload is not None:
+        engine.offload(settings.offload)
     for name, folder in settings.adapters.items():
         if name == settings.name:
             raise RequestError(
