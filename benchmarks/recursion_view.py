@@ -21,18 +21,20 @@ show that a language model finds such programs without demonstrations.
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with findings and tables instead of its records."""
     records: Sequence[Mapping[str, Any]] = document["records"]
+    places: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for one in sorted(records, key=lambda one: one["seed"]):
+        for lines, figures in one["at"].items():
+            places.setdefault((one["arm"], lines), []).append(figures)
     rows = [
         {
-            "arm": one["arm"],
-            "seed": one["seed"],
-            "lines": name,
-            "greedy": figures.get("greedy", "does not fit"),
-            "sampled": figures.get("sampled", "does not fit"),
-            "asks about lines": figures.get("strategies", {}).get("many asks", 0.0),
-            "questions": figures["tasks"],
+            "arm": arm,
+            "lines": lines,
+            "greedy": _by_seed(figures, "greedy"),
+            "sampled": _by_seed(figures, "sampled"),
+            "asks about lines": [one.get("strategies", {}).get("many asks", 0.0) for one in figures],
+            "questions": figures[0]["tasks"],
         }
-        for one in records
-        for name, figures in one["at"].items()
+        for (arm, lines), figures in places.items()
     ]
     kept = {key: value for key, value in document.items() if key != "records"}
     findings, compared = describe_differences(_differences(records))
@@ -45,21 +47,31 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _by_seed(figures: Sequence[Mapping[str, Any]], name: str) -> list[float] | str:
+    return [one[name] for one in figures if name in one] or "does not fit"
+
+
 def _differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Differences of greedy accuracy by seed: longer contexts against 32 lines, and code against reading."""
+    """Differences of greedy accuracy by seed: lengths, stages, and `counting` against the other arms."""
     by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
     for one in records:
         by_arm.setdefault(one["arm"], {})[one["seed"]] = one["at"]
-    counting, direct = by_arm.get("counting", {}), by_arm.get("direct", {})
+    counting = by_arm.get("counting", {})
+
+    def within(arm: str, left: str, right: str) -> list[float]:
+        return [at[left]["greedy"] - at[right]["greedy"] for at in by_arm.get(arm, {}).values()]
+
+    def against(arm: str, lines: str) -> list[float]:
+        other = by_arm.get(arm, {})
+        seeds = sorted(counting.keys() & other)
+        return [counting[seed][lines]["greedy"] - other[seed][lines]["greedy"] for seed in seeds]
+
     found = {
-        "`counting`, 2,000 lines against 32": [
-            at["2000"]["greedy"] - at["32"]["greedy"] for at in counting.values()
-        ],
-        "`counting`, after RL against after SFT, 32 lines": [
-            at["32"]["greedy"] - at["32 after SFT"]["greedy"] for at in counting.values()
-        ],
-        "`counting` against `direct`, 32 lines": [
-            counting[seed]["32"]["greedy"] - direct[seed]["32"]["greedy"] for seed in counting.keys() & direct
-        ],
+        "`counting`, 2,000 lines against 32": within("counting", "2000", "32"),
+        "`counting`, after RL against after SFT, 32 lines": within("counting", "32", "32 after SFT"),
+        "`pairs`, after RL against after SFT, 32 lines": within("pairs", "32", "32 after SFT"),
+        "`counting` against `direct`, 32 lines": against("direct", "32"),
+        "`counting` against `without code`, 32 lines": against("without code", "32"),
+        "`counting` against `without asks`, 2,000 lines": against("without asks", "2000"),
     }
     return {name: values for name, values in found.items() if len(values) > 1}
