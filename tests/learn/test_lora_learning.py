@@ -24,7 +24,7 @@ from perilune.models.checkpoints.loading import new_model
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.stage.publishing import gap_limit
+from perilune.tasks.stage.rounding import rounding_of
 
 TOKENIZER = Tokenizer.characters()
 
@@ -71,10 +71,10 @@ def test_engine_and_learner_agree(base: str, precision: str) -> None:
     engine = Engine(decoder, slots=8, cache_tokens=1024)
     for _ in range(3):
         gap = step(learner, engine)["logprob_gap_max"]
-        assert gap <= (0.0 if precision == "float32" or ops.available() else gap_limit(decoder) / 2)
+        assert gap <= (0.0 if precision == "float32" or ops.available() else rounding_of(decoder).largest / 2)
     if base:
         assert all(".lora_" in name for name in learner.optimizer.parameters)
-    assert gap_limit(make()) < gap_limit(make(precision="bfloat16"))
+    assert rounding_of(make()).largest < rounding_of(make(precision="bfloat16")).largest
 
 
 def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_reinforcement_learning_runs_there(learner: str, tmp_path: Path, device:
     bundle = run_task(tmp_path / "rl", "rl", environment=DIGITS, **{**SMALL, **LEARNERS[learner]})
     (line,) = metrics(bundle)
     assert line["logprob_gap_max"] < (1e-4 if learner == "whole" else 1e-1)
+    assert line["off_policy/weight_mean"] == pytest.approx(1, abs=1e-2)  # truncated by default
     assert (bundle / "artifacts/checkpoints").is_dir()
 
 

@@ -100,8 +100,9 @@ class Learner:
         Returns:
             loss; tokens (number of learned tokens); entropy (nats). With a policy gradient also
             clip_fraction, staleness and staleness_max (updates since a token was sampled), kl_behaviour and
-            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_mean and
-            logprob_gap_max, |sampler - learner| over tokens sampled with the current weights. kl_reference
+            kl_behaviour_k3 (two estimates of KL(sampler || learner)), and logprob_gap_mean,
+            logprob_gap_max and logprob_gap_kl, |sampler - learner| and the k3 estimate of their KL over
+            tokens sampled with the current weights. kl_reference
             (k3) and value_error (mean square of value - return) if the loss has these components. With
             routes, routing/missing and routing/flipped (shares of fed tokens), routing/load_max and
             routing/load_entropy. Figures without any token are left out.
@@ -225,10 +226,11 @@ class Learner:
         staleness = self.version - batch.policy_version
         figures.add_mean("staleness", staleness)
         figures.add_max("staleness_max", staleness)
-        same = difference[batch.policy_version == self.version].abs()
+        same = difference[batch.policy_version == self.version]
         if len(same):
-            figures.add_mean("logprob_gap_mean", same)
-            figures.add_max("logprob_gap_max", same)
+            figures.add_mean("logprob_gap_mean", same.abs())
+            figures.add_mean("logprob_gap_kl", losses.k3(same))
+            figures.add_max("logprob_gap_max", same.abs())
 
     def optim_step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, update the weights and clear the gradient.

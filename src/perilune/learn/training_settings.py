@@ -28,8 +28,10 @@ class AlgorithmSettings(BaseModel):
         1, ge=1, description="number of minibatches of a batch of episodes, with one optimizer step each"
     )
     epochs_per_batch: int = Field(1, ge=1, description="number of passes over a batch of episodes")
-    off_policy: OffPolicySettings = Field(
-        OffPolicySettings(), description="corrections for samples of another policy"
+    off_policy: OffPolicySettings | None = Field(
+        None,
+        description="corrections for samples of another policy; by default none on a CPU, truncated weights"
+        " on other devices and in asynchronous training",
     )
 
 

@@ -26,7 +26,8 @@ from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
 from perilune.learn.weights import Component, KLEstimator, Surrogate, ValueTargets, WeightedGroup
 from perilune.tasks.checks.twin import Figures, Twin, plain
-from perilune.tasks.stage.publishing import RANDOM, gap_limit, plain_limit
+from perilune.tasks.stage.publishing import RANDOM
+from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 DIRECTIONS = 2
 STEP = 1e-5  # change of every weight in a central difference
@@ -116,14 +117,15 @@ def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
             .double()
             for _ in range(2)
         )
-        if float((first - second).abs().max()) > gap_limit(decoder):
+        if not rounding_of(decoder).allows((first - second).numpy()):
             raise _error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
         expected, at_one = (plain(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
-        gap = float((first - expected).abs().max())
-        if gap <= plain_limit(decoder):
+        rounding = plain_rounding(decoder)
+        if rounding.allows((first - expected).numpy()):
             continue
-        if float((first - at_one).abs().max()) <= plain_limit(decoder):
+        if rounding.allows((first - at_one).numpy()):
             raise _error(f"the temperature {temperature:g} is missing from the learner's log-probs")
+        gap = float((first - expected).abs().max())
         raise _error(f"the learner's log-probs differ by {gap:.3g} nats from those of one sequence at a time")
 
 

@@ -27,11 +27,10 @@ from perilune.rollout.groups import Groups
 from perilune.tasks.stage.publishing import (
     RANDOM,
     WITHOUT_ADAPTER,
-    gap_limit,
     is_random,
     plain_distributions,
-    plain_limit,
 )
+from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 EPISODES = 4  # episodes rescored at each step
 DRAWN = 16  # tokens of each that are drawn again
@@ -68,9 +67,9 @@ class LogprobChecker:
         stride = max(1, len(current) // EPISODES)
         for episode in current[step % stride :: stride][:EPISODES]:
             expected, first = _scored(self.learner.decoder, episode, self.temperature)
-            gap = _gap(episode.logprobs[episode.loss_mask], expected)
-            if not gap <= plain_limit(self.learner.decoder):
-                raise self._error(gap, episode, episode.logprobs[episode.loss_mask], "sampler", step)
+            actual = episode.logprobs[episode.loss_mask]
+            if not plain_rounding(self.learner.decoder).allows(_gaps(actual, expected)):
+                raise self._error(_largest(actual, expected), episode, actual, "sampler", step)
             if self.draws_are_known and episode.group_id.count("/") == 1:  # of no further player or agent
                 self._check_draws(episode, first)
 
@@ -82,7 +81,8 @@ class LogprobChecker:
         rows, tokens = np.arange(count), episode.token_ids[:count]
         above = sums[rows, tokens] / sums[:, -1]
         below = np.where(tokens > 0, sums[rows, tokens - 1], 0) / sums[:, -1]
-        slack = plain_limit(self.learner.decoder)
+        rounding = plain_rounding(self.learner.decoder)
+        slack, allowed = rounding.slack, rounding.missed * count
 
         def misses(step: int) -> NDArray[np.int64]:
             key = np.array([[episode.seed, step, index, sample]], np.uint64)
@@ -90,9 +90,10 @@ class LogprobChecker:
             return np.flatnonzero((draws < below - slack) | (draws > above + slack))
 
         missed = misses(step)
-        if not len(missed):
+        if len(missed) <= allowed:
             return
-        other = next((old for old in range(step - 1, max(0, step - 9), -1) if not len(misses(old))), None)
+        earlier = range(step - 1, max(0, step - 9), -1)
+        other = next((old for old in earlier if len(misses(old)) <= allowed), None)
         why = "its log-probs are of another distribution (top-p, top-k, another temperature?)"
         if other is not None:
             why = f"it drew them with the random numbers of step {other}"
@@ -123,19 +124,21 @@ class LogprobChecker:
         episodes = [*_by_episode(batch, logprobs, by_id)]
         episode, actual = episodes[step % len(episodes)]
         episode = replace(episode, routed_experts=None)
-        limit = plain_limit(reference)
-        gap = _gap(actual, rescored(reference, episode, self.temperature))
-        if gap <= limit:
+        rounding = plain_rounding(reference)
+        expected = rescored(reference, episode, self.temperature)
+        if rounding.allows(_gaps(actual, expected)):
             return
         sources = {
             "at temperature 1": rescored(reference, episode, 1.0),
             "the sampler's": episode.logprobs[episode.loss_mask],
             "the learner's": rescored(self.learner.decoder, episode, self.temperature),
         }
-        known = [f": they are {name}" for name, other in sources.items() if _gap(actual, other) <= limit]
+        known = [
+            f": they are {name}" for name, other in sources.items() if rounding.allows(_gaps(actual, other))
+        ]
         raise WorkFailedError(
-            f"the reference log-probs of the KL differ by {gap:.3g} nats from the reference policy's own"
-            f"{known[0] if known else ''}",
+            f"the reference log-probs of the KL differ by {_largest(actual, expected):.3g} nats from the"
+            f" reference policy's own{known[0] if known else ''}",
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
         )
@@ -149,8 +152,9 @@ class LogprobChecker:
             WorkFailedError: when the log-prob gap on tokens of the current version is more than rounding,
                 with the likely mistake; when there is a KL to the reference before the first update.
         """
-        limit = gap_limit(self.learner.decoder)
+        rounding = rounding_of(self.learner.decoder)
         kl, gap = figures.get("kl_reference", 0.0), figures.get("logprob_gap_max", 0.0)
+        limit = min(rounding.largest, rounding.kl)
         if self.learner.version == 0 and not abs(kl) <= limit:
             raise WorkFailedError(
                 f"kl_reference is {kl:.3g} nats per token before the first update, when policy and reference"
@@ -158,17 +162,18 @@ class LogprobChecker:
                 where=f"step {step + 1}",
                 remedy=REPORT_BUG,
             )
-        if gap <= limit:
+        mean, divergence = figures.get("logprob_gap_mean", 0.0), figures.get("logprob_gap_kl", 0.0)
+        if rounding.permits(gap, mean, divergence):
             return
         by_id = {one.episode_id: one for group in groups for one in group}
         gaps = [
-            (_gap(one.logprobs[one.loss_mask], own), one, own)
+            (_gaps(one.logprobs[one.loss_mask], own), one, own)
             for batch in batches
             for one, own in _by_episode(batch, token_logprobs(self.learner.decoder, batch), by_id)
             if self._is_current(one)
         ]
-        largest, worst, logprobs = max(gaps, key=lambda item: item[0])
-        if largest <= limit:
+        _, worst, logprobs = max(gaps, key=lambda item: float(np.abs(item[0]).max(initial=0.0)))
+        if rounding.allows(np.concatenate([one for one, _, _ in gaps])):
             raise WorkFailedError(
                 f"the learner's log-probs with a gradient differ by {gap:.3g} nats from the sampler's and"
                 f" from its own without one: {RANDOM}",
@@ -185,8 +190,8 @@ class LogprobChecker:
         decoder = self.learner.decoder
         why = explain(episode, logprobs, decoder, self.temperature, whose)
         return WorkFailedError(
-            f"sampler and learner differ by {gap:.3g} nats on the same weights, and {gap_limit(decoder):g} is"
-            f" allowed; {why}",
+            f"sampler and learner differ by up to {gap:.3g} nats on the same weights, and"
+            f" {rounding_of(decoder)}; {why}",
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
         )
@@ -218,17 +223,21 @@ def _scored(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Arr
 
 def explain(episode: Episode, logprobs: Array, decoder: Decoder, temperature: float, whose: str) -> str:
     """The known mistake that explains `logprobs` of an episode's tokens, in place of the right ones."""
-    limit = plain_limit(decoder)
+    rounding = plain_rounding(decoder)
     right = rescored(decoder, episode, temperature)
+
+    def are(some: Array, others: Array) -> bool:
+        return rounding.allows(_gaps(some, others))
+
     if is_random(decoder, np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)):
         return f"the learner's forward pass gives other values each time: {RANDOM}"
-    if _gap(logprobs, right) <= limit:
+    if are(logprobs, right):
         return f"the {whose}'s are right, so the other's are not{_base_note(episode, decoder, temperature)}"
-    if _gap(logprobs, rescored(decoder, episode, 1.0)) <= limit:
+    if are(logprobs, rescored(decoder, episode, 1.0)):
         return f"the temperature {temperature:g} is missing from the {whose}'s log-probs"
-    if _gap(logprobs, rescored(decoder, episode, temperature**2)) <= limit:
+    if are(logprobs, rescored(decoder, episode, temperature**2)):
         return f"the temperature {temperature:g} is twice in the {whose}'s log-probs"
-    if len(right) > 1 and min(_gap(logprobs[1:], right[:-1]), _gap(logprobs[:-1], right[1:])) <= limit:
+    if len(right) > 1 and (are(logprobs[1:], right[:-1]) or are(logprobs[:-1], right[1:])):
         return f"the {whose}'s log-probs are off by one token"
     note = _base_note(episode, decoder, temperature)
     return f"temperature and places are right, so the {whose} has other weights, tokens or arithmetic{note}"
@@ -238,9 +247,13 @@ def _base_note(episode: Episode, decoder: Decoder, temperature: float) -> str:
     """A note if the sampler computed without the learner's adapter, or ""."""
     if not pairs_of(decoder):
         return ""
-    gap = _gap(episode.logprobs[episode.loss_mask], rescored(base_of(decoder), episode, temperature))
-    return f"; it sampled with {WITHOUT_ADAPTER}" if gap <= gap_limit(decoder) else ""
+    gaps = _gaps(episode.logprobs[episode.loss_mask], rescored(base_of(decoder), episode, temperature))
+    return f"; it sampled with {WITHOUT_ADAPTER}" if rounding_of(decoder).allows(gaps) else ""
 
 
-def _gap(one: Array, other: Array) -> float:
-    return float(np.abs(one.astype(np.float64) - other).max()) if len(one) else 0.0
+def _gaps(one: Array, other: Array) -> NDArray[np.float64]:
+    return one.astype(np.float64) - other
+
+
+def _largest(one: Array, other: Array) -> float:
+    return float(np.abs(_gaps(one, other)).max(initial=0.0))

@@ -96,7 +96,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
 
         A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
         """
-        if self.asynchronous is None or "off_policy" in self.model_fields_set:
+        if self.asynchronous is None or self.off_policy is not None:
             return self
         updates = self.updates_per_batch * self.epochs_per_batch
         corrections = default_corrections(self.asynchronous, updates)

@@ -10,7 +10,7 @@ from perilune.learn.batch import minibatches, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.figures import merge_updates
 from perilune.learn.kl_reward import weight_groups
-from perilune.learn.off_policy import correct, learning_rate_scale
+from perilune.learn.off_policy import OffPolicySettings, correct, learning_rate_scale
 from perilune.learn.process_rewards import apply_process_rewards
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import SignalModels, compute_signals
@@ -22,11 +22,14 @@ from perilune.rollout.groups import Groups
 from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
 from perilune.tasks.rl.curriculum import importance_weighted
+from perilune.tasks.stage.rounding import is_exact
 from perilune.watchdog import STALL, Waiting
 
 if TYPE_CHECKING:
     from perilune.tasks.rl.spec import RLSpec
 
+TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
+"""Truncated importance sampling: the default where rounding separates sampler and learner."""
 SECONDS_A_TOKEN = 1.0  # longer than training takes on any useful machine
 
 
@@ -49,6 +52,8 @@ class PolicyUpdates:
         draws_are_known: bool = False,
     ) -> None:
         self._spec, self._learner, self._reference = spec, learner, reference
+        by_default = OffPolicySettings() if is_exact(learner.decoder) else TRUNCATED
+        self._off_policy = spec.off_policy or by_default
         self._longest = longest or spec.max_tokens
         self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
@@ -71,7 +76,7 @@ class PolicyUpdates:
 
     def _make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
         spec, learner = self._spec, self._learner
-        algorithm, off_policy = spec.algorithm, spec.off_policy
+        algorithm, off_policy = spec.algorithm, self._off_policy
         self._logprobs.check_sampler(groups, step)
         names: set[Signal] = {*algorithm.needs}
         if off_policy.measures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.engine import Engine
@@ -15,27 +16,11 @@ from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.models.routing import Routing
 from perilune.rollout.groups import Groups
+from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
-# Nats by which log-probs of sampler and learner may differ through rounding. On a CPU they are equal.
-GAP_LIMIT = {"cpu": 1e-4, "cuda": 1e-2}
-# The same with bfloat16 products. If every product rounded differently, log-probs of the tiny model would
-# differ by 0.05; another order of summation changes only a few of them. On a CPU they are equal here too.
-BFLOAT16_LIMIT = {"cpu": 0.02, "cuda": 0.1}
-PLAIN_LIMIT = 1e-3  # least limit for a comparison with `plain_logprobs`, which sums in another order
 RANDOM = "it has dropout or another random layer, so the policy that learns is not the one that samples"
 WITHOUT_ADAPTER = "the base weights alone: the adapter did not reach the engine"
 _PROBE = 16  # tokens scored to compare the engine's weights with the learner's
-
-
-def gap_limit(decoder: Decoder) -> float:
-    """The largest difference in nats that counts as rounding, for the decoder's device and precision."""
-    limits = BFLOAT16_LIMIT if decoder.precision == "bfloat16" else GAP_LIMIT
-    return limits.get(next(decoder.parameters()).device.type, max(limits.values()))
-
-
-def plain_limit(decoder: Decoder) -> float:
-    """`gap_limit` for a comparison with `plain_logprobs`."""
-    return max(PLAIN_LIMIT, gap_limit(decoder))
 
 
 class Publisher:
@@ -95,14 +80,16 @@ class Publisher:
                 f"the learner published version {version} with checksum {self.published[version]}, and the"
                 f" engine has version {held[0]} with {held[1]}: its weights are stale, or another model's"
             )
-        gap = self._probe_gap(decoder)
-        if not gap <= plain_limit(decoder):
+        rounding = plain_rounding(decoder)
+        gaps = self._probe_gaps(decoder)
+        if not rounding.allows(gaps):
             if is_random(decoder, self._probe):
                 raise self._error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
-            alone = bool(pairs_of(decoder)) and self._probe_gap(base_of(decoder)) <= plain_limit(decoder)
+            alone = bool(pairs_of(decoder)) and rounding.allows(self._probe_gaps(base_of(decoder)))
             raise self._error(
-                f"on {_PROBE} fixed tokens engine and learner differ by {gap:.3g} nats: the engine took"
-                f" version {version} and computes with {WITHOUT_ADAPTER if alone else 'other weights'}"
+                f"on {_PROBE} fixed tokens engine and learner differ by {np.abs(gaps).max():.3g} nats:"
+                f" the engine took version {version} and computes with"
+                f" {WITHOUT_ADAPTER if alone else 'other weights'}"
             )
         if self._reference is not None and checksum(self._reference.state_dict()) != self._expected:
             raise self._error("the reference policy has changed: it is being trained")
@@ -126,17 +113,17 @@ class Publisher:
                 )
         return groups
 
-    def _probe_gap(self, decoder: Decoder) -> float:
+    def _probe_gaps(self, decoder: Decoder) -> NDArray[np.float64]:
         head, rest = self._probe[:1], self._probe[1:]
         (from_engine,) = self._engine.score([head.tolist()], [rest.tolist()])
         from_decoder = plain_logprobs(decoder, self._probe, len(rest), 1.0)
-        return float((from_decoder.cpu() - torch.from_numpy(from_engine)).abs().max())
+        return from_decoder.cpu().double().numpy() - from_engine
 
 
 def is_random(decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
     """Whether two forward passes over int64[T] tokens differ by more than rounding."""
     one, other = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
-    return float((one - other).abs().max()) > gap_limit(decoder)
+    return not rounding_of(decoder).allows((one - other).cpu().double().numpy())
 
 
 def plain_logprobs(

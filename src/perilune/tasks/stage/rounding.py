@@ -1,0 +1,82 @@
+"""How far the log-probs of one policy may differ when engine and learner both compute them.
+
+In float32 on a CPU they are equal, so each token is checked. With bfloat16 products on a GPU, another order
+of summation changes a log-prob by about 0.01 nats, and the largest of a million differences says nothing:
+there the mean and the KL divergence decide, and the largest is only reported.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Bounds on differences of log-probs, in nats.
+
+    Attributes:
+        largest: of one token.
+        mean: mean absolute difference.
+        kl: KL(sampler || learner) a token, by k3 (Schulman 2020).
+        missed: share of draws from the cumulative distribution that may fall to another token.
+    """
+
+    largest: float
+    mean: float = math.inf
+    kl: float = math.inf
+    missed: float = 0.0
+
+    def allows(self, differences: NDArray[np.float64]) -> bool:
+        """Whether differences float64[N], sampler minus learner, count as rounding. NaN does not."""
+        if not len(differences):
+            return True
+        sizes = np.abs(differences)
+        k3 = np.expm1(-differences) + differences
+        return self.permits(float(sizes.max()), float(sizes.mean()), float(k3.mean()))
+
+    def permits(self, largest: float, mean: float, kl: float) -> bool:
+        """The same for figures over many tokens."""
+        return largest <= self.largest and mean <= self.mean and kl <= self.kl
+
+    @property
+    def slack(self) -> float:
+        """Bound on the shift of a cumulative probability."""
+        return self.largest if self.largest < math.inf else 2 * self.mean
+
+    def __str__(self) -> str:
+        if self.largest < math.inf:
+            return f"{self.largest:g} nats are allowed"
+        return f"{self.mean:g} nats on average and a KL divergence of {self.kl:g} are allowed"
+
+
+_ROUNDING = {
+    ("float32", "cpu"): Rounding(1e-4),
+    ("float32", "cuda"): Rounding(1e-2),
+    ("bfloat16", "cpu"): Rounding(0.02),
+    ("bfloat16", "cuda"): Rounding(math.inf, mean=0.05, kl=0.01, missed=0.1),
+}
+_PLAIN = 1e-3  # least bound for a comparison with `plain_logprobs`, which sums in another order
+
+
+def rounding_of(decoder: Decoder) -> Rounding:
+    """What counts as rounding, for the decoder's device and precision."""
+    precision = "bfloat16" if decoder.precision == "bfloat16" else "float32"
+    device = next(decoder.parameters()).device.type
+    return _ROUNDING.get((precision, device), _ROUNDING[precision, "cuda"])
+
+
+def is_exact(decoder: Decoder) -> bool:
+    """Whether engine and learner give the same bits: on a CPU."""
+    return next(decoder.parameters()).device.type == "cpu"
+
+
+def plain_rounding(decoder: Decoder) -> Rounding:
+    """`rounding_of` for a comparison with `plain_logprobs`."""
+    rounding = rounding_of(decoder)
+    return rounding if rounding.largest >= _PLAIN else Rounding(_PLAIN)

@@ -1,0 +1,68 @@
+"""What counts as rounding: each token where bits are equal, and otherwise the mean and the KL divergence."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.tasks.stage.rounding import _ROUNDING, Rounding, plain_rounding, rounding_of
+
+GPU = _ROUNDING["bfloat16", "cuda"]
+RNG = np.random.default_rng(0)
+NOISE = RNG.normal(0, 0.012, 200_000)
+
+
+class Bare(torch.nn.Module):
+    """A decoder as far as this is concerned."""
+
+    def __init__(self, precision: str, device: str) -> None:
+        super().__init__()
+        self.precision = precision
+        self.weight = torch.nn.Parameter(torch.zeros(1, device=device))
+
+
+def test_rounding_of_a_million_tokens_is_no_reason_to_stop() -> None:
+    noise = NOISE.copy()
+    noise[7] = 1.4  # the largest difference of a step, far beyond any limit on one token
+    assert GPU.allows(noise)
+    assert not _ROUNDING["bfloat16", "cpu"].allows(noise)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(NOISE + 0.08, id="biased"),
+        pytest.param(NOISE * 7, id="wide"),
+        pytest.param(np.where(np.arange(len(NOISE)) % 50 == 0, -1.6, NOISE), id="every fiftieth token"),
+        pytest.param(np.append(NOISE, np.nan), id="not finite"),
+    ],
+)
+def test_a_mistake_is_more_than_rounding(mistake: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    assert not GPU.allows(mistake)
+
+
+def test_another_temperature_is_more_than_rounding() -> None:
+    logits = torch.from_numpy(RNG.normal(0, 2, (5_000, 64)))
+    right, wrong = logits.log_softmax(-1), (logits / 0.8).log_softmax(-1)
+    drawn = torch.multinomial(right.exp(), 1, generator=torch.Generator().manual_seed(0))
+    assert not GPU.allows((right.gather(1, drawn) - wrong.gather(1, drawn))[:, 0].numpy())
+
+
+def test_figures_over_many_tokens_decide_as_the_tokens_do() -> None:
+    k3 = np.expm1(-NOISE) + NOISE
+    assert GPU.permits(float(np.abs(NOISE).max()), float(np.abs(NOISE).mean()), float(k3.mean()))
+    assert not GPU.permits(0.1, 0.06, 0.001)
+    assert not GPU.permits(0.1, 0.01, 0.02)
+    assert not Rounding(1e-4).permits(2e-4, 0.0, 0.0)
+
+
+def test_the_limits_of_a_decoder_are_those_of_its_device_and_precision() -> None:
+    assert rounding_of(Bare("float32", "cpu")).largest == 1e-4  # type: ignore[arg-type]
+    assert plain_rounding(Bare("float32", "cpu")).largest == 1e-3  # type: ignore[arg-type]
+    assert rounding_of(Bare("bfloat16", "meta")) == GPU  # type: ignore[arg-type]
+    assert plain_rounding(Bare("bfloat16", "meta")).largest == math.inf  # type: ignore[arg-type]
+    assert not GPU.allows(np.full(16, 0.2))
+    assert GPU.allows(np.zeros(0))
