@@ -177,6 +177,7 @@ def test_samples_in_flight_fit_their_room() -> None:
         assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= room
     assert slots_for(TINY, 64, "auto") == SLOTS
     assert engine_size(TINY, 64, "cpu")["cache_tokens"] == SLOTS * 320
+    assert engine_size(TINY, 64, "cpu", samples=24) == {"slots": 24, "cache_tokens": 24 * 320}
     long = config.replace(num_layers=1)  # few samples are planned for, but one of the longest has room
     assert engine_size(long.replace(max_position_embeddings=200_000), 16, "cpu")["cache_tokens"] == 200_000
     assert slots_for(config.replace(num_layers=10_000), 40_000, "cpu") == 1

@@ -113,7 +113,7 @@ class _Simulator:
         times, plan = self._times(spec, asynchronous, lengths)
         device = "cuda" if self.options.machines else job.resources.device
         longest = planned_tokens(job.environment, spec.max_tokens, self.config)
-        size = engine_size(self.config, longest, device)
+        size = engine_size(self.config, longest, device, None if asynchronous else spec.most_samples)
         make_engine = partial(
             SimulatedEngine, SimulatedModel.of(self.config), times.step, token_budget=4096, **size
         )

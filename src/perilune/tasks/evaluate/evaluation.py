@@ -132,7 +132,7 @@ def _sampler(
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
     memory = require_memory(needed, workspace.job.resources)
-    engine = make_engine(policy.decoder, longest, policy.tokenizer)
+    engine = make_engine(policy.decoder, longest, policy.tokenizer, samples=memory.slots)
     sub_agents = open_sub_agents(workspace, policy, device, longest)
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids, sub_agents)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}

@@ -66,11 +66,17 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
         """Whether training needs the policy that it started from."""
         return self.kl > 0 or "deviation" in self.algorithm.needs
 
+    @property
+    def most_samples(self) -> int:
+        """Most answers that are sampled together, in training or evaluation."""
+        evaluated = self.eval.tasks * self.eval.samples if self.eval else 0
+        return max(self.prompts * self.samples, evaluated)
+
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
         """The memory plan for episodes of at most `longest` tokens after the prompt."""
         plan = stage_memory(
             config,
-            samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
+            samples=self.most_samples,
             max_tokens=longest,
             token_budget=self.token_budget,
             reference=self.uses_reference,

@@ -89,10 +89,12 @@ class StageMemory(MemoryPlan):
     Attributes:
         token_budget: tokens of a forward pass in training; 0 for a stage that doesn't train.
         replan: computes the plan for another token budget.
+        slots: most samples in flight; 0 for a stage that doesn't sample.
     """
 
     token_budget: int
     replan: Callable[[int], MemoryPlan]
+    slots: int = 0
 
     def fitting(self, available: int) -> str:
         """How to fit into `available` bytes: a lower token budget, or settings that save more."""
@@ -110,12 +112,17 @@ class EngineSize(TypedDict):
     cache_tokens: int
 
 
-def engine_size(config: DecoderConfig, max_tokens: int, device: str) -> EngineSize:
-    """Room for `slots_for` samples of the planned length, and for at least one of the model's full length.
+def engine_size(
+    config: DecoderConfig, max_tokens: int, device: str, samples: int | None = None
+) -> EngineSize:
+    """Room for the samples of the planned length, and for at least one of the model's full length.
 
     A prompt longer than planned leaves less room for other samples.
+
+    Args:
+        samples: most samples that the stage has at a time; None if unknown.
     """
-    slots = slots_for(config, max_tokens, device)
+    slots = min(slots_for(config, max_tokens, device), samples or SLOTS)
     planned = slots * -(-_length(config, max_tokens) // BLOCK) * BLOCK
     available = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
     counts = range(1, 1 - (-config.max_position_embeddings // BLOCK))
@@ -124,12 +131,18 @@ def engine_size(config: DecoderConfig, max_tokens: int, device: str) -> EngineSi
 
 
 def make_engine(
-    decoder: Decoder, max_tokens: int, tokenizer: Tokenizer, *, record_routes: bool = False
+    decoder: Decoder,
+    max_tokens: int,
+    tokenizer: Tokenizer,
+    *,
+    samples: int | None = None,
+    record_routes: bool = False,
 ) -> Engine:
     """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
 
     Args:
         tokenizer: for stop texts.
+        samples: most samples that the stage has at a time; None if unknown.
 
     Raises:
         RequestError: when `record_routes` is set for a model whose routes cannot be recorded.
@@ -137,7 +150,7 @@ def make_engine(
     from perilune.engine.engine import Engine
 
     device = next(decoder.parameters()).device
-    size = engine_size(decoder.config, max_tokens, device.type)
+    size = engine_size(decoder.config, max_tokens, device.type, samples)
     engine = Engine(decoder, tokenizer=tokenizer, **size)
     if record_routes:
         engine.record_routes()
@@ -181,7 +194,7 @@ def stage_memory(
         )
 
     plan = planned(token_budget)
-    return StageMemory(plan.persistent, plan.transient, token_budget, planned)
+    return StageMemory(plan.persistent, plan.transient, token_budget, planned, slots)
 
 
 def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:

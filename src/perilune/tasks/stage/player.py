@@ -112,7 +112,10 @@ def open_player(
         planned = None
         if memory is not None:
             planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
-        engine = make_engine(policy.decoder, longest, policy.tokenizer, record_routes=record_routes)
+        samples = None if planned is None else planned.slots
+        engine = make_engine(
+            policy.decoder, longest, policy.tokenizer, samples=samples, record_routes=record_routes
+        )
         ranks = join_ranks(workspace, device)
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks
