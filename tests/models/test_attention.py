@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from perilune.models import attention, kernels
 from perilune.models.attention import PackedAttention, attend, padded
@@ -46,13 +51,16 @@ def check(
     heads: tuple[int, int],
     window: int | None = None,
     prefix_lengths: list[int] | None = None,
+    attend_all: Callable[..., Tensor] | None = None,
 ) -> None:
     cu = bounds(lengths)
     inputs = random_qkv(int(cu[-1]), *heads)
     ours = [x.clone().requires_grad_() for x in inputs]
     of = None if prefix_of is None else torch.tensor(prefix_of)
     cut = None if prefix_lengths is None else torch.tensor(prefix_lengths)
-    out = PackedAttention(cu, of, cut)(0, *ours, window)
+    packed = PackedAttention(cu, of, cut)
+    attended = partial(packed, 0) if attend_all is None else partial(attend_all, spans=packed._one_by_one)
+    out = attended(*ours, window=window)
     theirs = [x.double().requires_grad_() for x in inputs]
     parts = []
     for index, length in enumerate(lengths):
@@ -105,6 +113,40 @@ def test_many_queries_are_taken_in_turns(
 ) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
     check([35, 50, 7], prefix_of, (4, 2))
+
+
+@pytest.mark.parametrize("window", [None, 6, 40])
+@pytest.mark.parametrize("lengths", [[35, 50, 7], [20, 3, 33, 0, 1]])
+def test_long_sequences_are_computed_one_by_one_on_a_gpu(
+    lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
+    check(lengths, None, (4, 2), window, attend_all=attention._one_by_one)
+    of = [-1, 0, 0, -1, 3][: len(lengths)]
+    cut = [0, 17, 5, 0, 0][: len(lengths)]
+    check(lengths, of, (4, 2), window, cut, attend_all=attention._one_by_one)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the number of elements of the largest new tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self.elements = max([self.elements, *(one.numel() for one in tensors)])
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_long_sequence_needs_no_mask_of_its_square(window: int | None) -> None:
+    length = 4000
+    q, k, v = (x.requires_grad_() for x in random_qkv(length, 4, 2))
+    with Largest() as largest:
+        attention._one_by_one(q, k, v, [(0, length, 0, 0)], window).sum().backward()
+    assert largest.elements <= max(4 * length * 16, 4 * 512 * (512 + 300))
+    assert largest.elements < length**2 / 10
 
 
 @settings(max_examples=15, deadline=None)

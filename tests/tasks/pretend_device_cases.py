@@ -18,6 +18,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.request import Prompt, Request, SamplingParams
 from perilune.models.adapters.files import Adapter
+from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
@@ -102,6 +103,28 @@ def test_an_engine_gives_the_same_there(cache: Any) -> None:
     for (tokens, logprobs), (expected, its_logprobs) in zip(there, here, strict=True):
         assert tokens == expected
         np.testing.assert_allclose(logprobs, its_logprobs, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("longest", [40, 600])
+def test_packed_attention_gives_the_same_there(longest: int, window: int | None, device: None) -> None:
+    """Of short sequences in padded blocks, and of long ones one by one, after a part of another or alone."""
+    lengths = torch.tensor([30, 5, longest, 0, 9])
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    of, cut = torch.tensor([-1, 0, 0, -1, -1]), torch.tensor([0, 30, 17, 0, 0])
+    generator = torch.Generator().manual_seed(0)
+    here = [torch.randn(int(ends[-1]), heads, 16, generator=generator) for heads in (4, 2, 2)]
+    there = [one.to(DEVICE).requires_grad_() for one in here]
+    for one in here:
+        one.requires_grad_()
+    out = PackedAttention(ends, of, cut)(0, *here, window)
+    its = PackedAttention(ends.to(DEVICE), of.to(DEVICE), cut.to(DEVICE))(0, *there, window)
+    torch.testing.assert_close(its.cpu(), out, rtol=1e-4, atol=1e-5)
+    out.sum().backward()
+    its.sum().backward()
+    for one, other in zip(here, there, strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-3, atol=1e-4)
 
 
 SMALL = {"steps": 1, "prompts": 2, "samples": 2, "max_tokens": 4, "warmup": 0, "save_every": 1}

@@ -114,15 +114,60 @@ class PackedAttention:
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
+        self._one_by_one = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
         self._in_order = Spans(starts, lengths, of, prefixes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if is_native(q, q.shape[-1]):
             attended: Tensor = _Native.apply(q, k, v, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
+        if self._one_by_one is not None and q.device.type != "cpu":
+            return _one_by_one(q, k, v, self._one_by_one, window)
         if self._layout is None:
             self._layout = _Layout(self._spans, self._shared, q, k)
         return self._layout(q, k, v, window)
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Sequence[int]], window: int | None
+) -> Tensor:
+    """Packed attention by torch's fused kernels, a sequence at a time.
+
+    They know the causal mask and store no scores, so memory grows with the length and not with its square.
+
+    Args:
+        spans: start, length, start of the prefix, and length of the prefix of each sequence, in order.
+    """
+    outs = []
+    for start, length, prefix_start, prefix in spans:
+        if not length:
+            continue
+        own = slice(start, start + length)
+        before = slice(prefix_start, prefix_start + prefix)
+        keys, values = (torch.cat([x[before], x[own]]) if prefix else x[own] for x in (k, v))
+        outs.append(_causal(q[own], keys, values, window))
+    return torch.cat(outs)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention float[L, H, D] of the last L queries over float[T, KV, D] keys."""
+    length, total = len(q), len(k)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if window is None or window >= total:
+        # The kernels' causal mask begins at the first key, so queries without use stand before the others.
+        q = F.pad(q, (0, 0, total - length, 0))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out[0, :, total - length :].transpose(0, 1)
+    outs = []
+    for first in range(0, length, _QUERY_BLOCK):
+        rows = torch.arange(first, min(first + _QUERY_BLOCK, length), device=q.device) + total - length
+        seen = slice(max(0, first + total - length - window + 1), first + total - length + len(rows))
+        columns = torch.arange(seen.start, seen.stop, device=q.device)
+        visible = (columns <= rows[:, None]) & (columns > rows[:, None] - window)
+        chunk = q[:, :, first : first + len(rows)], k[:, :, seen], v[:, :, seen], visible
+        outs.append(F.scaled_dot_product_attention(*chunk))
+    return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
 class _Native(torch.autograd.Function):
@@ -258,6 +303,8 @@ class _Block:
     ) -> None:
         heads, kv_heads = q.shape[1], k.shape[1]
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
+        self._shape = sequences, heads, length, q.shape[-1]
+        self._exact = q.device.type == "cpu"
         equal = bool((prefix == prefix[0]).all())
         prefix = prefix[:1] if equal else prefix
         self._chunks = []
@@ -268,14 +315,21 @@ class _Block:
             columns = slice(unseen // _TERMS * _TERMS, padded(int(at.max()) + 1))
             column = torch.arange(columns.start, columns.stop)
             visible = column <= at if window is None else (column <= at) & (column > at - window)
-            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)
-            mask = mask[:, None, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
-            self._chunks.append((slice(start, stop), columns, mask.flatten(2, 3).flatten(0, 1)))
+            mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)[:, None]
+            if self._exact:
+                mask = mask[:, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
+                mask = mask.flatten(2, 3).flatten(0, 1)
+            self._chunks.append((slice(start, stop), columns, mask))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """float[S * H * L, D] from float[S * H * L, D] and float[S * KV * T, D]."""
         size = q.shape[-1]
         k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, size)
+        if not self._exact:
+            k, v = (x.repeat_interleave(self._group, dim=0).view(*self._shape[:2], -1, size) for x in (k, v))
+            ((_, columns, mask),) = self._chunks  # longer sequences are computed one by one
+            k, v = k[:, :, columns], v[:, :, columns]
+            return F.scaled_dot_product_attention(q.view(self._shape), k, v, attn_mask=mask).view(-1, size)
         if len(self._chunks) == 1:
             _, columns, mask = self._chunks[0]
             return attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask).view(-1, size)
