@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
+from perilune.models.adapters.lora import narrow_part
+from perilune.models.checkpoints import loading
 from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
@@ -322,3 +324,17 @@ def test_a_full_disk_leaves_no_half_file(
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "full", decoder, tokenizer)
     assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_a_narrow_base_is_never_whole_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[int] = []
+
+    def counted(decoder: Decoder, name: str, kind: Any) -> None:
+        matrices = [one for one in decoder.parameters() if one.dim() == 2 and not one.is_meta]
+        whole.append(sum(one.dtype == torch.float32 for one in matrices))
+        narrow_part(decoder, name, kind)
+
+    monkeypatch.setattr(loading, "narrow_part", counted)
+    decoder, _ = load_checkpoint(folder, base="int8")
+    assert max(whole) == 1
+    assert not any(one.is_meta for one in decoder.parameters())

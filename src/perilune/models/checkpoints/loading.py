@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
@@ -157,10 +157,14 @@ def load_as(
         RequestError: as `load_checkpoint`.
     """
     config, stored = checked_headers(kind, path)
-    decoder = _empty(kind, config, torch.device(device), dtype)
-    parameters = decoder.state_dict()
-    for name, tensor in read_tensors([stored[name] for name in parameters]):
-        parameters.pop(name).copy_(tensor)  # memory is allocated here
+    with torch.device("meta"):
+        decoder = kind(config)
+    for name, tensor in read_tensors([stored[name] for name in decoder.state_dict()]):
+        # One at a time, so that a narrow base never has all of its weights in float32 on the device.
+        owner, _, attribute = name.rpartition(".")
+        part = decoder.get_submodule(owner)
+        weight = torch.empty(tensor.shape, device=device, dtype=dtype).copy_(tensor)
+        setattr(part, attribute, nn.Parameter(weight, getattr(part, attribute).requires_grad))
         narrow_part(decoder, name, base)
     install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
