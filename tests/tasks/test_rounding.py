@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from perilune.models.checkpoints.loading import new_model
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.stage import publishing
 from perilune.tasks.stage.rounding import _ROUNDING, Rounding, plain_rounding, rounding_of
 
 GPU = _ROUNDING["bfloat16", "cuda"]
@@ -66,3 +69,18 @@ def test_the_limits_of_a_decoder_are_those_of_its_device_and_precision() -> None
     assert plain_rounding(Bare("bfloat16", "meta")).largest == math.inf  # type: ignore[arg-type]
     assert not GPU.allows(np.full(16, 0.2))
     assert GPU.allows(np.zeros(0))
+
+
+def test_scores_for_checks_are_computed_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_model("tiny", Tokenizer.characters(), seed=0)
+    ids = RNG.integers(90, size=70)
+    whole, first = publishing.plain_scores(decoder, ids, 69, 0.7, whole=5)
+    monkeypatch.setattr(publishing, "_ROWS", 16)
+    rows: list[int] = []
+    logits = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda states: rows.append(len(states)) or logits(states))
+    chunked, again = publishing.plain_scores(decoder, ids, 69, 0.7, whole=5)
+    assert rows == [16, 16, 16, 16, 5]
+    assert torch.equal(whole, chunked)
+    assert torch.equal(first, again)
+    assert torch.equal(first.gather(1, torch.from_numpy(ids[1:6, None]))[:, 0], whole[:5])

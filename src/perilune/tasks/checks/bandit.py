@@ -20,7 +20,7 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 from perilune.tasks.rl.update import PolicyUpdates
-from perilune.tasks.stage.publishing import plain_distributions
+from perilune.tasks.stage.publishing import plain_scores
 
 if TYPE_CHECKING:
     from perilune.tasks.rl.spec import RLSpec
@@ -115,4 +115,5 @@ def _episode(one: Completion, name: str, reward: float) -> Episode:
 
 def _probability(decoder: Decoder, temperature: float) -> float:
     """Probability that the first token is the rewarded arm."""
-    return float(plain_distributions(decoder, np.array([*_PROMPT, 0]), 1, temperature)[0, _REWARDED].exp())
+    _, (distribution,) = plain_scores(decoder, np.array([*_PROMPT, 0]), 1, temperature, whole=1)
+    return float(distribution[_REWARDED].exp())

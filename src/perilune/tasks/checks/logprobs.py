@@ -28,7 +28,7 @@ from perilune.tasks.stage.publishing import (
     RANDOM,
     WITHOUT_ADAPTER,
     is_random,
-    plain_distributions,
+    plain_scores,
 )
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
@@ -216,9 +216,8 @@ def _scored(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Arr
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
     routes = packed_routes([episode], [0])
     replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))
-    every = plain_distributions(decoder, ids, len(episode.token_ids), temperature, replay)
-    chosen = every.gather(1, torch.from_numpy(ids)[-len(every) :, None].to(every.device))[:, 0]
-    return chosen.cpu().numpy()[episode.loss_mask], every[:DRAWN].cpu().numpy()
+    chosen, first = plain_scores(decoder, ids, len(episode.token_ids), temperature, replay, DRAWN)
+    return chosen.cpu().numpy()[episode.loss_mask], first.cpu().numpy()
 
 
 def explain(episode: Episode, logprobs: Array, decoder: Decoder, temperature: float, whose: str) -> str:

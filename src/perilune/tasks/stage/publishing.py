@@ -18,8 +18,10 @@ from perilune.models.routing import Routing
 from perilune.rollout.groups import Groups
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
+Tokens = NDArray[np.int64]
 RANDOM = "it has dropout or another random layer, so the policy that learns is not the one that samples"
 WITHOUT_ADAPTER = "the base weights alone: the adapter did not reach the engine"
+_ROWS = 128  # rows of logits at a time
 _PROBE = 16  # tokens scored to compare the engine's weights with the learner's
 
 
@@ -120,36 +122,43 @@ class Publisher:
         return from_decoder.cpu().double().numpy() - from_engine
 
 
-def is_random(decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> bool:
+def is_random(decoder: Decoder, ids: Tokens) -> bool:
     """Whether two forward passes over int64[T] tokens differ by more than rounding."""
     one, other = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
     return not rounding_of(decoder).allows((one - other).cpu().double().numpy())
 
 
-def plain_logprobs(
-    decoder: Decoder, ids: np.ndarray[tuple[int], np.dtype[np.int64]], count: int, temperature: float
-) -> Tensor:
-    """Log-probs float32[count] of the last `count` of int64[T] tokens, from `plain_distributions`."""
-    logprobs = plain_distributions(decoder, ids, count, temperature)
-    tokens = torch.as_tensor(np.asarray(ids, np.int64)[-count:], device=logprobs.device)
-    return logprobs.gather(1, tokens[:, None])[:, 0]
+def plain_logprobs(decoder: Decoder, ids: Tokens, count: int, temperature: float) -> Tensor:
+    """Log-probs float32[count] of the last `count` of int64[T] tokens."""
+    return plain_scores(decoder, ids, count, temperature)[0]
 
 
 @torch.no_grad()
-def plain_distributions(
+def plain_scores(  # noqa: PLR0917
     decoder: Decoder,
-    ids: np.ndarray[tuple[int], np.dtype[np.int64]],
+    ids: Tokens,
     count: int,
     temperature: float,
     routing: Routing | None = None,
-) -> Tensor:
-    """Log-probs float32[count, V] of the distributions that the last `count` of int64[T] tokens come from.
+    whole: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs float32[count] of the last `count` of int64[T] tokens, and float32[whole, V] of all tokens.
 
     A plain computation for checks: one sequence, without packing, row selection or the log-prob kernels. It
-    shares the decoder's layers with the code that it checks.
+    shares the decoder's layers with the code that it checks. Logits are computed for some rows at a time.
+
+    Args:
+        whole: how many of the first distributions to return; at most `count` and `_ROWS`.
     """
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)
     bounds = torch.tensor([0, len(tokens)], device=device)
     states = decoder(tokens, torch.arange(len(tokens), device=device), PackedAttention(bounds), routing)
-    return (decoder.logits(states[-count - 1 : -1]).float() / (temperature or 1.0)).log_softmax(-1)
+    states, targets = states[-count - 1 : -1], tokens[-count:]
+    chosen, first = [], states.new_empty(0)
+    for some, of_some in zip(torch.split(states, _ROWS), torch.split(targets, _ROWS), strict=True):
+        logprobs = (decoder.logits(some).float() / (temperature or 1.0)).log_softmax(-1)
+        if not chosen:
+            first = logprobs[:whole].clone()
+        chosen.append(logprobs.gather(1, of_some[:, None])[:, 0])
+    return torch.cat(chosen), first
