@@ -155,7 +155,8 @@ def plain_scores(  # noqa: PLR0917
     bounds = torch.tensor([0, len(tokens)], device=device)
     states = decoder(tokens, torch.arange(len(tokens), device=device), PackedAttention(bounds), routing)
     states, targets = states[-count - 1 : -1], tokens[-count:]
-    chosen, first = [], states.new_empty(0)
+    chosen: list[Tensor] = []
+    first = states.new_empty(0)
     for some, of_some in zip(torch.split(states, _ROWS), torch.split(targets, _ROWS), strict=True):
         logprobs = (decoder.logits(some).float() / (temperature or 1.0)).log_softmax(-1)
         if not chosen:
