@@ -15,10 +15,14 @@ from task_cases import SFT, make_bundle, make_job, metrics, run_in, run_task, su
 
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.plugin import load_plugin
+from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json, sha256_file
 from perilune.models.adapters.files import Adapter
-from perilune.models.checkpoints.loading import load_decoder
+from perilune.models.checkpoints.loading import load_decoder, new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.text.tokenizer import Tokenizer
 
 FRUGAL: dict[str, Any] = {
     "keep": {"optimizer": True},
@@ -116,3 +120,29 @@ def test_the_plan_says_what_learns_and_how() -> None:
     told = "adapter of rank 4, alpha 8, base in int8, bfloat16 products, layers recomputed"
     assert load_plugin("rl").plan(job)["learning"] == told
     assert "learning" not in load_plugin("rl").plan(make_job("rl"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "message"),
+    [
+        ({"lora": {"rank": 2}}, {"preset": "tiny"}, "LoRA trains only an adapter"),
+        ({}, {"path": "mixture"}, "a mixture of experts cannot be sharded"),
+    ],
+)
+def test_the_plan_refuses_what_cannot_be_sharded(
+    tmp_path: Path, spec: dict[str, Any], model: dict[str, str], message: str
+) -> None:
+    if "path" in model:
+        tokenizer = Tokenizer.characters()
+        mixture = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(4, 2, 16))
+        save_checkpoint(tmp_path / "mixture", new_model(mixture, tokenizer, seed=0), tokenizer)
+        model = {"path": str(tmp_path / "mixture")}
+    job = make_job("rl", **spec)
+    sharded = job.model_copy(
+        update={
+            "model": model,
+            "resources": job.resources.model_copy(update={"processes": 2, "sharded": True}),
+        }
+    )
+    with pytest.raises(RequestError, match=message):
+        load_plugin("rl").plan(sharded)

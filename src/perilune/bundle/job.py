@@ -62,7 +62,8 @@ class Resources(Frozen):
     )
     sharded: bool | None = Field(
         None,
-        description="shard weights, gradients and optimizer state over processes (FSDP); default: on cuda",
+        description="shard weights, gradients and optimizer state over processes (FSDP); by default on cuda,"
+        " except for adapters and mixtures of experts",
     )
 
 

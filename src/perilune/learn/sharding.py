@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from perilune.errors import RequestError
 from perilune.learn.distributed import Ranks
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
@@ -27,10 +26,7 @@ T = TypeVar("T")
 
 
 class ShardedDecoder:
-    """A copy of a decoder, sharded over ranks.
-
-    Raises:
-        RequestError: when the decoder is a mixture of experts.
+    """A copy of a decoder without experts, sharded over ranks.
 
     Attributes:
         module: the sharded copy, for forward passes with gradients.
@@ -42,12 +38,6 @@ class ShardedDecoder:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        if decoder.config.experts is not None:
-            raise RequestError(
-                "a mixture of experts cannot be sharded, because a micro-batch reaches only some experts",
-                where="resources.sharded",
-                remedy="set sharded: false; the processes share the work in any case",
-            )
         self._ranks = ranks
         self.module = copy.deepcopy(decoder)
         device = next(decoder.parameters()).device.type

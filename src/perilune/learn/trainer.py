@@ -27,7 +27,7 @@ from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.figures import Figures, merge_micro_batches
 from perilune.learn.optimizer import AdamW
 from perilune.learn.replay import RouteReplay
-from perilune.learn.training_settings import OptimizerSettings
+from perilune.learn.training_settings import OptimizerSettings, refuse_sharding
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import in_row_chunks
@@ -369,12 +369,8 @@ def predicting_states(decoder: Decoder, batch: PackedBatch, routing: Routing | N
 def _shard(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
     if not ranks.sharded:
         return None
-    if len(trainable(decoder)) < len(dict(decoder.named_parameters())):
-        raise RequestError(
-            "LoRA trains only an adapter, which is too small to shard",
-            where="resources.sharded",
-            remedy="set sharded: false; the processes share the work in any case",
-        )
+    adapter = len(trainable(decoder)) < len(dict(decoder.named_parameters()))
+    refuse_sharding(adapter=adapter, experts=decoder.config.experts is not None)
     from perilune.learn.sharding import ShardedDecoder
 
     return ShardedDecoder(decoder, ranks)

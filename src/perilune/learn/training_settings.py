@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perilune.errors import RequestError
 from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.off_policy import OffPolicySettings
@@ -33,6 +34,24 @@ class AlgorithmSettings(BaseModel):
         description="corrections for samples of another policy; by default none on a CPU, truncated weights"
         " on other devices and in asynchronous training",
     )
+
+
+def refuse_sharding(*, adapter: bool, experts: bool) -> None:
+    """Refuse to shard an adapter or a mixture of experts.
+
+    Raises:
+        RequestError: for either.
+    """
+    remedy = "set sharded: false; the processes share the work in any case"
+    if adapter:
+        raise RequestError(
+            "LoRA trains only an adapter, which is too small to shard",
+            where="resources.sharded",
+            remedy=remedy,
+        )
+    if experts:
+        message = "a mixture of experts cannot be sharded, because a micro-batch reaches only some experts"
+        raise RequestError(message, where="resources.sharded", remedy=remedy)
 
 
 class OptimizerSettings(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from perilune.learn.algorithms import StepContext
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default where rounding separates sampler and learner."""
-SECONDS_A_TOKEN = 1.0  # longer than training takes on any useful machine
+SECONDS_A_TOKEN = {"cpu": 1.0}  # longer than training takes on any useful machine
+ON_ACCELERATOR = 0.02
+PATIENCE = 20  # a step may take this many times as long a token as the slowest one before it
 
 
 class PolicyUpdates:
@@ -52,6 +55,9 @@ class PolicyUpdates:
         draws_are_known: bool = False,
     ) -> None:
         self._spec, self._learner, self._reference = spec, learner, reference
+        device = next(learner.decoder.parameters()).device.type
+        self._seconds_a_token = SECONDS_A_TOKEN.get(device, ON_ACCELERATOR)
+        self._slowest = 0.0
         by_default = OffPolicySettings() if is_exact(learner.decoder) else TRUNCATED
         self._off_policy = spec.off_policy or by_default
         self._longest = longest or spec.max_tokens
@@ -71,8 +77,12 @@ class PolicyUpdates:
             all weighted groups, with those that no update used, and the metrics of the updates.
         """
         tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
-        with Waiting("learning", STALL + tokens * SECONDS_A_TOKEN):
-            return self._make(groups, step)
+        began = time.monotonic()
+        with Waiting("learning", STALL + tokens * self._seconds_a_token):
+            made = self._make(groups, step)
+        self._slowest = max(self._slowest, (time.monotonic() - began) / max(tokens, 1))
+        self._seconds_a_token = min(self._seconds_a_token, PATIENCE * self._slowest)
+        return made
 
     def _make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
         spec, learner = self._spec, self._learner

@@ -116,7 +116,7 @@ def open_player(
         engine = make_engine(
             policy.decoder, longest, policy.tokenizer, samples=samples, record_routes=record_routes
         )
-        ranks = join_ranks(workspace, device)
+        ranks = join_ranks(workspace, device, policy.decoder)
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks
         )

@@ -14,7 +14,7 @@ from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.distributed import Ranks, join
 from perilune.learn.training_settings import LearnerSettings
-from perilune.models.adapters.lora import BaseKind, base_of, narrow_base
+from perilune.models.adapters.lora import BaseKind, base_of, narrow_base, pairs_of
 from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
@@ -69,9 +69,15 @@ def prepare_device(workspace: Workspace) -> torch.device:
     return torch.device(kind)
 
 
-def join_ranks(workspace: Workspace, device: torch.device) -> Ranks:
-    """Join the process group of the stage, if it runs in several processes."""
-    ranks = join(device, workspace.job.resources.sharded)
+def join_ranks(workspace: Workspace, device: torch.device, decoder: Decoder) -> Ranks:
+    """Join the process group of the stage, if it runs in several processes.
+
+    By default, processes on GPUs shard what can be sharded: not an adapter, and not a mixture of experts.
+    """
+    sharded = workspace.job.resources.sharded
+    if sharded is None and (pairs_of(decoder) or decoder.config.experts is not None):
+        sharded = False
+    ranks = join(device, sharded)
     if ranks.count > 1:
         layout = "sharded over all processes" if ranks.sharded else "replicated in each process"
         workspace.log(f"process {ranks.rank} of {ranks.count}, trained parameters {layout}")

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import OutputKind, complete_spec
-from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
+from perilune.learn.training_settings import LearnerSettings, OptimizerSettings, refuse_sharding
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
@@ -54,6 +54,8 @@ class Stage(ABC, Generic[Spec]):
         """
         spec = read_spec(self.spec, job)
         require_data(job)
+        if job.resources.sharded and isinstance(spec, LearnerSettings):
+            refuse_sharding(adapter=spec.lora is not None, experts=_has_experts(job))
         return {**self.describe(spec, job), **describe_defaults(spec, job)}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
@@ -75,6 +77,12 @@ class Stage(ABC, Generic[Spec]):
     @abstractmethod
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
         """Run the stage and return its summary."""
+
+
+def _has_experts(job: Job) -> bool:
+    from perilune.tasks.stage.memory_plan import model_config
+
+    return model_config(job).experts is not None
 
 
 def read_spec(kind: type[Spec], job: Job) -> Spec:

@@ -46,7 +46,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         with_reference_logprobs(pairs.validation, policy.decoder, spec.token_budget),
         pairs.seed,
     )
-    learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
+    learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
     held_out = partial(pair_values, policy.decoder, data.validation, spec.loss, spec.beta, spec.token_budget)
     loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out if data.validation else None)
     alarm = CollapseAlarm(workspace)

@@ -35,7 +35,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
     reader = spec.reader(policy.tokenizer, model.config)
     data = PreferenceData.load(paths, reader, workspace.job.seed, spec.validation)
     workspace.log(f"data: {reader.describe()}")
-    learner = Learner(model, spec, ranks=join_ranks(workspace, device))
+    learner = Learner(model, spec, ranks=join_ranks(workspace, device, model))
     trained = learner.trained
     assert isinstance(trained, RewardModel)
     before = score_figures(score_pairs(model, data.train, spec.token_budget), data.train)

@@ -30,7 +30,7 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
         stage_memory(config, token_budget=spec.token_budget, learner=spec, device=device.type, **room),
         workspace.job.resources,
     )
-    learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device))
+    learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
     reader = spec.reader(policy.tokenizer, config)
     demonstrations = Demonstrations(
         [workspace.input("data")], reader, workspace.job.seed, validation=spec.validation
