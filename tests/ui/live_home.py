@@ -24,7 +24,7 @@ model: {preset: tiny}
 environment: {id: factory, factory: "task_environments:Digits"}
 resources: {device: cpu, threads: 1}
 stages:
-  - {name: rl, task: rl, checkpoint: model, steps: 40000, prompts: 4, samples: 4, max_tokens: 4}
+  - {name: rl, task: rl, checkpoint: model, steps: 40000, prompts: 4, samples: 4, max_tokens: 4, lr: 1.0e-8}
 """
 
 
