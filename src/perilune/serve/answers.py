@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from perilune.engine.request import Delta
+from perilune.serve.parts import PartsReader
 
 DONE = b"data: [DONE]\n\n"
 
@@ -71,9 +73,26 @@ class Answer:
         chat: a chat completion; otherwise a text completion.
         logprobs: include log-probs.
         with_ids: include token ids and policy versions.
+        parts: makes what splits the text of a choice of a chat; None for text that is all content.
+
+    Attributes:
+        reasoning_begun: whether the prompt ends with the beginning of the reasoning.
     """
 
-    def __init__(self, model: str, spelling: Spelling, *, chat: bool, logprobs: bool, with_ids: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        spelling: Spelling,
+        *,
+        chat: bool,
+        logprobs: bool,
+        with_ids: bool,
+        parts: Callable[..., PartsReader] | None = None,
+    ) -> None:
+        self.reasoning_begun = False
+        self._make_reader = parts
+        self._readers: dict[int, PartsReader] = {}
+        self._calls: Counter[int] = Counter()  # of each choice so far
         self._spelling, self._chat = spelling, chat
         self._logprobs, self._with_ids = logprobs, with_ids
         self._offsets: dict[int, int] = {}  # characters of each choice so far
@@ -95,7 +114,10 @@ class Answer:
         for index, gained in enumerate(choices):
             choice = self._choice(index, gained)
             if self._chat:
-                choice["message"] = {"role": "assistant", "content": gained.text, "refusal": None}
+                said = self._said(index, gained, choice)
+                for call in said.get("tool_calls", ()):
+                    del call["index"]  # only in a stream
+                choice["message"] = {"role": "assistant", "refusal": None, **said}
             else:
                 choice["text"] = gained.text
             if self._with_ids:
@@ -114,10 +136,38 @@ class Answer:
         """The event with the new tokens of one choice."""
         choice = self._choice(index, gained)
         if self._chat:
-            choice["delta"] = {"content": gained.text} if gained.text or gained.token_ids else {}
+            choice["delta"] = self._said(index, gained, choice)
+            if not gained.text and not gained.token_ids and not choice["delta"].get("content"):
+                choice["delta"].pop("content", None)
         else:
             choice["text"] = gained.text
         return self._event([choice])
+
+    def _said(self, index: int, gained: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a message with what was gained. A choice with calls gets its own finish reason."""
+        if self._make_reader is None:
+            return {"content": gained.text}
+        if index not in self._readers:
+            self._readers[index] = self._make_reader(opened=self.reasoning_begun)
+        parts = self._readers[index].feed(gained.text, last=gained.finish_reason is not None)
+        said: dict[str, Any] = {"content": parts.content}
+        if parts.reasoning:
+            said["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            said["content"] = parts.content or None
+            said["tool_calls"] = [
+                {
+                    "index": self._calls[index] + place,
+                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for place, (name, arguments) in enumerate(parts.calls)
+            ]
+            self._calls[index] += len(parts.calls)
+        if self._calls[index] and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        return said
 
     def closing(self, usage: Usage) -> bytes:
         """The last event, with the usage."""

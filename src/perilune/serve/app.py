@@ -21,8 +21,8 @@ from perilune.serve.service import Service
 from perilune.serve.weights import WeightUpdates, weight_routes
 
 _COUNTED = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/weights", "/health", "/metrics"}
-)
+    ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/weights", "/health", "/metrics")
+) | {"/tokenize", "/detokenize"}
 
 
 def make_app(
@@ -66,6 +66,14 @@ def make_app(
     @app.post("/v1/completions", response_model=None)
     async def complete(request: Request) -> Response:
         return await service.complete(request)
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(request: Request) -> Response:
+        return await service.tokenize(request)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(request: Request) -> Response:
+        return await service.detokenize(request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

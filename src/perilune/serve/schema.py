@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from perilune.data.tool_calls import write_call
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import check_values
 
@@ -50,6 +51,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _MOST_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
 _DEEPEST = 64
 _MOST_MESSAGES = 10_000
+_MOST_TOOLS = 128
+_MOST_CALLS = 128  # of a message
 _SHOWN = 200  # characters of an unknown argument
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -168,7 +171,7 @@ class Sampling(_Body):
             raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
         kept = {}
         for name, value in body.items():
-            if name in UNSUPPORTED:
+            if name in UNSUPPORTED and name not in cls.model_fields:
                 if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
                     raise ValueError(f"{name} is not supported")
             elif name not in NO_EFFECT and value is not None:  # null means absent
@@ -248,19 +251,69 @@ class TextPart(_Body):
     text: str
 
 
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: Document = Field(default_factory=dict)
+    strict: bool | None = None  # arguments are not constrained
+
+
+class Tool(_Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The tool as chat templates expect it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class CalledFunction(_Body):
+    """The function of a call, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(_Body):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class Message(_Body):
-    """One message of a conversation."""
+    """One message of a conversation. Earlier reasoning is left out of the prompt."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST_CALLS, fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
 
     @property
     def document(self) -> dict[str, str]:
-        """The message as chat templates expect it."""
+        """The message as chat templates expect it, with its calls as text."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
+        calls = [write_call((call.function.name, call.function.arguments)) for call in self.tool_calls or ()]
+        text = "\n".join(filter(None, [text, *calls]))
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize, as in vLLM."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 class ChatBody(Sampling):
@@ -269,6 +322,8 @@ class ChatBody(Sampling):
     Attributes:
         max_completion_tokens: newer name of `max_tokens`. Default: as many as fit into the context.
         chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": false}.
+        tools: functions that the model may call. A choice that does has `tool_calls`.
+        tool_choice: "none" reads no calls, and does not show the tools to the model.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
@@ -277,16 +332,39 @@ class ChatBody(Sampling):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Document = Field(default_factory=dict)
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto"] = "auto"
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else [tool.document for tool in self.tools]
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if "messages" in self.chat_template_kwargs:
-            raise ValueError("chat_template_kwargs cannot contain messages")
+        for name in {"messages", "tools"} & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs cannot contain {name}")
         return self
 
     @property
     def most_tokens(self) -> int | None:
         """The limit under either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] = Field(default_factory=list)
+    chat_template_kwargs: Document = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _has_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self

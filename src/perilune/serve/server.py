@@ -54,6 +54,7 @@ class Settings:
         max_connections: connections at a time; None for what the limit on open files allows, at most 4096.
         weight_updates: whether clients may replace the weights.
         adapters: folders of LoRA adapters in PEFT format, by their names in requests.
+        reasoning: whether the text in <think> ... </think> is returned apart.
     """
 
     checkpoint: Path
@@ -73,6 +74,7 @@ class Settings:
     max_connections: int | None = None
     weight_updates: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    reasoning: bool = False
 
 
 def serve(
@@ -124,6 +126,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         context=engine.positions,
         end_tokens=tuple(end for end in dict.fromkeys(ends) if end < config.vocab_size),
         adapters=tuple(settings.adapters),
+        reasoning=settings.reasoning,
     )
 
     def figures() -> dict[str, float]:

@@ -7,14 +7,16 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from perilune.data.tool_calls import describe_tools
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
 from perilune.errors import RequestError, WorkFailedError
@@ -27,8 +29,17 @@ from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
 from perilune.serve.exchange import Exchange
 from perilune.serve.lanes import LONG, Lanes
 from perilune.serve.metrics import Metrics
+from perilune.serve.parts import CALL, THINK, PartsReader
 from perilune.serve.responses import Disconnected, EventStream, while_connected
-from perilune.serve.schema import MOST_CHOICES, ChatBody, CompletionBody, Sampling
+from perilune.serve.schema import (
+    MOST_CHOICES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    Sampling,
+    TokenizeBody,
+)
 
 if TYPE_CHECKING:
     from perilune.engine.constraints import Constraint, Constraints
@@ -47,6 +58,7 @@ class ServedModel:
         context: most tokens of prompt and answer together, limited by positions and cache.
         end_tokens: tokens that end an answer.
         adapters: names of LoRA adapters; a request selects one with `model`.
+        reasoning: whether the text in <think> ... </think> is returned apart, as `reasoning_content`.
     """
 
     name: str
@@ -55,11 +67,21 @@ class ServedModel:
     context: int
     end_tokens: tuple[int, ...]
     adapters: tuple[str, ...] = ()
+    reasoning: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that a request may give as `model`."""
         return self.name, *self.adapters
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to continue, with the tools that the model is shown and variables of the chat template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any]
 
 
 class Service:
@@ -111,19 +133,50 @@ class Service:
         """Answer POST /v1/chat/completions."""
         data = await request.body()
         body = await self._lanes.short_or_long(len(data), lambda: read_body(data, ChatBody))
-        tokenizer = self.model.tokenizer
+        conversation = Conversation(body.messages, body.usable_tools, body.chat_template_kwargs)
 
         async def encode() -> list[list[int]]:
-            messages = await self._lanes.short_or_long(len(data), lambda: self._messages(body))
-            if tokenizer.chat_template is None:
-                return await self._lanes.short_or_long(len(data), lambda: [tokenizer.encode_prompt(messages)])
-            rendered = await self._lanes.template(lambda: self._rendered(messages, body))
-            size = len(rendered[0].text)
-            self._check_characters(size, "messages")
-            return await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))
+            return [await self._encoded(conversation, len(data))]
 
         answer = self._answer(body, chat=True, logprobs=body.logprobs)
         return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST /tokenize."""
+        data = await request.body()
+        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, TokenizeBody))
+        if body.messages is not None:
+            tools = [tool.document for tool in body.tools]
+            conversation = Conversation(body.messages, tools, body.chat_template_kwargs)
+            tokens = await self._encoded(conversation, len(data))
+        else:
+            prompt = body.prompt or ""
+            self._check_characters(len(prompt), "prompt")
+            encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
+            tokens = await self._lanes.short_or_long(len(data), encode)
+        return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST /detokenize."""
+        data = await request.body()
+        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, DetokenizeBody))
+        outside = next((token for token in body.tokens if token >= self.model.tokenizer.vocab_size), None)
+        if outside is not None:
+            raise ApiError(400, f"the vocabulary has no token {outside}", param="tokens")
+        decode = partial(self.model.tokenizer.decode, body.tokens)
+        return JSONResponse({"prompt": await self._lanes.short_or_long(len(data), decode)})
+
+    async def _encoded(self, conversation: Conversation, size: int) -> list[int]:
+        """The tokens of a conversation from a body of `size` bytes."""
+        tokenizer = self.model.tokenizer
+        messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
+        if tokenizer.chat_template is None:
+            return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
+        rendered = await self._lanes.template(lambda: self._rendered(messages, conversation))
+        size = len(rendered[0].text)
+        self._check_characters(size, "messages")
+        (tokens,) = await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))
+        return tokens
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
@@ -140,15 +193,29 @@ class Service:
         answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
 
-    def _messages(self, body: ChatBody) -> list[dict[str, str]]:
-        messages = [message.document for message in body.messages]
+    def _messages(self, conversation: Conversation) -> list[dict[str, str]]:
+        messages = [message.document for message in conversation.messages]
+        if conversation.tools and not self._template_knows_tools:
+            about = describe_tools(tool["function"] for tool in conversation.tools)
+            first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
+            system = "\n\n".join(filter(None, [first, about]))
+            messages.insert(0, {"role": "system", "content": system})
         self._check_characters(sum(map(len, chain(*map(dict.values, messages)))), "messages")
         return messages
 
-    def _rendered(self, messages: list[dict[str, str]], body: ChatBody) -> list[Rendered]:
+    def _rendered(self, messages: list[dict[str, str]], conversation: Conversation) -> list[Rendered]:
         if self._aborted:
             raise WorkFailedError(self._aborted)
-        return self.model.tokenizer.render_pieces([messages], **body.chat_template_kwargs)
+        variables = dict(conversation.variables)
+        if conversation.tools and self._template_knows_tools:
+            variables["tools"] = conversation.tools
+        return self.model.tokenizer.render_pieces([messages], **variables)
+
+    @cached_property
+    def _template_knows_tools(self) -> bool:
+        """Whether the chat template shows tools, and calls in the format that is read."""
+        template = self.model.tokenizer.chat_template
+        return template is not None and "tools" in template.source and CALL in template.source
 
     def _prompt_ids(self, prompt: str | list[int], max_tokens: int) -> list[int]:
         if isinstance(prompt, str):
@@ -182,8 +249,15 @@ class Service:
         return room
 
     def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
+        tools = isinstance(body, ChatBody) and bool(body.usable_tools)
+        reasoning = chat and self.model.reasoning
         return Answer(
-            body.model, self._spelling, chat=chat, logprobs=logprobs, with_ids=body.return_token_ids
+            body.model,
+            self._spelling,
+            chat=chat,
+            logprobs=logprobs,
+            with_ids=body.return_token_ids,
+            parts=partial(PartsReader, tools=tools, reasoning=reasoning) if tools or reasoning else None,
         )
 
     async def _complete(  # noqa: PLR0917
@@ -202,6 +276,8 @@ class Service:
         try:
             beginning = self._begin(body, encode, max_tokens, top_logprobs)
             stream = await while_connected(beginning, request.receive)
+            ending = self.model.tokenizer.decode(stream.requests[0].token_ids[-8:])
+            answer.reasoning_begun = ending.rstrip().endswith(THINK)
             exchange = Exchange(stream, answer, self.metrics, began)
             if not body.stream:
                 return await exchange.document(request)

@@ -68,6 +68,10 @@ MaxConnections = Annotated[
     typer.Option(min=1, help="Open connections. Default: what the limit on open files allows, at most 4096."),
 ]
 
+Reasoning = Annotated[
+    bool,
+    typer.Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
+]
 WeightUpdates = Annotated[
     bool,
     typer.Option("--weight-updates", help="Let clients replace the weights, with `perilune push`."),
@@ -94,6 +98,7 @@ def serve(
     stall: Stall = 60.0,
     max_connections: MaxConnections = None,
     weight_updates: WeightUpdates = False,
+    reasoning: Reasoning = False,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -134,6 +139,7 @@ def serve(
         stalled=stall,
         max_connections=max_connections,
         weight_updates=weight_updates,
+        reasoning=reasoning,
         adapters=dict(map(_adapter, adapter or [])),
     )
     run_server(

@@ -10,10 +10,10 @@ import json
 import re
 from dataclasses import dataclass
 
+from perilune.data.tool_calls import read_calls
 from perilune.environments.builtin.tool_calls import Answer, Misunderstood, read_action
 from perilune.environments.interpreter.interpreter import Call
 from perilune.environments.interpreter.prompts import Style, Tool
-from perilune.environments.program.tool_calls import read_calls
 
 _RANGE = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
 

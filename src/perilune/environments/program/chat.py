@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from perilune.environments.program.tool_calls import ToolCall, describe_tools, read_calls, write_call
+from perilune.data.tool_calls import ToolCall, describe_tools, read_calls, write_call
 
 MOST_BODY = 4 << 20  # bytes of a request
 _IGNORED = """

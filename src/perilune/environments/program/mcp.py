@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from perilune.data.tool_calls import describe_tools, read_calls
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Task
 from perilune.environments.program.launched import LaunchedEnvironment, LaunchSpec
 from perilune.environments.program.mcp_server import ServerBrokeError, ToolServer
-from perilune.environments.program.tool_calls import describe_tools, read_calls
 from perilune.sandbox.programs import Ending
 
 _MALFORMED = 'error: a tool call is <tool_call>{"name": NAME, "arguments": {...}}</tool_call>'

@@ -1,0 +1,171 @@
+"""Tool calls, reasoning and tokens of a server, to OpenAI's own client, by a model that knows one answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import torch.nn.functional as F
+from served import Served, served
+
+from perilune.data.tool_calls import describe_tools
+from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
+
+ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+TOOLS: list[Any] = [{"type": "function", "function": ADD}]
+ASKED: list[Any] = [{"role": "user", "content": "2+3?"}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+TOKENIZER = Tokenizer.characters()
+
+
+def tokens(*messages: tuple[str, str]) -> list[int]:
+    return TOKENIZER.encode_prompt([{"role": role, "content": content} for role, content in messages])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """It thinks and calls the tool where it is shown one, and says 5 after the tool's result."""
+    told = describe_tools([ADD])
+    asked = ("system", told), ("user", "2+3?")
+    texts = [
+        (tokens(*asked), f"<think>sum</think>\nI add.\n{CALL}"),
+        (tokens(*asked, ("assistant", f"I add.\n{CALL}"), ("tool", "5")), "It is 5."),
+    ]
+    folder = tmp_path_factory.mktemp("model") / "tools"
+    learn(folder, [(prompt, TOKENIZER.encode_completion(answer)) for prompt, answer in texts])
+    with served(folder, "--slots", "4", "--reasoning") as running:
+        yield running
+
+
+def learn(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> None:
+    """Save a tiny model that answers each prompt in this way."""
+    decoder = new_model(PRESETS["tiny"].replace(num_layers=2), TOKENIZER, seed=0)
+    optimizer = torch.optim.AdamW(decoder.parameters(), 3e-3, fused=True)
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    flat = torch.tensor([token for prompt, answer in pairs for token in (*prompt, *answer)])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    learned = torch.cat(
+        [
+            torch.arange(int(end) - len(answer), int(end))
+            for end, (_, answer) in zip(ends[1:], pairs, strict=True)
+        ]
+    )
+    loss = torch.tensor(9.0)
+    for _ in range(400):
+        if loss < 0.01:
+            break
+        logits = decoder.logits(decoder(flat, positions, PackedAttention(ends))[learned - 1])
+        loss = F.cross_entropy(logits, flat[learned])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.01
+    save_checkpoint(folder, decoder, TOKENIZER)
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    (choice,) = client.chat.completions.create(messages=ASKED, **options).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I add."
+    assert choice.message.reasoning_content == "sum"  # type: ignore[attr-defined]
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    again: Any = [*ASKED, choice.message.model_dump(exclude_none=True), result]
+    (last,) = client.chat.completions.create(messages=again, **options).choices
+    assert (last.message.content, last.finish_reason) == ("It is 5.", "stop")
+    assert last.message.tool_calls is None
+
+
+def test_a_stream_has_the_same_parts(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tools", messages=ASKED, tools=TOOLS, temperature=0, max_tokens=120, stream=True
+    )
+    content, reasoning, calls, reasons = "", "", [], []
+    for chunk in stream:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        calls += choice.delta.tool_calls or []
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert (content.strip(), reasoning, reasons) == ("I add.", "sum", ["tool_calls"])
+    (call,) = calls
+    assert call.index == 0
+    assert call.function is not None
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 2}')
+
+
+def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
+    told: Any = {"role": "system", "content": describe_tools([ADD])}
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = client.chat.completions.create(
+            model="tools",
+            messages=[told, *ASKED],
+            temperature=0,
+            max_tokens=120,
+            **more,  # type: ignore[arg-type]
+        ).choices
+        assert choice.message.content == f"I add.\n{CALL}"
+        assert choice.finish_reason == "stop"
+
+
+def test_tokens_of_prompts_and_conversations(server: Served) -> None:
+    with server.http() as http:
+        asked = {"messages": ASKED, "tools": TOOLS}
+        found = http.post("/tokenize", json=asked).json()
+        assert found["tokens"] == tokens(("system", describe_tools([ADD])), ("user", "2+3?"))
+        assert found["count"] == len(found["tokens"])
+        assert found["max_model_len"] > 0
+        plain = http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
+        assert http.post("/detokenize", json={"tokens": plain}).json() == {"prompt": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "a" * 200_000}, "characters"),
+        ("/detokenize", {"tokens": [1 << 30]}, "the vocabulary has no token"),
+        ("/v1/chat/completions", {"tools": TOOLS * 129}, "tools"),
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"tools": []}}, "cannot contain tools"),
+    ],
+)
+def test_a_bad_request_is_refused(server: Served, path: str, body: dict[str, Any], message: str) -> None:
+    with server.http() as http:
+        asked = {"model": "tools", "messages": ASKED} if "chat" in path else {}
+        answer = http.post(path, json=asked | body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} "
+        "{% endfor %}in <tool_call>{% endif %}"
+        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+    )
+    tokenizer = TOKENIZER.with_chat_template(template, where="test")
+    save_checkpoint(tmp_path / "tools", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
+    with served(tmp_path / "tools") as server, server.http() as http:
+        asked = http.post("/tokenize", json={"messages": ASKED, "tools": TOOLS}).json()["tokens"]
+        alone = http.post("/tokenize", json={"messages": ASKED}).json()["tokens"]
+    assert TOKENIZER.decode(asked) == "TOOLS add in <tool_call>[user] 2+3?\n"
+    assert TOKENIZER.decode(alone) == "[user] 2+3?\n"
