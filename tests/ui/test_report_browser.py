@@ -71,8 +71,14 @@ class Window:
     def hover(self, key: str, across: float) -> str:
         """Move the pointer over a chart; what the tooltip says."""
         box = self.chart(key).bounding_box()
-        self.page.mouse.move(box["x"] + across * box["width"], box["y"] + box["height"] / 2)
-        return str(self.page.locator(".tooltip").inner_text())
+        tooltip = self.page.locator(".tooltip")
+        for _ in range(50):  # the end of scrolling hides the tooltip
+            self.page.mouse.move(box["x"] + across * box["width"], box["y"] + box["height"] / 2)
+            self.page.wait_for_timeout(50)
+            if tooltip.is_visible():
+                break
+            self.page.mouse.move(0, 0)
+        return str(tooltip.inner_text())
 
     def count(self, selector: str) -> int:
         """How many elements there are."""
@@ -293,6 +299,36 @@ def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
     page.wait_for_selector(".detail h3")
     assert "step 4 · group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
     page.close()
+
+
+def test_two_episodes_stand_side_by_side_and_have_an_address(
+    window: Window, browser: Any, report: Path
+) -> None:
+    page = window.page
+    page.get_by_label("Stage", exact=True).select_option("rl")
+    page.get_by_label("Step", exact=True).fill("3")
+    page.locator(".strip").nth(2).locator(".cell").nth(5).click()
+    kept, own = page.locator(".detail h3").first.inner_text(), page.evaluate("location.hash")
+    page.get_by_role("button", name="Compare").click()
+    page.get_by_label("Step", exact=True).fill("1")
+    page.locator(".strip").nth(1).locator(".cell").nth(0).click()
+    titles = [text for text in page.locator(".detail h3").all_inner_texts() if text.startswith("step")]
+    assert titles[0] == kept
+    assert kept.startswith("step 4 · group")
+    (chosen,) = titles[1:]
+    assert chosen.startswith("step 2 · group")
+    left, right = (page.locator(".detail > div").nth(place).bounding_box() for place in (0, 1))
+    assert left["x"] + left["width"] <= right["x"]
+    address = page.evaluate("location.hash")
+    assert address.endswith(own.removeprefix("#episodes"))
+    again = browser.new_page()
+    again.goto(f"{report.as_uri()}{address}")
+    again.wait_for_selector(".detail > div h3")
+    found = [text for text in again.locator(".detail h3").all_inner_texts() if text.startswith("step")]
+    assert found == titles
+    again.close()
+    page.get_by_role("button", name="Put away").click()
+    assert page.locator(".detail h3").first.inner_text() == chosen
 
 
 def sub_agents(episode: Episode) -> Episode:

@@ -11,7 +11,7 @@ const Episodes = (() => {
   const ofStep = (step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
   for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
   const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
-  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "" };
+  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
   const view = {};
 
   const has = (stage) => index.stages.some((one) => one.stage === stage && one.sets.length);
@@ -129,6 +129,11 @@ const Episodes = (() => {
   }
 
   const oneLine = (text) => text.replace(/\s+/g, " ").trim().slice(0, 160) || "(empty)";
+  // The beginning of an answer and its end, where the result stands.
+  const gist = (text) => {
+    const line = text.replace(/\s+/g, " ").trim();
+    return line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)";
+  };
 
   let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
   async function refresh(keepSelection = false, wanted = null) {
@@ -171,8 +176,10 @@ const Episodes = (() => {
         h(
           "span",
           { class: "text" },
-          h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt)).slice(-60)} `),
-          oneLine(episode.text),
+          lastLine(episode.prompt).length <= 24
+            ? h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt))} `)
+            : null,
+          gist(episode.text),
         ),
         h("span", { class: "meta" }, episode.length ? `${episode.length} tokens` : ""),
         h(
@@ -256,19 +263,29 @@ const Episodes = (() => {
     requestAnimationFrame(reveal);
     if (episode && touched) remember(episode);
     Groups.mark(view.matrix, episode);
-    view.detail.replaceChildren(
-      ...(episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")]),
-    );
+    const beside = state.beside && state.beside.episode !== episode ? state.beside.episode : null;
+    const shown = episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")];
+    view.detail.parentElement.classList.toggle("paired", beside !== null);
+    view.detail.replaceChildren(...(beside ? [h("div", {}, detail(beside)[0]), h("div", {}, shown)] : shown));
+  }
+
+  // Keep an episode beside those that are chosen next, or put it away.
+  function keep(episode) {
+    touched = true;
+    state.beside = state.beside && state.beside.episode === episode ? null : { episode, stage: state.stage.stage };
+    choose(state.current);
   }
 
   // ----------------------------------------------------------------------------------------- link
   let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
   function remember(episode) {
-    const place = [state.stage.stage, episode.set.label, episode.id].map(encodeURIComponent).join("/");
+    const { beside } = state;
+    const other = beside && beside.episode !== episode ? [beside.stage, beside.episode.set.label, beside.episode.id] : [];
+    const place = [state.stage.stage, episode.set.label, episode.id, ...other].map(encodeURIComponent).join("/");
     history.replaceState(null, "", `#episodes/${place}`);
   }
 
-  // Show what the address names: #episodes/STAGE/STEP/EPISODE.
+  // Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
   function follow() {
     const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
     const stage = index.stages.find((one) => one.stage === parts[0]);
@@ -277,6 +294,14 @@ const Episodes = (() => {
     if (place < 0) return false;
     touched = true;
     setStage(stage.stage, undefined, place, parts[2] || null);
+    const besides = index.stages.find((one) => one.stage === parts[3]);
+    const set = besides && besides.sets.find((one) => one.label === parts[4]);
+    if (set)
+      load(set, besides).then((episodes) => {
+        const episode = episodes.find((one) => one.id === parts[5]);
+        state.beside = episode ? { episode, stage: besides.stage } : null;
+        choose(state.current);
+      });
     requestAnimationFrame(() => document.getElementById("episodes").scrollIntoView());
     return true;
   }
@@ -352,7 +377,16 @@ const Episodes = (() => {
               ? `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}`
               : `${set.label} · ${group.id.split("/").pop()}`,
           ),
-          h("div", { class: "chart-tools" }, turn("Previous", -1), turn("Next", 1)),
+          h(
+            "div",
+            { class: "chart-tools" },
+            h(
+              "button",
+              { type: "button", class: "plain", on: { click: () => keep(episode) } },
+              state.beside && state.beside.episode === episode ? "Put away" : "Compare",
+            ),
+            place < 0 ? null : [turn("Previous", -1), turn("Next", 1)],
+          ),
         ),
         h(
           "dl",
