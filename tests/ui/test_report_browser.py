@@ -298,6 +298,8 @@ def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
     page.goto(f"{report.as_uri()}#episodes/rl/step%204/4%2F2%2F5")
     page.wait_for_selector(".detail h3")
     assert "step 4 · group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
+    page.wait_for_timeout(500)  # charts above are drawn, and the episodes stay in place
+    assert abs(page.locator("#episodes").bounding_box()["y"]) < 100
     page.close()
 
 

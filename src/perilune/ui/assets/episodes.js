@@ -76,42 +76,35 @@ const Episodes = (() => {
   };
 
   function select(label, options, onChange) {
-    const element = h(
+    return h(
       "select",
       { "aria-label": label, on: { change: onChange } },
       options.map(([value, text]) => h("option", { value }, text)),
     );
-    return element;
   }
 
   function matches(loaded) {
     const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const least = Number(view.least.value) || 0;
     const most = Number(view.most.value) || Infinity;
-    const found = loaded
-      .filter((episode) => {
-        if (!REWARDS[view.reward.value](episode)) return false;
-        if (
-          view.strategy.value === "none"
-            ? episode.strategies.length
-            : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))
-        )
-          return false;
-        if (view.finish.value && episode.finish !== view.finish.value) return false;
-        if (episode.length < least || episode.length > most) return false;
-        if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
-        if (!words.length) return true;
-        const text =
-          `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
-        return words.every((word) => text.includes(word));
-      });
+    const found = loaded.filter((episode) => {
+      if (!REWARDS[view.reward.value](episode)) return false;
+      if (
+        view.strategy.value === "none"
+          ? episode.strategies.length
+          : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))
+      )
+        return false;
+      if (view.finish.value && episode.finish !== view.finish.value) return false;
+      if (episode.length < least || episode.length > most) return false;
+      if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
+      if (!words.length) return true;
+      const text =
+        `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
     const order = SORTS[view.sort.value];
-    return order
-      ? found
-          .map((episode, place) => [episode, place])
-          .sort((a, b) => order(a[0], b[0]) || a[1] - b[1])
-          .map(([episode]) => episode)
-      : found;
+    return order ? found.toSorted(order) : found;
   }
 
   function clear() {
@@ -130,10 +123,7 @@ const Episodes = (() => {
 
   const oneLine = (text) => text.replace(/\s+/g, " ").trim().slice(0, 160) || "(empty)";
   // The beginning of an answer and its end, where the result stands.
-  const gist = (text) => {
-    const line = text.replace(/\s+/g, " ").trim();
-    return line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)";
-  };
+  const gist = (line) => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
   let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
   async function refresh(keepSelection = false, wanted = null) {
@@ -176,10 +166,10 @@ const Episodes = (() => {
         h(
           "span",
           { class: "text" },
-          lastLine(episode.prompt).length <= 24
-            ? h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt))} `)
-            : null,
-          gist(episode.text),
+          lastLine(episode.prompt).length > 24
+            ? null
+            : h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt))} `),
+          gist(episode.text.replace(/\s+/g, " ").trim()),
         ),
         h("span", { class: "meta" }, episode.length ? `${episode.length} tokens` : ""),
         h(
@@ -302,8 +292,16 @@ const Episodes = (() => {
         state.beside = episode ? { episode, stage: besides.stage } : null;
         choose(state.current);
       });
-    requestAnimationFrame(() => document.getElementById("episodes").scrollIntoView());
+    requestAnimationFrame(arrive);
     return true;
+  }
+
+  // Scroll to the episodes, and stay there while the charts above are drawn.
+  function arrive() {
+    const there = document.getElementById("episodes");
+    const follows = new ResizeObserver(() => there.scrollIntoView({ behavior: "instant" }));
+    follows.observe(document.body);
+    setTimeout(() => follows.disconnect(), 1500);
   }
 
   // New episode files of a stage, by step.
@@ -450,7 +448,7 @@ const Episodes = (() => {
     const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
     const scored = members.filter((episode) => episode.reward !== null);
     const right = scored.filter(REWARDS.right).length;
-    const summary = `${members.length === 1 ? "One sample" : `${members.length} samples`} of one task, ${right} right${group.dead ? ". A dead group: all rewards are equal, so it gives no gradient." : "."}`;
+    const summary = `${members.length} samples of one task, ${right} right${group.dead ? ". A dead group: all rewards are equal, so it gives no gradient." : "."}`;
     const rows = members.map((episode) => {
       const row = h(
         "tr",
