@@ -29,7 +29,7 @@ from perilune.engine.offload import OffloadStore
 
 Window = int | None
 
-_PATIENCE = 2.0  # a session that is later than announced keeps its priority for as long again
+_PATIENCE = 2.0  # a session that is late keeps its priority for this many times the announced pause
 
 
 @dataclass(slots=True, eq=False)
