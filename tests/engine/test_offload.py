@@ -133,6 +133,7 @@ def test_a_full_disk_costs_the_blocks_and_nothing_else(tmp_path: Path) -> None:
     store = one._offload
     assert store is not None
     assert store.disk_failure
+    assert one.offloaded.disk_failures == 1
     assert 0 < store.disk_bytes <= 100_000
     assert list(tmp_path.iterdir()) == []  # the file has no name
 

@@ -67,6 +67,7 @@ class OffloadCounters:
         loaded_from_memory, loaded_from_disk: taken back.
         corrupt: with a wrong checksum, or unreadable.
         refused: not taken back, because computing is faster.
+        disk_failures: 1 once the disk could not be written; it is not written again.
     """
 
     stored: int = 0
@@ -76,6 +77,7 @@ class OffloadCounters:
     loaded_from_disk: int = 0
     corrupt: int = 0
     refused: int = 0
+    disk_failures: int = 0
 
 
 @dataclass(slots=True)
@@ -236,6 +238,7 @@ class OffloadStore:
             written, self.disk_failure = -1, str(error)
         if written != held.size:
             self.disk_failure = self.disk_failure or "the disk is full"
+            self.counters.disk_failures = 1
             self._forget(key)
             self.counters.dropped += 1
             return

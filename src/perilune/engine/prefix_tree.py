@@ -133,10 +133,10 @@ class PrefixTree:
 
     def refer(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest prefix with one more reference each; null behind a window."""
+        self._keep_fork(digests)
         if self.store is not None and (loaded := self._load(digests, self.store)) is not None:
             return loaded
         path = self.path(digests)
-        self._keep_fork(digests)
         columns = np.full((len(self.pools), len(path)), NULL_BLOCK, dtype=np.int32)
         for index, start in enumerate(self.behind(len(path) * BLOCK)):
             for column, node in enumerate(path[start:], start):

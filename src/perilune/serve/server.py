@@ -142,6 +142,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
             "offload_loaded_disk_blocks": engine.offloaded.loaded_from_disk,
             "offload_refused_blocks": engine.offloaded.refused,
             "offload_corrupt_blocks": engine.offloaded.corrupt,
+            "offload_disk_failures": engine.offloaded.disk_failures,
         }
 
     service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
