@@ -59,7 +59,7 @@ def check(
     of = None if prefix_of is None else torch.tensor(prefix_of)
     cut = None if prefix_lengths is None else torch.tensor(prefix_lengths)
     packed = PackedAttention(cu, of, cut)
-    attended = partial(packed, 0) if attend_all is None else partial(attend_all, spans=packed._one_by_one)
+    attended = partial(packed, 0) if attend_all is None else partial(attend_all, spans=packed._long)
     out = attended(*ours, window=window)
     theirs = [x.double().requires_grad_() for x in inputs]
     parts = []

@@ -5,6 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from perilune.tasks.rl.update import PATIENCE, deadline
+from perilune.watchdog import STALL
+
 HANGS = """
 import time
 from perilune.watchdog import Waiting
@@ -49,3 +54,10 @@ def test_code_that_holds_the_interpreter_is_ended_too() -> None:
     ended = run(HOLDS_THE_LOCK)
     assert ended.returncode == 1
     assert 'File "<string>", line 7' in ended.stderr
+
+
+def test_the_deadline_of_learning_follows_the_slowest_step_up_to_the_limit() -> None:
+    assert deadline(100, 1.0, None) == STALL + 100
+    assert deadline(100, 1.0, 0.01) == pytest.approx(STALL + 100 * PATIENCE * 0.01)
+    assert deadline(100, 1.0, 0.04) > deadline(100, 1.0, 0.01)
+    assert deadline(100, 1.0, 3.0) == STALL + 100

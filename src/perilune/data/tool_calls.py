@@ -20,9 +20,10 @@ You may call these tools:
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>."""
 
 
-def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
-    """The part of a system message that describes tools."""
-    return _ABOUT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+def describe_tools(tools: Iterable[Mapping[str, Any]], system: str = "") -> str:
+    """A system message with a description of tools at its end."""
+    about = _ABOUT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    return f"{system}\n\n{about}" if system else about
 
 
 def write_call(call: ToolCall) -> str:

@@ -2,7 +2,7 @@
 
 A block table lists the blocks with the keys and values of a sample. Several tables may share a block, which
 has a reference count. `prefix_tree` finds full blocks by the hash of their tokens and all tokens before, and
-chooses which of the unreferenced blocks is overwritten first.
+chooses which of the unreferenced blocks are evicted first.
 """
 
 from __future__ import annotations
@@ -103,6 +103,13 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int] | ND
     for start in range(0, len(tail), 4 * BLOCK):
         parent = hashlib.blake2b(tail[start : start + 4 * BLOCK], digest_size=16, key=parent).digest()
         digests.append(parent)
+
+
+def columns_behind(window: int | None, computed: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Columns that no query from position `computed` on sees, by position; 0 without a window."""
+    if window is None:
+        return np.zeros_like(computed)
+    return np.maximum(0, computed - window + 1) // BLOCK
 
 
 def blocks_for(tokens: int) -> int:

@@ -131,7 +131,7 @@ class Engine:
         self._open()
 
     def offload(self, settings: OffloadSettings) -> None:
-        """Keep the blocks that the prefix cache gives up; to be called before the first request.
+        """Keep the blocks that the prefix cache evicts; to be called before the first request.
 
         Raises:
             RequestError: for a runner whose cache cannot be read.
@@ -235,7 +235,7 @@ class Engine:
 
     @property
     def offloaded(self) -> OffloadCounters:
-        """What was offloaded and taken back; all 0 without offloading."""
+        """What was offloaded and loaded; all 0 without offloading."""
         return OffloadCounters() if self._offload is None else self._offload.counters
 
     # -- sampling and scoring ----------------------------------------------------------------------------

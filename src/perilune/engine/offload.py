@@ -1,6 +1,6 @@
-"""KV offloading: blocks that the prefix cache gives up go to host memory, and from there to a file.
+"""KV offloading: evicted blocks go to host memory, and from there to a file.
 
-A later request takes them back if that is faster than computing them. The bytes are those of the cache, so a
+A later request loads them if that is faster than computing them. The bytes are those of the cache, so a
 sample is the same with and without offloading. Every block has a checksum; one that does not match is
 computed anew. The file has no name, so nothing of it is left when the process ends.
 """
@@ -37,7 +37,7 @@ class OffloadSettings:
         memory: bytes in host memory.
         disk: bytes in a file.
         folder: folder of the file; None for the system's folder of temporary files.
-        always: take blocks back even where computing them is faster.
+        always: load blocks even where computing them is faster.
     """
 
     memory: int
@@ -63,10 +63,10 @@ class OffloadCounters:
     Attributes:
         stored: written to memory.
         spilled: moved from memory to disk.
-        dropped: given up for lack of room.
-        loaded_from_memory, loaded_from_disk: taken back.
+        dropped: removed for lack of room.
+        loaded_from_memory, loaded_from_disk: loaded into the cache.
         corrupt: with a wrong checksum, or unreadable.
-        refused: not taken back, because computing is faster.
+        refused: not loaded, because computing is faster.
         disk_failures: 1 once the disk could not be written; it is not written again.
     """
 
@@ -98,7 +98,7 @@ class OffloadStore:
 
     Attributes:
         compute_seconds: seconds to compute a token of a prompt; 0 until measured.
-        load_seconds: seconds to take back a byte.
+        load_seconds: seconds to load a byte.
         disk_failure: why the disk is no longer written; "" while it is.
     """
 
@@ -152,7 +152,7 @@ class OffloadStore:
         began = perf_counter()
         contents = [self._content((index, digest)) for digest in digests]
         found = [content for content in contents if content is not None]
-        for digest in reversed(digests):  # the end of a sequence is given up first
+        for digest in reversed(digests):  # the end of a sequence is dropped first
             if (index, digest) in self._held:
                 self._touch((index, digest))
         self._reading += perf_counter() - began
@@ -170,7 +170,7 @@ class OffloadStore:
         self.load_seconds += _SMOOTHING * (seconds - self.load_seconds)
 
     def pays(self, keys: Sequence[Key], tokens: int) -> bool:
-        """Whether taking `keys` back is faster than computing `tokens` tokens."""
+        """Whether loading `keys` is faster than computing `tokens` tokens."""
         size = sum(self._held[key].size for key in keys)
         if self.settings.always or size * self.load_seconds <= tokens * self.compute_seconds:
             return True
@@ -223,7 +223,7 @@ class OffloadStore:
         return content
 
     def _spill(self, key: Key) -> None:
-        """Move a block from memory to disk, or give it up."""
+        """Move a block from memory to disk, or drop it."""
         held = self._held[key]
         assert held.content is not None
         place = self._place(held.size)

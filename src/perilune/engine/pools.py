@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for, columns_behind
 from perilune.engine.offload import OffloadStore
-from perilune.engine.prefix_tree import PrefixTree, Window
+from perilune.engine.prefix_tree import PrefixTree
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.memory import blocks_in
 
@@ -28,13 +28,13 @@ class BlockPools:
         counts: number of blocks for each window, including the null block.
         windows: tokens that a query sees, including its own; None for all before it.
         clock: seconds, for sessions whose return is announced.
-        store: takes the cached blocks that are given up.
+        store: takes the evicted blocks.
     """
 
     def __init__(
         self,
         counts: Sequence[int],
-        windows: Sequence[Window] = (None,),
+        windows: Sequence[int | None] = (None,),
         clock: Callable[[], float] = time.monotonic,
         store: OffloadStore | None = None,
     ) -> None:
@@ -42,7 +42,7 @@ class BlockPools:
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
         self.tree = PrefixTree(self.windows, self.pools, clock, store)
-        self.behind, self.find, self.record = self.tree.behind, self.tree.refer, self.tree.record
+        self.behind, self.find, self.record = self.tree.behind, self.tree.find, self.tree.record
         self.forget_all = self.tree.forget_all
 
     @property
@@ -111,7 +111,7 @@ class BlockPools:
         for index, (window, blocks, left) in enumerate(tables):
             if window is None:
                 continue
-            behind = np.maximum(0, sequences.computed[rows] - window + 1) // BLOCK
+            behind = columns_behind(window, sequences.computed[rows])
             due = np.flatnonzero(behind > left[rows])
             for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
                 self.tree.release(index, blocks[row, left[row] : end])

@@ -1,13 +1,13 @@
-"""The prefix cache: full blocks by the hash of their tokens, and which of them is overwritten first.
+"""The prefix cache: full blocks by the hash of their tokens, and which of them are evicted first.
 
 A node is a full block of tokens, in every pool that has its keys and values; its parent is the block before.
 A prefix can be continued if layers without a window have all of its blocks, and layers with a window those
 that the next query sees. So two rules keep the cache free of blocks that no request can use again
 (compare SGLang's unified radix tree):
 
-* Layers without a window give up the end of a branch before its beginning.
-* Layers with a window first give up blocks that lie outside the last window of every *end*: a leaf, or a node
-  from which several requests went on. When the last window of a leaf is given up, its branch goes with it, up
+* Layers without a window evict the end of a branch before its beginning.
+* Layers with a window first evict blocks that lie outside the last window of every *end*: a leaf, or a node
+  from which several requests went on. When the last window of a leaf is evicted, its branch goes with it, up
   to the next end.
 
 The least recently used leaf goes first. A request may say when its session returns (a tool is running): such
@@ -22,12 +22,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, columns_behind
 from perilune.engine.offload import OffloadStore
-
-Window = int | None
 
 _PATIENCE = 2.0  # a session that is late keeps its priority for this many times the announced pause
 
@@ -68,10 +65,10 @@ class PrefixTree:
     Args:
         windows: tokens that a query sees in the layers of each pool; None for all before it.
         clock: seconds, for announced returns.
-        store: takes the blocks that are given up.
+        store: takes the evicted blocks.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[int | None, ...]
     pools: tuple[BlockPool, ...]
     clock: Callable[[], float]
     store: OffloadStore | None = None
@@ -81,7 +78,7 @@ class PrefixTree:
     _leaves: list[Leaf] = field(default_factory=list)  # a heap, with entries that no longer hold
     _expected: list[tuple[float, int, Node]] = field(default_factory=list)  # a heap by the end of patience
     _forks: dict[Node, int] = field(default_factory=dict)  # with the last use, oldest first
-    _given_up: list[dict[bytes, int]] = field(default_factory=list)  # to store, before they are overwritten
+    _evicted: list[dict[bytes, int]] = field(default_factory=list)  # to store, before they are overwritten
     _clocked: int = 0
     _entries: int = 0
 
@@ -99,7 +96,7 @@ class PrefixTree:
         self._spare = [{} for _ in self.pools]
         for kept in (self._nodes, self._leaves, self._expected, self._forks):
             kept.clear()
-        self._given_up = [{} for _ in self.pools]
+        self._evicted = [{} for _ in self.pools]
         if self.store is not None:
             self.store.forget_all()
 
@@ -124,31 +121,31 @@ class PrefixTree:
         for window, lacks in zip(self.windows, missing, strict=True):
             # For each length, the start of the unbroken run of blocks that ends there.
             begins = np.maximum.accumulate(np.where([False, *lacks], lengths, 0))
-            possible &= begins <= _behind(window, lengths * BLOCK)
+            possible &= begins <= columns_behind(window, lengths * BLOCK)
         return int(np.flatnonzero(possible)[-1])
 
     def behind(self, computed: int) -> list[int]:
         """For each pool, the number of columns that no query from position `computed` on sees."""
-        return [int(_behind(window, np.array(computed))) for window in self.windows]
+        return [int(columns_behind(window, np.array(computed))) for window in self.windows]
 
-    def refer(self, digests: Sequence[bytes]) -> Blocks:
+    def find(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest prefix with one more reference each; null behind a window."""
         self._keep_fork(digests)
-        if self.store is not None and (loaded := self._load(digests, self.store)) is not None:
-            return loaded
-        path = self.path(digests)
-        columns = np.full((len(self.pools), len(path)), NULL_BLOCK, dtype=np.int32)
-        for index, start in enumerate(self.behind(len(path) * BLOCK)):
-            for column, node in enumerate(path[start:], start):
-                assert node is not None
-                columns[index, column] = self._refer(index, node)
-        return columns
-
-    def _load(self, digests: Sequence[bytes], store: OffloadStore) -> Blocks | None:
-        """What `refer` returns, with stored blocks; None if there are no more, or loading does not pay."""
         path = [self._nodes.get(digest) for digest in digests]
         lacks = self._lacks(path)
         known = self._longest(lacks)
+        loaded = None if self.store is None else self._load(self.store, digests, path, lacks, known)
+        return self._refer_to(path[:known], lacks) if loaded is None else loaded
+
+    def _load(
+        self,
+        store: OffloadStore,
+        digests: Sequence[bytes],
+        path: Sequence[Node | None],
+        lacks: Sequence[Sequence[bool]],
+        known: int,
+    ) -> Blocks | None:
+        """What `find` returns, with stored blocks; None if there are no more, or loading does not pay."""
         length = self._longest(
             [
                 [lack and (index, digest) not in store for lack, digest in zip(of_pool, digests, strict=True)]
@@ -162,17 +159,13 @@ class PrefixTree:
         keys = [(index, digests[column]) for index, columns in enumerate(wanted) for column in columns]
         if length <= known or not store.pays(keys, (length - known) * BLOCK):
             return None
-        # All is read first, because allocating gives up blocks, for which the store may give up others.
+        # All is read first, because allocating evicts blocks, for which the store may drop others.
         contents = [
             store.read(index, [digests[column] for column in columns]) for index, columns in enumerate(wanted)
         ]
         if any(content is None for content in contents):
             return None
-        table = np.full((len(self.pools), length), NULL_BLOCK, dtype=np.int32)
-        for index, start in enumerate(self.behind(length * BLOCK)):
-            for column, node in enumerate(path[start:length], start):
-                if node is not None and not lacks[index][column]:
-                    table[index, column] = self._refer(index, node)
+        table = self._refer_to(path[:length], lacks)
         if any(len(columns) > pool.available for columns, pool in zip(wanted, self.pools, strict=True)):
             for index, blocks in enumerate(table):
                 self.release(index, blocks)
@@ -183,16 +176,25 @@ class PrefixTree:
         self.record(table, digests)
         return table
 
+    def _refer_to(self, path: Sequence[Node | None], lacks: Sequence[Sequence[bool]]) -> Blocks:
+        """Tables int32[W, C] of the blocks that the next query sees, with one more reference each."""
+        table = np.full((len(self.pools), len(path)), NULL_BLOCK, dtype=np.int32)
+        for index, start in enumerate(self.behind(len(path) * BLOCK)):
+            for column, node in enumerate(path[start:], start):
+                if node is not None and not lacks[index][column]:
+                    table[index, column] = self._refer(index, node)
+        return table
+
     def allocate(self, index: int, count: int) -> Blocks:
         """int32[count] blocks of a pool with one reference each; the caller checked `available`."""
         pool = self.pools[index]
         assert count <= pool.available, "more blocks were allocated than are available"
         while pool.free < count:
             self.evict(index)
-        for number, given_up in enumerate(self._given_up):
-            if given_up and self.store is not None:
-                self.store.put(number, list(given_up.values()), list(given_up))
-                given_up.clear()
+        for number, evicted in enumerate(self._evicted):
+            if evicted and self.store is not None:
+                self.store.put(number, list(evicted.values()), list(evicted))
+                evicted.clear()
         return pool.take(count)
 
     def record(self, table: Blocks, digests: Sequence[bytes]) -> None:
@@ -295,7 +297,7 @@ class PrefixTree:
         self._enter(node)
 
     def _enter(self, leaf: Node) -> None:
-        """Add a leaf to the heap of those that can be given up."""
+        """Add a leaf to the heap of those that can be evicted."""
         self._entries += 1
         leaf.entry = self._entries
         at, until = leaf.returns
@@ -329,7 +331,7 @@ class PrefixTree:
         returns = leaf.returns
         if leaf.entry:
             self._leave_leaves(leaf)
-            self._give_up_windows(leaf)
+            self._evict_windows(leaf)
         node: Node | None = leaf
         while node is not None:
             parent = node.parent
@@ -346,19 +348,19 @@ class PrefixTree:
                 return
             node = parent
 
-    def _give_up_windows(self, leaf: Node) -> None:
+    def _evict_windows(self, leaf: Node) -> None:
         """Mark the last window of a leaf for the store."""
         if self.store is not None:
             for index, window in enumerate(self.windows):
                 if window is not None:
                     for node in self._last_window(leaf, window):
-                        self._given_up[index][node.digest] = node.blocks[index]
+                        self._evicted[index][node.digest] = node.blocks[index]
 
     def _remove(self, node: Node) -> None:
         for index, block in enumerate(node.blocks):
             if block != NULL_BLOCK:
                 if self.store is not None and self.windows[index] is None:
-                    self._given_up[index][node.digest] = block
+                    self._evicted[index][node.digest] = block
                 del self._holders[index][block]
                 self._spare[index].pop(block, None)
                 self.pools[index].cached -= 1
@@ -427,11 +429,4 @@ class PrefixTree:
 
 def _first_seen(end: Node, window: int) -> int:
     """The first column that a query after `end` sees."""
-    return max(0, (end.column + 1) * BLOCK - window + 1) // BLOCK
-
-
-def _behind(window: Window, computed: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Columns that no query from position `computed` on sees, by position."""
-    if window is None:
-        return np.zeros_like(computed)
-    return np.maximum(0, computed - window + 1) // BLOCK
+    return int(columns_behind(window, np.array((end.column + 1) * BLOCK)))

@@ -95,7 +95,7 @@ def block_contents(runner: Runner) -> BlockContents:
     if not isinstance(cache, PagedCache):
         raise RequestError(
             f"{type(runner).__name__} cannot offload its cache",
-            remedy="leave offloading out, or use a model that Perilune computes itself",
+            remedy="turn offloading off, or use a model that Perilune computes itself",
         )
     return cache
 

@@ -114,15 +114,15 @@ class PackedAttention:
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _Layout | None = None
-        self._one_by_one = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
+        self._long = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
         self._in_order = Spans(starts, lengths, of, prefixes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         if is_native(q, q.shape[-1]):
             attended: Tensor = _Native.apply(q, k, v, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
-        if self._one_by_one is not None and q.device.type != "cpu":
-            return _one_by_one(q, k, v, self._one_by_one, window)
+        if self._long is not None and q.device.type != "cpu":
+            return _one_by_one(q, k, v, self._long, window)
         if self._layout is None:
             self._layout = _Layout(self._spans, self._shared, q, k)
         return self._layout(q, k, v, window)

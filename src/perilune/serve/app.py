@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from time import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
@@ -20,9 +20,8 @@ from perilune.serve.guard import BodyLimits, Guard
 from perilune.serve.service import Service
 from perilune.serve.weights import WeightUpdates, weight_routes
 
-_COUNTED = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/weights", "/health", "/metrics")
-) | {"/tokenize", "/detokenize"}
+_V1 = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "models", "weights"))
+_COUNTED = _V1 | {"/health", "/metrics", "/tokenize", "/detokenize"}
 
 
 def make_app(
@@ -59,21 +58,13 @@ def make_app(
         app.include_router(weight_routes(weights))
     started = int(time())
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat(request: Request) -> Response:
-        return await service.chat(request)
-
-    @app.post("/v1/completions", response_model=None)
-    async def complete(request: Request) -> Response:
-        return await service.complete(request)
-
-    @app.post("/tokenize", response_model=None)
-    async def tokenize(request: Request) -> Response:
-        return await service.tokenize(request)
-
-    @app.post("/detokenize", response_model=None)
-    async def detokenize(request: Request) -> Response:
-        return await service.detokenize(request)
+    for path, reply in (
+        ("/v1/chat/completions", service.chat),
+        ("/v1/completions", service.complete),
+        ("/tokenize", service.tokenize),
+        ("/detokenize", service.detokenize),
+    ):
+        app.post(path, response_model=None)(reply)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Settings:
         slots: samples that the engine computes at a time.
         max_queue: samples that may wait.
         cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
-        offload: where blocks that the prefix cache gives up are kept; None for nowhere.
+        offload: where evicted blocks are kept; None for nowhere.
         max_body: largest request body in bytes.
         drain: seconds to finish open requests after SIGTERM.
         stalled: seconds until a client that neither reads nor sends is disconnected.

@@ -196,9 +196,8 @@ class Service:
     def _messages(self, conversation: Conversation) -> list[dict[str, str]]:
         messages = [message.document for message in conversation.messages]
         if conversation.tools and not self._template_knows_tools:
-            about = describe_tools(tool["function"] for tool in conversation.tools)
             first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-            system = "\n\n".join(filter(None, [first, about]))
+            system = describe_tools((tool["function"] for tool in conversation.tools), first)
             messages.insert(0, {"role": "system", "content": system})
         self._check_characters(sum(map(len, chain(*map(dict.values, messages)))), "messages")
         return messages
@@ -276,8 +275,9 @@ class Service:
         try:
             beginning = self._begin(body, encode, max_tokens, top_logprobs)
             stream = await while_connected(beginning, request.receive)
-            ending = self.model.tokenizer.decode(stream.requests[0].token_ids[-8:])
-            answer.reasoning_begun = ending.rstrip().endswith(THINK)
+            if self.model.reasoning:
+                ending = self.model.tokenizer.decode(stream.requests[0].token_ids[-8:])
+                answer.reasoning_begun = ending.rstrip().endswith(THINK)
             exchange = Exchange(stream, answer, self.metrics, began)
             if not body.stream:
                 return await exchange.document(request)

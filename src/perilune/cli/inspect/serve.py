@@ -47,13 +47,13 @@ CacheTokens = Annotated[
 OffloadMemory = Annotated[
     float,
     typer.Option(
-        min=0, metavar="GIB", help="Host memory for the keys and values that the cache gives up, in GiB."
+        min=0, metavar="GIB", help="Host memory for the keys and values that the cache evicts, in GiB."
     ),
 ]
 OffloadDisk = Annotated[
     float,
     typer.Option(
-        min=0, metavar="GIB", help="Size of a temporary file for what host memory gives up, in GiB."
+        min=0, metavar="GIB", help="Size of a temporary file for what does not fit into host memory, in GiB."
     ),
 ]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]

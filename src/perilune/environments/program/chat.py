@@ -136,7 +136,7 @@ def _canonical(arguments: str) -> str:
 def _with_tools(said: Sequence[Said], tools: Sequence[Mapping[str, Any]]) -> Iterator[Said]:
     """The conversation, with the tools described at the end of its system message."""
     first, rest = (said[0].content, said[1:]) if said[0].role == "system" else ("", said)
-    system = "\n\n".join(filter(None, [first, describe_tools(tools) if tools else ""]))
+    system = describe_tools(tools, first) if tools else first
     if system:
         yield Said("system", system)
     yield from rest

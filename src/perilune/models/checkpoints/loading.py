@@ -45,14 +45,11 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
             raise RequestError(f"no model preset {preset!r}", remedy=f"one of: {', '.join(PRESETS)}")
         preset = PRESETS[preset]
     decoder = _empty(
-        Decoder,
         preset.replace(
             vocab_size=tokenizer.vocab_size,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_ids=(tokenizer.eos_token_id,),
-        ),
-        torch.device("cpu"),
-        torch.float32,
+        )
     )
     decoder.initialize(seed)
     return decoder
@@ -211,15 +208,12 @@ def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
                     del tensor
 
 
-def _empty(kind: type[DecoderT], config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderT:
-    """A decoder with uninitialised parameters."""
+def _empty(config: DecoderConfig) -> Decoder:
+    """A float32 decoder with uninitialised parameters."""
     with torch.device("meta"):
-        decoder = kind(config)
+        decoder = Decoder(config)
     # Not `to_empty`: on meta tensors it imports much of torch's compiler.
-    tensors = {
-        name: torch.empty(tensor.shape, device=device, dtype=dtype)
-        for name, tensor in decoder.state_dict().items()
-    }
+    tensors = {name: torch.empty(tensor.shape) for name, tensor in decoder.state_dict().items()}
     decoder.load_state_dict(tensors, assign=True)
     return decoder
 

@@ -31,9 +31,18 @@ if TYPE_CHECKING:
 
 TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default where rounding separates sampler and learner."""
-SECONDS_A_TOKEN = {"cpu": 1.0}  # longer than training takes on any useful machine
-ON_ACCELERATOR = 0.02
+ON_CPU, ON_ACCELERATOR = 1.0, 0.02  # seconds a token: longer than training takes on any useful machine
 PATIENCE = 20  # a step may take this many times as long a token as the slowest one before it
+
+
+def deadline(tokens: int, most: float, slowest: float | None) -> float:
+    """Seconds after which a step that trains on `tokens` tokens counts as stalled.
+
+    Args:
+        most: seconds a token that no step exceeds.
+        slowest: seconds a token of the slowest step so far; None before the first.
+    """
+    return STALL + tokens * (most if slowest is None else min(most, PATIENCE * slowest))
 
 
 class PolicyUpdates:
@@ -55,10 +64,10 @@ class PolicyUpdates:
         draws_are_known: bool = False,
     ) -> None:
         self._spec, self._learner, self._reference = spec, learner, reference
-        device = next(learner.decoder.parameters()).device.type
-        self._seconds_a_token = SECONDS_A_TOKEN.get(device, ON_ACCELERATOR)
-        self._slowest = 0.0
-        by_default = OffPolicySettings() if is_exact(learner.decoder) else TRUNCATED
+        exact = is_exact(learner.decoder)
+        self._most = ON_CPU if exact else ON_ACCELERATOR
+        self._slowest: float | None = None
+        by_default = OffPolicySettings() if exact else TRUNCATED
         self._off_policy = spec.off_policy or by_default
         self._longest = longest or spec.max_tokens
         self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
@@ -78,10 +87,9 @@ class PolicyUpdates:
         """
         tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
         began = time.monotonic()
-        with Waiting("learning", STALL + tokens * self._seconds_a_token):
+        with Waiting("learning", deadline(tokens, self._most, self._slowest)):
             made = self._make(groups, step)
-        self._slowest = max(self._slowest, (time.monotonic() - began) / max(tokens, 1))
-        self._seconds_a_token = min(self._seconds_a_token, PATIENCE * self._slowest)
+        self._slowest = max(self._slowest or 0.0, (time.monotonic() - began) / max(tokens, 1))
         return made
 
     def _make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
