@@ -135,12 +135,11 @@ def test_a_model_the_decoder_computes_is_given_to_it(tmp_path: Path) -> None:
 
 
 def test_an_option_the_decoder_has_not(tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     sizes = {**SIZES, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2}
-    path = save(tmp_path, "Qwen3", {**sizes, "rope_parameters": rope})
+    path = save(tmp_path, "Qwen3", {**sizes, "hidden_act": "gelu"})
     model, _ = load_for_inference(path)
     assert isinstance(model, TransformersModel)
-    assert "rope_type is 'yarn'" in model.notice
+    assert "hidden_act is 'gelu'" in model.notice
     Engine(model, slots=2).sample(PROMPTS, 1, SamplingParams(max_tokens=2))
 
 

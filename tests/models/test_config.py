@@ -12,9 +12,10 @@ from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
 from perilune.models.config.layer_kinds import Experts
-from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope
+from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 128)
+YARN = YarnScaling(4.0, 4096, mscale=1.0, mscale_all_dim=0.7)
 
 
 def raw(**changes: Any) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         return draw(values) if key in options else default
 
     ropes = st.builds(
-        Rope, st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([None, LLAMA3, LinearScaling(8.0)])
+        Rope, st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([None, LLAMA3, LinearScaling(8.0), YARN])
     )
     return DecoderConfig(
         architecture=architecture,
@@ -183,7 +184,8 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ],

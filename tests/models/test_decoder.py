@@ -41,6 +41,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 GEMMA_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,6 +56,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied, biased": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama3 scaling": ("Llama", {"rope_parameters": LLAMA3}),
+    "yarn scaling": ("Llama", {"rope_parameters": YARN}),
     "llama heads wider than hidden": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "llama linear scaling": (
         "Llama",

@@ -8,7 +8,6 @@ N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocab
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -20,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from perilune.models.attention import Attention
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.config.rope import LinearScaling, Rope
+from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate
 from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind, Precision
+from perilune.models.rotary import inverse_frequencies, magnitude
 from perilune.models.routing import Routing
 
 
@@ -222,7 +222,8 @@ class Decoder(nn.Module):
         rope = rope or self.config.rope
         frequencies = self.inverse_frequencies[rope] = self.inverse_frequencies[rope].to(positions.device)
         angles = (positions[:, None].float() * frequencies)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        scale = magnitude(rope)
+        return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
 
     @torch.no_grad()
     def frozen(self, kind: NarrowKind | None = None) -> Decoder:
@@ -286,18 +287,3 @@ class Decoder(nn.Module):
 def capped(logits: Tensor, bound: float | None) -> Tensor:
     """Logits softly capped at `bound`: bound * tanh(logits / bound). Unchanged without a bound."""
     return logits if bound is None else (logits / bound).tanh() * bound
-
-
-def inverse_frequencies(rope: Rope, size: int) -> Tensor:
-    """float32[size / 2], the rotation of each pair of a head in radians per token."""
-    exponents = torch.arange(0, size, 2, device="cpu").float() / size
-    frequencies = 1.0 / (rope.theta**exponents)
-    scaling = rope.scaling
-    if scaling is None:
-        return frequencies
-    if isinstance(scaling, LinearScaling):
-        return frequencies / scaling.factor
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

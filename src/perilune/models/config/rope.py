@@ -1,12 +1,13 @@
 """Rotary position embeddings: base and frequency scaling, read from config.json and written to it.
 
 Sources: RoFormer (Su et al., 2021); linear scaling: position interpolation (Chen et al., 2023); scaling by
-wavelength: Llama 3.1.
+wavelength: Llama 3.1; YaRN (Peng et al., arXiv 2309.00071), with DeepSeek's factors on attention scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,48 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Stretches pairs that turn seldom within the original context, keeps those that turn often.
+
+    Attributes:
+        factor: multiplies the wavelengths of pairs with fewer than `beta_slow` turns.
+        original_max_position_embeddings: context length before scaling, in tokens.
+        beta_fast, beta_slow: turns from which a pair is kept, and below which it is stretched fully.
+        mscale, mscale_all_dim: DeepSeek's factors of ln(factor) / 10: of rotated queries and keys (divided by
+            the other one), and of whole queries and keys.
+        attention_factor: multiplies rotated queries and keys; by default computed from the others.
+        truncate: round the bounds of the interpolation to whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores in latent attention."""
+        return self._growth(self.mscale_all_dim or 0.0) ** 2
+
+    def _growth(self, rate: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * rate * math.log(self.factor) + 1.0
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +98,9 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     """As `rope_scaling` (transformers 4)."""
     if scaling is None:
         return None
-    kind = "linear" if isinstance(scaling, LinearScaling) else "llama3"
-    return {"rope_type": kind, **dataclasses.asdict(scaling)}
+    kind = next(name for name, one in _KINDS.items() if isinstance(scaling, one))
+    given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
+    return {"rope_type": kind, **given}
 
 
 def read_ropes(read: Reader) -> tuple[Rope, Rope | None]:
@@ -89,8 +132,10 @@ def _rope(read: Reader, key: str, theta: float) -> Rope:
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, LinearScaling(inner.number("factor", 0.0)))
+    if kind == "yarn":
+        return Rope(theta, _yarn(inner, theta))
     if kind != "llama3":
-        raise inner.unsupported("rope_type", "the implemented kinds are default, linear and llama3")
+        raise inner.unsupported("rope_type", f"the implemented kinds are default, {', '.join(_KINDS)}")
     scaling = Llama3Scaling(
         factor=inner.number("factor", 0.0),
         low_freq_factor=inner.number("low_freq_factor", 0.0),
@@ -98,3 +143,21 @@ def _rope(read: Reader, key: str, theta: float) -> Rope:
         original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
     )
     return Rope(theta, scaling)
+
+
+def _yarn(inner: Reader, theta: float) -> YarnScaling:
+    if theta <= 1:
+        raise inner.wrong("rope_theta", "give a number above 1")
+    return YarnScaling(
+        factor=inner.number("factor", 0.0),
+        original_max_position_embeddings=inner.count("original_max_position_embeddings"),
+        beta_fast=inner.optional_number("beta_fast") or 32.0,
+        beta_slow=inner.optional_number("beta_slow") or 1.0,
+        mscale=inner.optional_number("mscale"),
+        mscale_all_dim=inner.optional_number("mscale_all_dim"),
+        attention_factor=inner.optional_number("attention_factor"),
+        truncate=inner.boolean("truncate", True),
+    )
+
+
+_KINDS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
