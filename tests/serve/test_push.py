@@ -190,7 +190,7 @@ class VLLM(httpx.MockTransport):
                 return httpx.Response(500, text="Internal Server Error")
             return httpx.Response(200, json={"results": [None]})
         if path in ("/reset_prefix_cache", "/v1/load_lora_adapter"):
-            return httpx.Response(200)
+            return httpx.Response(200, text="Success" if "adapter" in path else "")
         return httpx.Response(404, json={"detail": "Not Found"})
 
 

@@ -6,13 +6,14 @@ for all rows, and each adapter for its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import linear
@@ -20,23 +21,75 @@ from perilune.models.layers import Projection
 from perilune.models.narrow import NarrowKind
 
 
+class NamedAdapters:
+    """The adapters of an engine. Each has a number of its own, which no later adapter gets."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._adapters: dict[int, Adapter] = {}
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, name: str | None, where: str) -> int:
+        """The number of an adapter; -1 without one.
+
+        Raises:
+            RequestError: when there is no adapter of this name.
+        """
+        if name is None:
+            return -1
+        if name not in self._numbers:
+            raise RequestError(f"no adapter {name!r}", where=where, remedy="add it with `add_adapter`")
+        return self._numbers[name]
+
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Add an adapter, or replace the one of this name."""
+        self._numbers[name] = self._next
+        self._adapters[self._next] = adapter
+        self._next += 1
+
+    def remove(self, name: str) -> None:
+        """Remove the name of an adapter, which must exist."""
+        del self._numbers[name]
+
+    def loaded(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
+        """The adapters with a name and those whose numbers are `in_use`. The others are dropped."""
+        kept = {*self._numbers.values(), *in_use} - {-1}
+        self._adapters = {number: self._adapters[number] for number in sorted(kept)}
+        return self._adapters
+
+
 class AdaptedProjections:
-    """Adapters on the projections of one frozen decoder. They replace the adapters that were there before.
+    """Adapters on the projections of one frozen decoder.
 
     `select` assigns adapters to the rows of the next forward pass.
     """
 
-    def __init__(self, decoder: Decoder, adapters: Sequence[Adapter]) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._rows: list[tuple[int, Tensor]] = []
-        names = {id(module): name for name, module in decoder.named_modules()}
+        self._numbers: set[int] = set()
         self._like = decoder.model.norm.weight
+        self._projections: list[tuple[list[str], _Adapted]] = []  # with the names of their linear maps
+        names = {id(module): name for name, module in decoder.named_modules()}
         for module in decoder.modules():
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, Projection):
-                    base = value.base if isinstance(value, _Adapted) else value
-                    parts = [names[id(part)] for part in base.parts]
-                    additions = [_Additions(base, parts, adapter, self._like) for adapter in adapters]
-                    setattr(module, attribute, _Adapted(base, additions, self._rows))
+                    adapted = _Adapted(value, self._rows)
+                    setattr(module, attribute, adapted)
+                    self._projections.append(([names[id(part)] for part in value.parts], adapted))
+
+    def use(self, adapters: Mapping[int, Adapter]) -> None:
+        """Use these adapters from now on. A number always stands for the same adapter."""
+        for names, projection in self._projections:
+            for number in self._numbers - adapters.keys():
+                del projection.additions[number]
+            for number in adapters.keys() - self._numbers:
+                projection.additions[number] = _Additions(
+                    projection.base, names, adapters[number], self._like
+                )
+        self._numbers = set(adapters)
 
     def select(self, batch: StepBatch) -> None:
         """Use the adapters of the sequences in `batch`."""
@@ -72,16 +125,15 @@ class _Additions:
 class _Adapted(Projection):
     """A projection with adapters."""
 
-    def __init__(
-        self, base: Projection, additions: Sequence[_Additions], rows: list[tuple[int, Tensor]]
-    ) -> None:
+    def __init__(self, base: Projection, rows: list[tuple[int, Tensor]]) -> None:
         super().__init__(*base.parts, exact=base.exact)
-        self.base, self._additions, self._rows_of = base, additions, rows
+        self.base, self._rows_of = base, rows
+        self.additions: dict[int, _Additions] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.base(x)
         for number, rows in self._rows_of:
-            self._additions[number](x, out, rows)
+            self.additions[number](x, out, rows)
         return out
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:

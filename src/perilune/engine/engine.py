@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
@@ -23,7 +24,7 @@ from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.routes import RouteStore
-from perilune.engine.runner import AdaptingRunner, Runner, block_contents, start_recording
+from perilune.engine.runner import AdaptingRunner, Runner, SleepingRunner, block_contents, start_recording
 from perilune.engine.sampler import Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
@@ -84,7 +85,8 @@ class Engine:
             window_blocks(window, num_blocks, slots=slots, token_budget=self._token_budget)
             for window in decoder.config.distinct_windows
         )
-        self._runner = runner(decoder, self._num_blocks)
+        self._make_runner = runner
+        self._runner: Runner = runner(decoder, self._num_blocks)
         self._routes: RouteStore | None = None
         self._offload: OffloadStore | None = None
         self._limits = EngineLimits(
@@ -96,8 +98,7 @@ class Engine:
         self.version = 0
         self.checksum = ""
         self.counters = Counters()
-        self._adapters: list[Adapter] = []
-        self._adapter_numbers: dict[str, int] = {}
+        self._adapters = NamedAdapters()
         self._next_id = 0
         self._open()
 
@@ -114,7 +115,7 @@ class Engine:
     def _enter(
         self, request: Request, collection: Collection | None = None, *, stream: bool = False
     ) -> Entry:
-        adapter = self._adapter_number(request.adapter, "request")
+        adapter = self._adapters.number(request.adapter, "request")
         entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n, adapter)
         self._next_id += 1
         self._outputs.register(entry, collection, stream=stream)
@@ -305,7 +306,7 @@ class Engine:
             self._limits.check_tokens(prompt, len(answer), f"prompt {index}")
             self._limits.check_tokens([*prompt[:1], *answer], 0, f"answer {index}")
             pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer)))
-        number = self._adapter_number(adapter, "score")
+        number = self._adapters.number(adapter, "score")
         rows = max(1, MOST_LOGITS // self._config.vocab_size)
         bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
         scores: list[NDArray[np.float32]] = []
@@ -349,32 +350,90 @@ class Engine:
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
 
-    def add_adapter(self, name: str, adapter: Adapter) -> None:
-        """Add a LoRA adapter that requests can name. Started requests keep an older adapter of the same name.
+    def prepare_adapters(self) -> None:
+        """Make the runner ready for adapters, which may copy the weights once more.
+
+        Raises:
+            RequestError: when the runner cannot apply adapters.
+        """
+        if not isinstance(self._runner, AdaptingRunner):
+            raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where="adapter")
+        entries = self._outputs.entries.values()
+        self._runner.load_adapters(self._adapters.loaded(entry.adapter for entry in entries), self._source)
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Check that an adapter fits the decoder. Another thread may do this while the engine samples.
+
+        Raises:
+            RequestError: when it does not fit.
+        """
+        with self._source.in_memory():
+            adapter.check(self._source)
+
+    def add_adapter(self, name: str, adapter: Adapter, *, checked: bool = False) -> None:
+        """Add a LoRA adapter that requests can name, or replace the one of this name.
+
+        Requests that were added before keep the older adapter.
+
+        Args:
+            checked: whether `check_adapter` has accepted it.
 
         Raises:
             RequestError: when the adapter does not fit the decoder, or the runner cannot apply adapters.
         """
-        if not isinstance(self._runner, AdaptingRunner):
-            raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where=name)
-        with self._source.in_memory():
-            adapter.check(self._source)
-            self._runner.load_adapters([*self._adapters, adapter], self._source)
-        self._adapters.append(adapter)
-        self._adapter_numbers[name] = len(self._adapters) - 1
+        if not checked:
+            self.check_adapter(adapter)
+        self.prepare_adapters()
+        self._adapters.add(name, adapter)
+        self.prepare_adapters()
 
-    def _adapter_number(self, name: str | None, where: str) -> int:
-        if name is None:
-            return -1
-        if name not in self._adapter_numbers:
-            raise RequestError(f"no adapter {name!r}", where=where, remedy="add it with `add_adapter`")
-        return self._adapter_numbers[name]
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter. Its requests keep it; its memory is freed at the next change after the last one.
+
+        Raises:
+            RequestError: when there is none of this name.
+        """
+        self._adapters.number(name, "remove_adapter")
+        self._adapters.remove(name)
+        self.prepare_adapters()
+
+    # -- memory ------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self, *, recompute: bool = False) -> None:
+        """Empty the prefix cache; `recompute` also recomputes the keys and values of samples in flight."""
+        self._scheduler.new_weights(self.version, recompute=recompute)
+
+    def sleep(self) -> None:
+        """Free the cache and the runner's copy of the weights, until `wake_up`.
+
+        Meanwhile requests can be added but no step computed. Samples in flight are recomputed afterwards.
+        `update_weights` takes effect when the engine wakes up.
+
+        Raises:
+            RequestError: when the engine records routes, which it would lose.
+        """
+        if self._routes is not None:
+            raise RequestError("an engine that records routes cannot sleep")
+        self.reset_prefix_cache(recompute=True)
+        self._runner = SleepingRunner()
+
+    def wake_up(self) -> None:
+        """Allocate the cache again and copy the decoder's weights, unless the engine is awake."""
+        if not isinstance(self._runner, SleepingRunner):
+            return
+        self._runner = self._make_runner(self._source, self._num_blocks)
+        if self._adapters:
+            self.prepare_adapters()
+        if self._offload is not None:
+            self._offload.attach(block_contents(self._runner))
 
     # -- a step ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _advance(self) -> None:
         """Schedule, run, sample and commit one step."""
+        if isinstance(self._runner, SleepingRunner):
+            raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
         try:
             step = self._scheduler.schedule()
             if step is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -69,7 +69,7 @@ class NativeRunner:
         if self._adapting is not None:
             self._adapting.load_weights(decoder)
 
-    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
+    def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
         if self._adapting is None:
             self._adapting = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
         self._adapting.load_adapters(adapters, decoder)

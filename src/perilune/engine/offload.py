@@ -120,6 +120,10 @@ class OffloadStore:
     def __contains__(self, key: Key) -> bool:
         return key in self._held
 
+    def attach(self, contents: BlockContents) -> None:
+        """Use another cache from now on."""
+        self._contents = contents
+
     def forget_all(self) -> None:
         """Empty the store, because the weights have changed."""
         for kept in (self._held, self._in_memory, self._free_places):

@@ -6,7 +6,7 @@ decoder that is trained, so its results equal the learner's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -55,8 +55,11 @@ class Runner(Protocol):
 class AdaptingRunner(Runner, Protocol):
     """A runner that can apply LoRA adapters."""
 
-    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
-        """Use `adapters`, which `StepBatch.adapters` indexes. `decoder` has the weights of the base."""
+    def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
+        """Use `adapters`, by their numbers in `StepBatch.adapters`. `decoder` has the weights of the base.
+
+        A number always stands for the same adapter.
+        """
 
 
 @runtime_checkable
@@ -98,6 +101,25 @@ def block_contents(runner: Runner) -> BlockContents:
             remedy="turn offloading off, or use a model that Perilune computes itself",
         )
     return cache
+
+
+class SleepingRunner:
+    """Stands for the runner of an engine that sleeps: it has neither weights nor a cache."""
+
+    def run(self, batch: StepBatch) -> Tensor:
+        raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+
+    def load_weights(self, decoder: Decoder) -> None:
+        """Do nothing: the next runner copies the weights of the decoder."""
+
+    def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
+        """Do nothing: the next runner gets them."""
+
+    def clear(self) -> None:
+        """Do nothing."""
 
 
 class TorchRunner:
@@ -170,8 +192,9 @@ class TorchRunner:
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder.refreeze(decoder, self._kind)
 
-    def load_adapters(self, adapters: Sequence[Adapter], decoder: Decoder) -> None:
-        self._adapted = AdaptedProjections(self.decoder, adapters)
+    def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
+        self._adapted = self._adapted or AdaptedProjections(self.decoder)
+        self._adapted.use(adapters)
 
     @torch.inference_mode()
     def clear(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import time
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
@@ -15,23 +16,25 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.errors import PeriluneError
-from perilune.serve.errors import answer_error, answer_gone, answer_refused, answer_unexpected
+from perilune.serve.errors import (
+    answer_error,
+    answer_gone,
+    answer_invalid,
+    answer_refused,
+    answer_unexpected,
+)
 from perilune.serve.guard import BodyLimits, Guard
 from perilune.serve.service import Service
-from perilune.serve.weights import WeightUpdates, weight_routes
-
-_V1 = frozenset(f"/v1/{name}" for name in ("chat/completions", "completions", "models", "weights"))
-_COUNTED = _V1 | {"/health", "/metrics", "/tokenize", "/detokenize"}
 
 
 def make_app(
-    service: Service, *, token: str | None, bodies: BodyLimits, weights: WeightUpdates | None = None
+    service: Service, *, token: str | None, bodies: BodyLimits, optional: Sequence[APIRouter] = ()
 ) -> FastAPI:
     """The application that answers with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
-        weights: receives new weights, if the server accepts them.
+        optional: further routes.
     """
 
     @asynccontextmanager
@@ -40,22 +43,21 @@ def make_app(
         yield
         service.thread.stop()
         service.close()
-        if weights is not None:
-            weights.close()
 
     # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     for kind, answer in (
         (AnyHTTPException, answer_error),
         (PeriluneError, answer_refused),
+        (RequestValidationError, answer_invalid),
         (ClientDisconnect, answer_gone),
         (Exception, answer_unexpected),
     ):
         app.add_exception_handler(kind, answer)
     app.add_middleware(Guard, token=token, bodies=bodies, draining=lambda: service.draining)
     app.add_middleware(_Counted, service=service)
-    if weights is not None:
-        app.include_router(weight_routes(weights))
+    for router in optional:
+        app.include_router(router)
     started = int(time())
 
     for path, reply in (
@@ -76,6 +78,7 @@ def make_app(
                 "created": started,
                 "owned_by": "perilune",
                 "max_model_len": service.model.context,
+                "root": str(service.model.adapters.get(name, base)),
                 "parent": None if name == base else base,
             }
             for name in service.model.names
@@ -95,7 +98,7 @@ def make_app(
 
 
 class _Counted:
-    """Counts requests by path and status; a path that is not served counts as "other"."""
+    """Counts requests by route and status; a path that is not served counts as "other"."""
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self._app, self._service = app, service
@@ -103,7 +106,8 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in _COUNTED else "other"
+                route = scope.get("route")  # the router sets it
+                path = "other" if route is None else route.path
                 self._service.metrics.answered(path, message["status"])
             await send(message)
 

@@ -24,6 +24,10 @@ from perilune.errors import RequestError, WorkFailedError
 _log = logging.getLogger(__name__)
 
 
+class StoppedError(WorkFailedError):
+    """The server stopped a request, which may be sent again later."""
+
+
 class SteppingEngine(Protocol):
     """The part of the engine that the thread uses."""
 
@@ -96,7 +100,7 @@ class Stream:
     def abort(self, reason: str = "aborted") -> None:
         """Stop the unfinished choices and free their cache blocks."""
         if self.remaining:
-            self.failed(WorkFailedError(reason))
+            self.failed(StoppedError(reason))
             self._thread.abort(self.ids)
 
     def opened(self, ids: tuple[int, ...]) -> None:
@@ -138,6 +142,10 @@ class EngineThread:
         engine: only this thread may use it after `start`.
         on_failure: called in the event loop when the engine has failed permanently.
         on_restart: called in the event loop when the engine was restarted after a failure.
+
+    Attributes:
+        paused: whether no step is computed; set it with `between_steps`.
+        failure: why the engine has failed permanently.
     """
 
     def __init__(
@@ -155,6 +163,7 @@ class EngineThread:
         self._places: dict[int, tuple[Stream, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.paused = False
         self.failure: BaseException | None = None
 
     def start(self) -> None:
@@ -261,10 +270,10 @@ class EngineThread:
         return True
 
     def _run_commands(self) -> bool:
-        """Run queued commands; waits while the engine is idle. Returns False when the thread must stop."""
+        """Run queued commands; waits while there is no step to compute. Returns False to stop the thread."""
         while True:
             try:
-                command = self._commands.get(block=not self._engine.unfinished)
+                command = self._commands.get(block=self.paused or not self._engine.unfinished)
             except queue.Empty:
                 return True
             if command is None:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.responses import Response
 
 from perilune.errors import PeriluneError
+from perilune.serve.engine_thread import StoppedError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
@@ -73,12 +75,22 @@ async def answer_refused(request: Request, error: Exception) -> JSONResponse:
 
 def status_of(error: PeriluneError) -> int:
     """The HTTP status of an error of the library."""
+    if isinstance(error, StoppedError):
+        return 503
     return 400 if error.exit_code == 2 else 500
 
 
 def with_remedy(error: PeriluneError) -> str:
     """The message of an error and its remedy on one line."""
     return f"{error.what} ({error.remedy})" if error.remedy else error.what
+
+
+async def answer_invalid(request: Request, error: Exception) -> JSONResponse:
+    """The response to an invalid parameter in the query of a URL."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return JSONResponse(error_document(400, f"{name}: {first['msg']}", name), 400)
 
 
 async def answer_gone(request: Request, error: Exception) -> Response:

@@ -88,10 +88,12 @@ class Guard:
         if self._draining():
             return _error(503, "the server is shutting down", headers={"Retry-After": "10"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != b"application/json":
+        length = headers.get(b"content-length", b"0")
+        # A browser sends the origin of pages of other sites.
+        empty = length == b"0" and b"transfer-encoding" not in headers and b"origin" not in headers
+        if kind != b"application/json" and not (empty and not kind):
             # This also forces browsers to send a CORS preflight for pages of other sites.
             return _error(415, "the body must have Content-Type: application/json")
-        length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._bodies.most:
             return _error(413, self._too_long(), code="body_too_large")
         return None

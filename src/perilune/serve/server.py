@@ -6,27 +6,31 @@ import asyncio
 import gc
 import resource
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import torch
 import uvicorn
+from fastapi import APIRouter
 
 from perilune.engine.engine import Engine
 from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.stored import StoredDecoder
+from perilune.models.decoder import Decoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
+from perilune.serve.adapters import AdapterLoads, adapter_routes
 from perilune.serve.address import listening, token_of, url_of
 from perilune.serve.app import make_app
 from perilune.serve.connection import ConnectionLimits, limited_protocol
+from perilune.serve.control import Control, control_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.service import ServedModel, Service
-from perilune.serve.weights import MOST_CHUNK, WeightUpdates
+from perilune.serve.weights import MOST_CHUNK, WeightUpdates, weight_routes
 
 _BACKLOG = 2048  # connections that wait to be accepted
 _DESCRIPTORS = 16_384  # requested; the system may allow fewer
@@ -54,6 +58,8 @@ class Settings:
         max_connections: connections at a time; None for what the limit on open files allows, at most 4096.
         weight_updates: whether clients may replace the weights.
         adapters: folders of LoRA adapters in PEFT format, by their names in requests.
+        adapters_from: folder from which clients may load adapters; None for none.
+        control: whether clients may pause the server, put it to sleep and empty its prefix cache.
         reasoning: whether the text in <think> ... </think> is returned apart.
     """
 
@@ -74,6 +80,8 @@ class Settings:
     max_connections: int | None = None
     weight_updates: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    adapters_from: Path | None = None
+    control: bool = False
     reasoning: bool = False
 
 
@@ -91,17 +99,17 @@ def serve(
     """
     token = token_of(settings.host, settings.token_env)
     with listening(settings.host, settings.port) as listener:
-        service, weights = _service(settings, notify)
+        service, routers = _service(settings, notify)
         gc.collect()
         gc.freeze()  # later collections, which hold up every request, skip what stays for good
-        server = _Server(service, weights, settings, token, lambda: announce(f"{url_of(listener)}/v1"))
+        server = _Server(service, routers, settings, token, lambda: announce(f"{url_of(listener)}/v1"))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
         raise WorkFailedError(f"the engine failed: {service.thread.failure}", where=str(settings.checkpoint))
 
 
-def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, WeightUpdates | None]:
-    """Load the checkpoint, and create the engine, the service, and what receives new weights."""
+def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, list[APIRouter]]:
+    """Load the checkpoint, and create the engine, the service, and the routes of its options."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
     if isinstance(loaded, TransformersModel):
@@ -125,7 +133,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         vocab_size=config.vocab_size,
         context=engine.positions,
         end_tokens=tuple(end for end in dict.fromkeys(ends) if end < config.vocab_size),
-        adapters=tuple(settings.adapters),
+        adapters=dict(settings.adapters),
         reasoning=settings.reasoning,
     )
 
@@ -146,14 +154,34 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         }
 
     service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
-    if not settings.weight_updates:
-        return service, None
-    if not isinstance(loaded, StoredDecoder) or settings.adapters:
-        raise RequestError(
-            "only a model that Perilune computes itself, served without adapters, can get new weights",
-            where="--weight-updates",
+    return service, _optional_routes(settings, engine, loaded, service)
+
+
+def _optional_routes(
+    settings: Settings, engine: Engine, loaded: Decoder | TransformersModel, service: Service
+) -> list[APIRouter]:
+    """The routes that options switch on."""
+    routers, changing = [], asyncio.Lock()
+    if settings.weight_updates:
+        if not isinstance(loaded, StoredDecoder) or settings.adapters or settings.adapters_from:
+            raise RequestError(
+                "only a model that Perilune computes itself, served without adapters, can get new weights",
+                where="--weight-updates",
+            )
+        chunk = min(settings.max_body, MOST_CHUNK)
+        routers.append(weight_routes(WeightUpdates(engine, loaded, service.thread, chunk, changing)))
+    if settings.adapters_from is not None:
+        if not settings.adapters_from.is_dir():
+            raise RequestError(f"there is no folder {settings.adapters_from}", where="--adapters-from")
+        engine.prepare_adapters()  # now, because it may take seconds
+        model = service.model
+        loads = AdapterLoads(
+            engine, service.thread, model.name, model.adapters, settings.adapters_from, changing
         )
-    return service, WeightUpdates(engine, loaded, service.thread, min(settings.max_body, MOST_CHUNK))
+        routers.append(adapter_routes(loads))
+    if settings.control:
+        routers.append(control_routes(Control(engine, service.thread, service.gate, changing)))
+    return routers
 
 
 def _device(requested: str) -> str:
@@ -171,13 +199,13 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         service: Service,
-        weights: WeightUpdates | None,
+        routers: Sequence[APIRouter],
         settings: Settings,
         token: str | None,
         announce: Callable[[], None],
     ) -> None:
         bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
-        app = make_app(service, token=token, bodies=bodies, weights=weights)
+        app = make_app(service, token=token, bodies=bodies, optional=routers)
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),

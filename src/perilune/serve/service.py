@@ -6,9 +6,10 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
 from perilune.serve.exchange import Exchange
+from perilune.serve.gate import Gate
 from perilune.serve.lanes import LONG, Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.parts import CALL, THINK, PartsReader
@@ -57,7 +59,7 @@ class ServedModel:
         name: its name in requests.
         context: most tokens of prompt and answer together, limited by positions and cache.
         end_tokens: tokens that end an answer.
-        adapters: names of LoRA adapters; a request selects one with `model`.
+        adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.
         reasoning: whether the text in <think> ... </think> is returned apart, as `reasoning_content`.
     """
 
@@ -66,7 +68,7 @@ class ServedModel:
     vocab_size: int
     context: int
     end_tokens: tuple[int, ...]
-    adapters: tuple[str, ...] = ()
+    adapters: dict[str, Path] = field(default_factory=dict)
     reasoning: bool = False
 
     @property
@@ -100,7 +102,7 @@ class Service:
         figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.model, self.thread, self._most_samples, self._figures = model, thread, most_samples, figures
-        self.metrics = Metrics()
+        self.metrics, self.gate = Metrics(), Gate()
         thread.on_restart = self.metrics.restarted
         self.draining = False
         self.answering = 0  # requests whose answers are not sent completely
@@ -307,6 +309,7 @@ class Service:
             constraint = None
             if body.response_format is not None:
                 constraint = await self._lanes.schema(lambda: self._constrained(body))
+            await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, in_pieces=body.stream)
         finally:
@@ -323,6 +326,7 @@ class Service:
             names = ", ".join(map(repr, self.model.names))
             message = f"no model {shorten(body.model)!r}; this server has {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        self.gate.check_awake()
         busy = self.thread.open_samples + self._entering >= self._most_samples
         # An answer that is sampled but not read yet costs memory only.
         if busy or self.answering >= 2 * self._most_samples:

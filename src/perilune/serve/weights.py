@@ -47,9 +47,17 @@ class WeightUpdates:
     Args:
         engine: samples from `decoder`; only its thread uses it after the start.
         chunk: most bytes of one request.
+        changing: held while the weights of the engine or its runner are replaced.
     """
 
-    def __init__(self, engine: Engine, decoder: StoredDecoder, thread: EngineThread, chunk: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: StoredDecoder,
+        thread: EngineThread,
+        chunk: int,
+        changing: asyncio.Lock,
+    ) -> None:
         self._engine, self._decoder, self._thread, self._chunk = engine, decoder, thread, chunk
         self._folder = tempfile.TemporaryDirectory(prefix="perilune-weights-")
         self._reader = WeightReader()
@@ -61,11 +69,7 @@ class WeightUpdates:
             for name, one in state.items()
         }
         self._most = sum(one.nbytes for one in state.values()) + _OVERHEAD
-        self._lock = asyncio.Lock()
-
-    def close(self) -> None:
-        """Remove the files that have arrived."""
-        self._folder.cleanup()
+        self._lock, self._changing = asyncio.Lock(), changing
 
     @property
     def state(self) -> dict[str, Any]:
@@ -119,9 +123,10 @@ class WeightUpdates:
             path = self._path(digest)
             if not path.exists() or await asyncio.to_thread(sha256_file, path) != digest:
                 raise ApiError(404, "the file has not arrived completely", code="incomplete")
-            version, state = await asyncio.to_thread(self._read, path)
-            await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
-            self._reader.commit()
+            async with self._changing:
+                version, state = await asyncio.to_thread(self._read, path)
+                await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
+                self._reader.commit()
             path.unlink()
         return {"version": self._reader.version, "digest": self._reader.result}
 

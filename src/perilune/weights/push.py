@@ -217,7 +217,8 @@ class _Http:
         content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
         response = self._client.request(method, path, headers=dict(headers), **content)
         if response.status_code == 200:
-            return response.json() if response.content else {}
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            return response.json() if is_json else {}
         message = f"{method} {path} returned {response.status_code}: {response.text[:300]}"
         if response.status_code >= 500:
             raise WorkFailedError(message, where=self._url, remedy="see the server's log")

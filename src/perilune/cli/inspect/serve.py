@@ -34,6 +34,17 @@ Adapters = Annotated[
         help="A LoRA adapter as PEFT writes it; requests select it with model=NAME. Repeatable.",
     ),
 ]
+AdaptersFrom = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Let clients load and unload the LoRA adapters in this folder."),
+]
+Control = Annotated[
+    bool,
+    typer.Option(
+        "--control",
+        help="Let clients pause the server, put the model to sleep and empty the prefix cache, as in vLLM.",
+    ),
+]
 Slots = Annotated[int, typer.Option(min=1, max=4096, help="Samples that are computed at a time.")]
 MaxQueue = Annotated[int, typer.Option(min=0, help="Samples that may wait; further requests get status 429.")]
 CacheTokens = Annotated[
@@ -86,6 +97,7 @@ def serve(
     token_env: TokenEnv = "",
     name: Name = "",
     adapter: Adapters = None,
+    adapters_from: AdaptersFrom = None,
     slots: Slots = 64,
     max_queue: MaxQueue = 256,
     cache_tokens: CacheTokens = 0,
@@ -98,6 +110,7 @@ def serve(
     stall: Stall = 60.0,
     max_connections: MaxConnections = None,
     weight_updates: WeightUpdates = False,
+    control: Control = False,
     reasoning: Reasoning = False,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
@@ -139,6 +152,8 @@ def serve(
         stalled=stall,
         max_connections=max_connections,
         weight_updates=weight_updates,
+        control=control,
+        adapters_from=adapters_from,
         reasoning=reasoning,
         adapters=dict(map(_adapter, adapter or [])),
     )

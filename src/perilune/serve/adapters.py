@@ -1,0 +1,144 @@
+"""LoRA adapters that a running server loads and unloads, as in vLLM.
+
+    POST /v1/load_lora_adapter     {"lora_name": NAME, "lora_path": FOLDER, "load_inplace": false}
+    POST /v1/unload_lora_adapter   {"lora_name": NAME}
+
+Only folders inside one folder of the server can be loaded. The server answers requests while it reads and
+checks an adapter. A request keeps the adapter that its name had when it arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from starlette.responses import PlainTextResponse
+
+from perilune.engine.engine import Engine
+from perilune.models.adapters.files import Adapter
+from perilune.serve.bodies import read_body
+from perilune.serve.engine_thread import EngineThread
+from perilune.serve.errors import ApiError, shorten
+
+MOST_ADAPTERS = 64
+_MOST_BYTES = 1 << 30  # of the files of an adapter
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
+
+
+class _LoadBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: _Name
+    lora_path: Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class _UnloadBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lora_name: _Name
+    lora_int_id: int | None = None  # vLLM ignores it too
+
+
+class AdapterLoads:
+    """Loads adapters into an engine.
+
+    Args:
+        engine: only its thread uses it after the start.
+        base: name of the model, which no adapter may have.
+        loaded: the folders of the adapters by name, which this updates.
+        root: folder with the adapters that may be loaded.
+        changing: held while the weights of the engine or its runner are replaced.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        base: str,
+        loaded: dict[str, Path],
+        root: Path,
+        changing: asyncio.Lock,
+    ) -> None:
+        self._engine, self._thread, self._changing = engine, thread, changing
+        self._base, self._loaded, self._root = base, loaded, root.resolve()
+
+    async def load(self, name: str, path: str, *, replace: bool) -> None:
+        """Load the adapter in folder `path`, relative to the root.
+
+        Raises:
+            ApiError: when the name is taken, there are too many adapters, or the folder is not in the root.
+            RequestError: when the folder has no valid adapter for the model.
+        """
+        async with self._changing:
+            if name == self._base:
+                raise ApiError(400, f"{name!r} is the name of the model", param="lora_name")
+            if name in self._loaded and not replace:
+                message = f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it"
+                raise ApiError(400, message, param="lora_name", code="adapter_loaded")
+            if len(self._loaded) >= MOST_ADAPTERS and name not in self._loaded:
+                raise ApiError(400, f"the server has {MOST_ADAPTERS} adapters; unload one first")
+            folder, adapter = await asyncio.to_thread(self._read, path)
+            add = lambda: self._engine.add_adapter(name, adapter, checked=True)  # noqa: E731
+            await self._thread.between_steps(add)
+            self._loaded[name] = folder
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter. Its requests finish with it.
+
+        Raises:
+            ApiError: 404, when there is none of this name.
+        """
+        async with self._changing:
+            if name not in self._loaded:
+                message = f"The lora adapter {shorten(name)!r} cannot be found."
+                raise ApiError(404, message, param="lora_name", code="model_not_found")
+            del self._loaded[name]
+            await self._thread.between_steps(lambda: self._engine.remove_adapter(name))
+
+    def _read(self, path: str) -> tuple[Path, Adapter]:
+        """The folder and its adapter, which fits the model."""
+        folder = self._inside(self._root / path)
+        if not folder.is_dir():
+            raise ApiError(400, f"there is no folder {shorten(path)!r} for adapters", param="lora_path")
+        files = [self._inside(file) for file in folder.iterdir()]
+        if sum(file.stat().st_size for file in files) > _MOST_BYTES:
+            raise ApiError(400, f"an adapter may have at most {_MOST_BYTES:,} bytes", param="lora_path")
+        adapter = Adapter.load(folder)
+        self._engine.check_adapter(adapter)
+        return folder, adapter
+
+    def _inside(self, path: Path) -> Path:
+        """`path` without symbolic links, which must stay in the root."""
+        try:
+            real = path.resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):  # missing, too long, a zero byte, a loop of links
+            real = None
+        if real is None or not real.is_relative_to(self._root):
+            raise ApiError(
+                400, f"no adapter {shorten(path.name)!r} in the folder of adapters", param="lora_path"
+            )
+        return real
+
+
+def adapter_routes(loads: AdapterLoads) -> APIRouter:
+    """The routes that load and unload adapters."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/load_lora_adapter", response_model=None)
+    async def load(request: Request) -> PlainTextResponse:
+        body = read_body(await request.body(), _LoadBody)
+        await loads.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", response_model=None)
+    async def unload(request: Request) -> PlainTextResponse:
+        body = read_body(await request.body(), _UnloadBody)
+        await loads.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router

@@ -1,0 +1,50 @@
+"""Holds new requests back while the server is paused, and refuses them while the model sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+
+from perilune.serve.errors import ApiError
+
+
+class Gate:
+    """The entrance to the engine.
+
+    Attributes:
+        sleeping: parts of the model that sleep, "weights" and "kv_cache"; requests are refused with 503.
+    """
+
+    def __init__(self) -> None:
+        self.sleeping: set[str] = set()
+        self._opened = asyncio.Event()
+        self._opened.set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether new requests wait."""
+        return not self._opened.is_set()
+
+    def close(self) -> None:
+        """Let new requests wait."""
+        self._opened.clear()
+
+    def open(self) -> None:
+        """Let all requests in."""
+        self._opened.set()
+
+    def check_awake(self) -> None:
+        """Refuse a request while the model sleeps."""
+        if self.sleeping:
+            message = "the model sleeps; wake it up with POST /wake_up"
+            raise ApiError(503, message, code="sleeping", headers={"Retry-After": "10"})
+
+    async def enter(self) -> None:
+        """Wait until the gate is open.
+
+        Raises:
+            ApiError: 503, when the model sleeps.
+        """
+        self.check_awake()
+        while self.closed:
+            await self._opened.wait()
+            self.check_awake()

@@ -1,0 +1,272 @@
+"""Adapters that come and go, pauses, sleep and embeddings, through one server in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from served import Served, make_checkpoint, served
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Prompt, Request, SamplingParams
+from perilune.errors import RequestError
+from perilune.models.adapters.files import Adapter
+from perilune.models.checkpoints.loading import load_checkpoint
+
+PROMPT = "12+34=" * 8  # three blocks, which the prefix cache keeps
+
+
+def make_adapter(folder: Path, seed: int, **changes: Any) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    pair = torch.randn(2, 96, generator=generator), torch.randn(128, 2, generator=generator)
+    Adapter({changes.pop("map", "model.layers.0.self_attn.q_proj"): pair}, 2.0).save(folder)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, good adapters, and folders that no server should load."""
+    root = tmp_path_factory.mktemp("control")
+    make_checkpoint(root / "base")
+    adapters = root / "adapters"
+    for seed, name in enumerate(("poet", "critic")):
+        make_adapter(adapters / name, seed)
+    make_adapter(root / "outside", 3)
+    make_adapter(adapters / "misfit", 4, map="model.layers.99.self_attn.q_proj")
+    make_adapter(adapters / "dora", 5, use_dora=True)
+    make_adapter(adapters / "torn", 6)
+    (adapters / "torn" / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+    make_adapter(adapters / "linked", 7)
+    (adapters / "linked" / "adapter_model.safetensors").unlink()
+    (adapters / "linked" / "adapter_model.safetensors").symlink_to("/proc/self/environ")
+    (adapters / "escape").symlink_to(root / "outside")
+    (adapters / "empty").mkdir()
+    make_adapter(adapters / "pipe", 8)
+    (adapters / "pipe" / "adapter_config.json").unlink()
+    os.mkfifo(adapters / "pipe" / "adapter_config.json")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Served]:
+    with served(
+        root / "base", "--slots", "8", "--control", "--adapters-from", str(root / "adapters")
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Served) -> Iterator[httpx.Client]:
+    with server.http() as client:
+        yield client
+
+
+def answer(http: httpx.Client, model: str, **options: Any) -> Any:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+    return http.post("/v1/completions", json=body | options).json()
+
+
+def load(http: httpx.Client, name: str, path: str = "", **options: Any) -> httpx.Response:
+    return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path or name} | options)
+
+
+def tokens_of(root: Path, adapter: str | None) -> list[int]:
+    """What the engine samples in this process."""
+    decoder, tokenizer = load_checkpoint(root / "base")
+    engine = Engine(decoder, slots=8, tokenizer=tokenizer)
+    if adapter is not None:
+        engine.add_adapter("own", Adapter.load(root / "adapters" / adapter))
+    params = SamplingParams(12, stop_token_ids=(tokenizer.eos_token_id,))
+    request = Request(tokenizer.encode(PROMPT), params, (3, 0, 0), adapter=adapter and "own")
+    return [token for delta in engine.stream(request) for token in delta.token_ids]
+
+
+def test_an_adapter_is_loaded_replaced_and_unloaded(http: httpx.Client, server: Served, root: Path) -> None:
+    def sampled(model: str) -> Any:
+        return answer(http, model)["choices"][0]["token_ids"]
+
+    base, poet, critic = (tokens_of(root, name) for name in (None, "poet", "critic"))
+    assert len({tuple(one) for one in (base, poet, critic)}) == 3
+    assert sampled("base") == base
+    assert load(http, "own", "poet").text == "Success: LoRA adapter 'own' added successfully."
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
+    assert cards["own"]["root"] == str(root / "adapters" / "poet")
+    assert cards["own"]["parent"] == "base"
+    assert sampled("own") == poet
+    again = load(http, "own", "critic")
+    assert again.status_code == 400
+    assert again.json()["error"]["code"] == "adapter_loaded"
+    assert sampled("own") == poet
+    assert load(http, "own", "critic", load_inplace=True).status_code == 200
+    assert sampled("own") == critic  # the prefix that the poet has cached is not used
+    assert sampled("base") == base
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "own"}).status_code == 200
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "own"}).status_code == 404
+    with server.client() as client, pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="own", prompt="1", max_tokens=2)
+    assert refused.value.code == "model_not_found"
+
+
+def test_a_running_request_keeps_its_adapter(http: httpx.Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 180, "ignore_eos": True}
+    assert load(http, "kept", "poet").status_code == 200
+    expected = answer(http, "kept", **options)["choices"][0]["token_ids"]
+    body = {"model": "kept", "prompt": PROMPT, "seed": 3, "return_token_ids": True, "stream": True}
+    found: list[int] = []
+    with http.stream("POST", "/v1/completions", json=body | options) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                if not found:
+                    assert load(http, "kept", "critic", load_inplace=True).status_code == 200
+                    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "kept"}).status_code == 200
+                found += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("base", "poet", "is the name of the model"),
+        ("a b", "poet", "lora_name"),
+        ("x", "../outside", "in the folder of adapters"),
+        ("x", "/etc", "in the folder of adapters"),
+        ("x", "escape", "in the folder of adapters"),
+        ("x", "linked", "in the folder of adapters"),
+        ("x", "nothing", "in the folder of adapters"),
+        ("x", "po\0et", "in the folder of adapters"),
+        ("x", "misfit", "no linear map of this name"),
+        ("x", "dora", "only plain LoRA"),
+        ("x", "torn", "not safetensors"),
+        ("x", "empty", "no adapter_model.safetensors"),
+        ("x", "pipe", "no adapter_config.json"),
+    ],
+)
+def test_a_hostile_adapter_is_refused(http: httpx.Client, name: str, path: str, message: str) -> None:
+    refused = load(http, name, path)
+    assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True), refused.text
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base"]
+
+
+def test_a_paused_server_holds_requests(server: Served, http: httpx.Client) -> None:
+    expected = answer(http, "base")["choices"][0]["token_ids"]
+
+    async def ask() -> Any:
+        async with server.async_client() as client:
+            return await client.completions.create(
+                model="base", prompt=PROMPT, max_tokens=12, seed=3, extra_body={"return_token_ids": True}
+            )
+
+    async def paused() -> Any:
+        assert http.post("/pause?mode=keep").json() == {"status": "paused"}
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        assert http.post("/resume").json() == {"status": "resumed"}
+        return await asking
+
+    assert asyncio.run(paused()).choices[0].token_ids == expected
+    assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_a_request_in_flight_is_kept_or_stopped(http: httpx.Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    expected = answer(http, "base", **options)["choices"][0]["token_ids"]
+    body = {"model": "base", "prompt": PROMPT, "seed": 3, "return_token_ids": True, "stream": True}
+
+    def interrupted(*calls: str) -> tuple[list[int], dict[str, Any]]:
+        found, error, waiting = [], {}, list(calls)
+        with http.stream("POST", "/v1/completions", json=body | options) as stream:
+            for line in stream.iter_lines():
+                while waiting:
+                    assert http.post(waiting.pop(0)).status_code == 200
+                document = json.loads(line[6:]) if line.startswith("data: {") else {}
+                found += document["choices"][0]["token_ids"] if "choices" in document else []
+                error = document.get("error", error)
+        return found, error
+
+    assert interrupted("/pause?mode=keep", "/resume") == (expected, {})
+    assert interrupted("/pause?mode=wait", "/resume") == (expected, {})
+    assert interrupted("/sleep?mode=keep", "/wake_up") == (expected, {})
+    found, error = interrupted("/pause", "/resume")
+    assert found == expected[: len(found)]
+    assert len(found) < len(expected)
+    assert error["message"] == "the server was paused"
+
+
+def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -> None:
+    expected = answer(http, "base")
+    assert http.post("/sleep?level=2").status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    with server.client() as client, pytest.raises(openai.InternalServerError) as refused:
+        client.completions.create(model="base", prompt="1", max_tokens=2)
+    assert (refused.value.status_code, refused.value.code) == (503, "sleeping")
+    assert http.post("/resume").status_code == 409
+    assert load(http, "dream", "poet").status_code == 200  # it takes effect afterwards
+    assert http.post("/wake_up?tags=weights").status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert http.post("/wake_up?tags=kv_cache").status_code == 200
+    assert http.post("/wake_up").status_code == 200
+    assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert answer(http, "base")["choices"] == expected["choices"]
+    assert answer(http, "dream")["choices"] != expected["choices"]
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "dream"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/sleep?level=9", "/pause?mode=never", "/wake_up?tags=moon"])
+def test_a_bad_parameter_is_named(http: httpx.Client, path: str) -> None:
+    refused = http.post(path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    assert not http.get("/is_paused").json()["is_paused"]
+
+
+def test_the_prefix_cache_is_emptied(http: httpx.Client) -> None:
+    def cached() -> int:
+        return answer(http, "base")["usage"]["prompt_tokens_details"]["cached_tokens"]  # type: ignore[no-any-return]
+
+    cached()
+    assert cached() == 32
+    assert http.post("/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
+def test_a_page_of_another_site_cannot_pause_the_server(http: httpx.Client) -> None:
+    refused = http.post("/pause", headers={"Origin": "https://evil.example"})
+    assert refused.status_code == 415
+
+
+def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
+    import psutil
+
+    decoder, tokenizer = load_checkpoint(root / "base")
+    engine = Engine(decoder, cache_tokens=1 << 16, tokenizer=tokenizer)
+    prompt = [Prompt(tokenizer.encode("1+1="), (0, 0, 0))]
+    before = engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist()
+    engine._runner.clear()  # touches all of the cache
+    awake = psutil.Process().memory_info().rss
+    engine.sleep()
+    shape = decoder.config
+    cache = 4 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim << 16  # bytes
+    assert awake - psutil.Process().memory_info().rss > 0.8 * cache
+    with pytest.raises(RequestError, match="the engine sleeps"):
+        engine.sample(prompt, 1, SamplingParams(4))
+    state = {name: tensor * 0 for name, tensor in decoder.state_dict().items()}
+    kept = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+    engine.update_weights(state, 1)
+    engine.wake_up()
+    changed = engine.sample(prompt, 1, SamplingParams(4))[0][0]
+    assert changed.policy_version.tolist() == [1] * 4
+    assert changed.logprobs.tolist() == pytest.approx([-4.585] * 4, abs=0.01)  # uniform over 98 tokens
+    engine.update_weights(kept, 2)
+    assert engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist() == before
