@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,24 +35,29 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
     ropes = st.builds(
         Rope, st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([None, LLAMA3, LinearScaling(8.0), YARN])
     )
+    fraction = option("partial_rotary_factor", st.sampled_from([0.5, 1.0]), 1.0)
+    mixture = option("num_experts", experts(layers, options))
+    one_size = DECODER_FAMILIES[architecture].names.get("moe_intermediate_size") == "intermediate_size"
     return DecoderConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 200_000)),
         hidden_size=draw(st.integers(1, 8192)),
-        intermediate_size=draw(st.integers(1, 8192)),
+        intermediate_size=mixture.intermediate_size if one_size else draw(st.integers(1, 8192)),
         num_layers=layers,
         num_heads=kv_heads * draw(st.integers(1, 4)),
         num_kv_heads=kv_heads,
-        head_dim=2 * draw(st.integers(1, 64)),
-        rope=draw(ropes),
+        head_dim=4 * draw(st.integers(1, 32)),
+        rope=replace(draw(ropes), fraction=fraction),
         local_rope=option("rope_local_base_freq", ropes),
         windows=draw(windows(architecture, layers)),
         query_pre_attn_scalar=option("query_pre_attn_scalar", st.sampled_from([None, 1, 300])),
         tie_word_embeddings=draw(st.booleans()),
-        attention_bias=option("attention_bias", st.booleans(), False),
+        attention_bias=option("attention_bias", st.booleans(), False)
+        or option("qkv_bias", st.booleans(), False),
+        use_qk_norm=option("use_qk_norm", st.booleans(), False),
         mlp_bias=option("mlp_bias", st.booleans(), False),
         logit_softcap=option("final_logit_softcapping", st.sampled_from([None, 30.0])),
-        experts=option("num_experts", experts(layers)),
+        experts=mixture,
         bos_token_id=draw(st.sampled_from([None, 0, 5])),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3, unique=True))),
     )
@@ -59,23 +65,37 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
 
 @st.composite
 def windows(draw: st.DrawFn, architecture: Architecture, layers: int) -> tuple[int | None, ...]:
-    kind, size = DECODER_FAMILIES[architecture].windows, draw(st.sampled_from([None, 1, 4096]))
-    if kind == "none" or size is None:
+    family, size = DECODER_FAMILIES[architecture], draw(st.sampled_from([None, 1, 4096]))
+    if "sliding_window" not in family.options or size is None:
         return ()
     some = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
-    return tuple(size if kind == "all" or windowed else None for windowed in some)
+    return tuple(size if family.windows == "all" or windowed else None for windowed in some)
 
 
 @st.composite
-def experts(draw: st.DrawFn, layers: int) -> Experts:
-    count = draw(st.integers(1, 200))
+def experts(draw: st.DrawFn, layers: int, options: frozenset[str]) -> Experts:
+    groups = draw(st.integers(1, 8)) if "n_group" in options else 1
+    count, kept, inner = (
+        groups * draw(st.integers(1, 50)),
+        draw(st.integers(1, groups)),
+        draw(st.integers(1, 4000)),
+    )
+    shared = draw(st.integers(0, 3)) * inner
     dense = draw(st.sets(st.integers(0, layers - 1)))
+    if "first_k_dense_replace" in options:
+        dense = set(range(len(dense)))
+    elif "mlp_only_layers" not in options:
+        dense = set()
     return Experts(
         count=count,
-        per_token=draw(st.integers(1, count)),
-        intermediate_size=draw(st.integers(1, 4000)),
-        normalised=draw(st.booleans()),
+        per_token=draw(st.integers(1, count // groups * kept)),
+        intermediate_size=inner,
+        normalised=draw(st.booleans()) if "norm_topk_prob" in options else True,
         dense_layers=tuple(sorted(dense)),
+        shared_size=shared if options & {"n_shared_experts", "shared_expert_intermediate_size"} else 0,
+        groups=groups,
+        groups_per_token=kept,
+        scale=draw(st.sampled_from([1.0, 2.5])) if "routed_scaling_factor" in options else 1.0,
     )
 
 

@@ -21,8 +21,8 @@ from perilune.models.attention import Attention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
-from perilune.models.kernels import both_halves, rms_norm, rotate
-from perilune.models.layers import Projection, RMSNorm, copied_in_place
+from perilune.models.kernels import both_halves, rms_norm, rotate_part
+from perilune.models.layers import Projection, RMSNorm, copied_in_place, named_maps
 from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rotary import inverse_frequencies, magnitude
 from perilune.models.routing import Routing
@@ -36,11 +36,10 @@ class SelfAttention(nn.Module):
         self.layer, self.window = layer, config.window(layer)
         self.heads, self.kv_heads, self.size = config.num_heads, config.num_kv_heads, config.head_dim
         queries, keys, hidden = self.heads * self.size, self.kv_heads * self.size, config.hidden_size
-        self.q_proj = nn.Linear(hidden, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, hidden, bias=config.attention_bias)
-        self.qk_norm = config.family.qk_norm
+        of_qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.qkv = named_maps(self, config.family, hidden, of_qkv, config.qkv_bias)
+        self.out = named_maps(self, config.family, queries, {"o_proj": hidden}, config.out_bias)
+        self.qk_norm = config.qk_norm
         if self.qk_norm:
             full, offset = self.qk_norm == "full", config.family.norm_offset
             self.q_norm = RMSNorm(queries if full else self.size, config.rms_norm_eps, offset)
@@ -48,8 +47,6 @@ class SelfAttention(nn.Module):
         # Attention divides scores by sqrt(D). Another divisor is a factor of the queries.
         self.query_scale = (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
         self.frozen_qk_norm: Tensor | None = None
-        self.qkv = Projection(self.q_proj, self.k_proj, self.v_proj)
-        self.out = Projection(self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         qkv = self.qkv(x)
@@ -59,7 +56,7 @@ class SelfAttention(nn.Module):
         qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
         if self.qk_norm == "head":
             qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
-        q, k = torch.split_with_sizes(rotate(qk, cos, sin), [self.heads, self.kv_heads], 1)
+        q, k = torch.split_with_sizes(rotate_part(qk, cos, sin), [self.heads, self.kv_heads], 1)
         return self.out(attention(self.layer, q, k, v, self.window).reshape(x.shape[0], -1))
 
     def qk_norm_weight(self) -> Tensor:
@@ -85,11 +82,12 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
+        self._feed_forward = config.family.module("mlp")
         if config.experts is not None and config.is_sparse(layer):
             index = sum(config.is_sparse(before) for before in range(layer))
-            self.mlp: MLP | MixtureOfExperts = MixtureOfExperts(config, config.experts, index)
+            self.add_module(self._feed_forward, MixtureOfExperts(config, config.experts, index))
         else:
-            self.mlp = MLP(config, config.intermediate_size)
+            self.add_module(self._feed_forward, MLP(config, config.intermediate_size, config.mlp_bias))
         self._norms = NORM_NAMES[config.family.pre_norm, config.family.post_norm]
         for name in filter(None, self._norms):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
@@ -102,8 +100,14 @@ class Block(nn.Module):
         attended = self.self_attn(self._normalised(before_attention, x), cos, sin, attention)
         x = x + self._normalised(after_attention, attended)
         fed = self._normalised(before_mlp, x)
-        out = self.mlp(fed) if isinstance(self.mlp, MLP) else self.mlp(fed, routing)
+        network = self.feed_forward
+        out = network(fed) if isinstance(network, MLP) else network(fed, routing)
         return x + self._normalised(after_mlp, out)
+
+    @property
+    def feed_forward(self) -> MLP | MixtureOfExperts:
+        """The feed-forward part; `mlp` in most families."""
+        return self.get_submodule(self._feed_forward)  # type: ignore[return-value]
 
     def _normalised(self, norm: str | None, x: Tensor) -> Tensor:
         return x if norm is None else self.get_submodule(norm)(x)
@@ -157,7 +161,9 @@ class Decoder(nn.Module):
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
         # Not buffers, so that they stay float32 when the model is cast.
         ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
-        self.inverse_frequencies = {rope: inverse_frequencies(rope, config.head_dim) for rope in ropes}
+        self.inverse_frequencies = {
+            rope: inverse_frequencies(rope, rope.width(config.head_dim)) for rope in ropes
+        }
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: Attention, routing: Routing | None = None
@@ -215,7 +221,7 @@ class Decoder(nn.Module):
         return capped(self.head(hidden), self.config.logit_softcap)
 
     def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[N, 1, D / 2] each, of the angle of each pair, computed in float32.
+        """Cosines and sines, float[N, 1, R / 2] each, of the angle of each pair, computed in float32.
 
         `rope` is the rotary embedding of a layer, by default of layers without a window.
         """
@@ -262,6 +268,8 @@ class Decoder(nn.Module):
             other = source.get_submodule(name)
             if isinstance(other, RMSNorm) and isinstance(own, RMSNorm):
                 own.freeze(other)
+            if isinstance(other, MixtureOfExperts) and isinstance(own, MixtureOfExperts) and own.corrects:
+                own.freeze_correction(other)
             if isinstance(other, SelfAttention) and isinstance(own, SelfAttention) and own.qk_norm == "head":
                 own.frozen_qk_norm = copied_in_place(own.frozen_qk_norm, other.qk_norm_weight())
 

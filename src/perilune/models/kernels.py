@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed
 from perilune.models.native import ops
 from perilune.models.native.ops import LANES, Activation, PackedWeight
@@ -233,6 +234,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotated(x, cos, sin, 1)
 
 
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` of the first elements of each head, as many as the tables have; the others stay."""
+    width, size = cos.shape[-1], x.shape[-1]
+    if width == size:
+        return rotate(x, cos, sin)
+    turned, rest = x[..., :width].contiguous(), x[..., width:]
+    return torch.cat([rotate(turned, cos, sin), rest], dim=-1)
+
+
 def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """float[..., D] tables from float[..., D / 2]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -378,3 +388,61 @@ class _Route(torch.autograd.Function):
             return own, None, None, None
         spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
         return logits.softmax(-1) * (spread - along), None, None, None
+
+
+def route_by_sigmoid(
+    logits: Tensor, experts: Experts, correction: Tensor, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts with the largest corrected sigmoid in the best groups (DeepSeek-V3, arXiv 2412.19437).
+
+    Args:
+        logits: float[N, E].
+        correction: float[E], added to the scores for the choice and not for the weights.
+        given: as for `route`.
+
+    Returns:
+        As `route`: weights, which sum to `experts.scale` if normalised, and indices.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = sigmoid(logits)
+    with torch.no_grad():
+        indices = _best_in_groups(scores + correction, experts)
+        if given is not None:
+            indices = torch.where(given < 0, indices, given)
+    weights = scores.gather(-1, indices)
+    if experts.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights if experts.scale == 1 else weights * experts.scale), indices
+
+
+def _best_in_groups(scores: Tensor, experts: Experts) -> Tensor:
+    """Indices int64[N, K] of the largest of float[N, E] in the eligible groups; on ties the lower index."""
+    if experts.groups > 1:
+        groups = scores.view(len(scores), experts.groups, -1)
+        of_group = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        best = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : experts.groups_per_token]
+        unseen = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
+        scores = groups.masked_fill(unseen[..., None], -torch.inf).flatten(1)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.per_token]
+
+
+class _Sigmoid(torch.autograd.Function):
+    """1 / (1 + exp(-x)), by operations that round all elements alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.neg().exp_().add_(1).reciprocal_()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        out: Tensor = ctx.saved_tensors[0]
+        return grad * out * (1 - out)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)); the result of an element does not depend on the others."""
+    out: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
+    return out

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from perilune.models.config.families import Family
 from perilune.models.kernels import linear, pack_weight, rms_norm
 from perilune.models.narrow import NarrowKind, NarrowWeight, Precision
 from perilune.models.native.ops import PackedWeight
@@ -85,6 +87,31 @@ class Projection:
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         old = self.frozen or (None, None)
         self.frozen = copied_in_place(old[0], fresh[0]), copied_in_place(old[1], fresh[1])
+
+
+def named_maps(
+    owner: nn.Module,
+    family: Family,
+    inputs: int,
+    outputs: Mapping[str, int],
+    bias: bool = False,
+    *,
+    exact: bool = False,
+) -> Projection:
+    """Add linear maps of one input to `owner` under the family's names; maps with one name are stacked.
+
+    Args:
+        outputs: the number of outputs by general name.
+        exact: see `Projection`.
+    """
+    rows: dict[str, int] = {}
+    for name, count in outputs.items():
+        own = family.module(name)
+        rows[own] = rows.get(own, 0) + count
+    maps = {name: nn.Linear(inputs, count, bias=bias) for name, count in rows.items()}
+    for name, linear_map in maps.items():
+        owner.add_module(name, linear_map)
+    return Projection(*maps.values(), exact=exact)
 
 
 CopiedT = TypeVar("CopiedT")

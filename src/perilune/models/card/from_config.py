@@ -22,7 +22,7 @@ from perilune.models.card.layers import (
 )
 from perilune.models.card.model_card import ModelCard
 from perilune.models.config.families import FAMILIES, Bias, Family
-from perilune.models.config.layer_kinds import layer_kinds, window_size
+from perilune.models.config.layer_kinds import is_sparse, layer_kinds, window_size
 from perilune.models.config.reader import Reader
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -55,9 +55,8 @@ class _ModelReader:
     """Reads one config.json with the defaults of its family."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, family: Family) -> None:
-        names = {name: raw[theirs] for name, theirs in family.names.items() if raw.get(theirs) is not None}
-        given = {key: value for key, value in {**family.defaults, **raw}.items() if value is not None}
-        self.read = Reader({**given, **names}, where)
+        given = {key: value for key, value in family.read(raw).items() if value is not None}
+        self.read = Reader(given, where)
         self.family = family
         self.hidden = self.read.count("hidden_size")
         self.heads = self.read.count("num_attention_heads")
@@ -169,7 +168,7 @@ class _ModelReader:
 
     def feed_forward(self, index: int) -> FeedForward:
         experts = next((self.read.count(key) for key in _EXPERTS if key in self.read.raw), 0)
-        if not experts or not self.is_sparse(index):
+        if not experts or not is_sparse(self.read, index):
             inner = self.read.count("intermediate_size", 4 * self.hidden if self.family.positions else None)
             return FeedForward(self.network(inner, self.bias(self.family.mlp_bias)), inner)
         inner = self.read.count("moe_intermediate_size", self.read.count("intermediate_size", 0) or None)
@@ -190,18 +189,6 @@ class _ModelReader:
         """Parameters of one feed-forward network."""
         matrices = self.family.matrices
         return matrices * self.hidden * inner + ((matrices - 1) * inner + self.hidden if bias else 0)
-
-    def is_sparse(self, index: int) -> bool:
-        """Whether the layer has experts."""
-        kinds = self.read.raw.get("mlp_layer_types")
-        if isinstance(kinds, list) and index < len(kinds):
-            return bool(kinds[index] == "sparse")
-        if "first_k_dense_replace" in self.read.raw:
-            every = self.read.count("moe_layer_freq", 1)
-            return index >= self.read.count("first_k_dense_replace", 0, least=0) and index % every == 0
-        if index in self.read.integers("mlp_only_layers"):
-            return False
-        return (index + 1) % self.read.count("decoder_sparse_step", 1) == 0
 
     def bias(self, bias: Bias) -> bool:
         return bias if isinstance(bias, bool) else self.read.boolean(bias, False)

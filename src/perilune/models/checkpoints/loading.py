@@ -160,13 +160,20 @@ def load_as(
         # One at a time, so that a narrow base never has all of its weights in float32 on the device.
         owner, _, attribute = name.rpartition(".")
         part = decoder.get_submodule(owner)
-        weight = torch.empty(tensor.shape, device=device, dtype=dtype).copy_(tensor)
-        setattr(part, attribute, nn.Parameter(weight, getattr(part, attribute).requires_grad))
+        setattr(part, attribute, read_as(getattr(part, attribute), tensor, device, dtype))
         narrow_part(decoder, name, base)
     install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder
+
+
+def read_as(old: Tensor, tensor: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor from a file in place of `old`: a parameter in `dtype`, or a buffer in its own dtype."""
+    if not isinstance(old, nn.Parameter):
+        return torch.empty(tensor.shape, device=device, dtype=old.dtype).copy_(tensor)
+    weight = torch.empty(tensor.shape, device=device, dtype=dtype).copy_(tensor)
+    return nn.Parameter(weight, old.requires_grad)
 
 
 def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[str, Stored]]:
@@ -181,7 +188,7 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
     _check_counts(config, len(stored), path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
-    _compare(stored, shapes, path)
+    _compare(stored, shapes, config, path)
     return config, stored
 
 
@@ -282,12 +289,14 @@ def _check_counts(config: DecoderConfig, stored: int, path: Path) -> None:
     if config.experts is not None and config.experts.count > stored:
         layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
         if layer is not None:
-            raise _missing(
-                f"model.layers.{layer}.mlp.experts.{config.experts.count - 1}.up_proj.weight", path
-            )
+            network, up = (config.family.module(name) for name in ("mlp", "up_proj"))
+            expert = f"{network}.experts.{config.experts.count - 1}.{up}.weight"
+            raise _missing(f"model.layers.{layer}.{expert}", path)
 
 
-def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def _compare(
+    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], config: DecoderConfig, path: Path
+) -> None:
     for name, shape in shapes.items():
         if name not in stored:
             raise _missing(name, path)
@@ -298,7 +307,7 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
                 where=str(tensor.file),
             )
     for name, tensor in stored.items():
-        if name not in shapes and not _is_redundant(name):
+        if name not in shapes and not _is_unread(name, config):
             raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
         if tensor.dtype not in _DTYPES:
             raise RequestError(
@@ -312,8 +321,12 @@ def _missing(name: str, path: Path) -> RequestError:
     return RequestError(f"tensor {name} is missing", where=str(path))
 
 
-def _is_redundant(name: str) -> bool:
-    """Whether some programs save this tensor although other tensors determine it."""
+def _is_unread(name: str, config: DecoderConfig) -> bool:
+    """Whether other tensors determine this one, or it belongs to a layer that predicts further tokens."""
+    if "num_nextn_predict_layers" in config.family.options:
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if layer.isdecimal() and int(layer) >= config.num_layers:
+            return True
     return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
 
 

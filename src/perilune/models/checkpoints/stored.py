@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from perilune.models.checkpoints.loading import (
     Stored,
     check_tied,
     checked_headers,
+    read_as,
     read_tensors,
     tokenizer_of,
 )
@@ -25,8 +27,8 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_Place = tuple[nn.Module, str, nn.Parameter]
-"""A module, the name of one of its parameters, and the meta tensor that represents it while it is on disk."""
+_Place = tuple[nn.Module, str, Tensor]
+"""A module, the name of one of its tensors, and the meta tensor that represents it while it is on disk."""
 
 
 class StoredDecoder(Decoder):
@@ -44,9 +46,10 @@ class StoredDecoder(Decoder):
     ) -> None:
         with torch.device("meta"):
             super().__init__(config)
-        self.to(dtype).requires_grad_(False)
+        self.requires_grad_(False)
         self._device, self._dtype = device, dtype
-        self._stored = {parameter: stored[name] for name, parameter in self.named_parameters()}
+        tensors = chain(self.named_parameters(), self.named_buffers())
+        self._stored = {tensor: stored[name] for name, tensor in tensors}
         self._read([place for place in _on_disk(self) if place[2].dim() == 1])
 
     @contextmanager
@@ -66,10 +69,10 @@ class StoredDecoder(Decoder):
         return super().load_state_dict(state, strict=strict, assign=assign)
 
     def _read(self, places: list[_Place]) -> None:
-        targets = {self._stored[meta].name: (module, name) for module, name, meta in places}
+        targets = {self._stored[place[2]].name: place for place in places}
         for stored, tensor in read_tensors([self._stored[place[2]] for place in places]):
-            value = tensor.to(self._device, self._dtype)
-            setattr(*targets[stored], nn.Parameter(value, requires_grad=False))
+            module, name, meta = targets[stored]
+            setattr(module, name, read_as(meta, tensor, self._device, self._dtype))
 
 
 def open_decoder(
@@ -102,8 +105,8 @@ def open_checkpoint(
 
 def _on_disk(part: nn.Module) -> list[_Place]:
     return [
-        (module, name, parameter)
+        (module, name, tensor)
         for module in part.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.is_meta
+        for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        if tensor.is_meta
     ]

@@ -28,7 +28,8 @@ class DecoderConfig:
         windows: for each layer, how many tokens its queries see, or None for all; empty when no layer has a
             window.
         query_pre_attn_scalar: attention scores are divided by its square root; None means the head size.
-        attention_bias: the q, k, v and o projections have biases.
+        attention_bias: the q, k and v projections have biases, and in most families the o projection.
+        use_qk_norm: queries and keys are normalised, in a family whose models differ in that.
         mlp_bias: the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
         experts: the mixture of experts, if any.
@@ -52,6 +53,7 @@ class DecoderConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     attention_bias: bool = False
+    use_qk_norm: bool = False
     mlp_bias: bool = False
     logit_softcap: float | None = None
     experts: Experts | None = None
@@ -69,18 +71,38 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise _impossible(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            width = rope.width(self.head_dim)
+            partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
+            if partial or width % 2 or not 0 < width <= self.head_dim:
+                raise _impossible(f"rotary embeddings of {rope.fraction:g} of {self.head_dim} elements")
         for name, key in _OPTIONS.items():
             if getattr(self, name) and key not in self.family.options:
                 raise _impossible(f"a {self.architecture} model has no {name}")
+        if self.attention_bias and not self.family.options & _BIAS_KEYS:
+            raise _impossible(f"a {self.architecture} model has no attention_bias")
         if self.query_pre_attn_scalar is not None:
             _positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.windows:
             self._check_windows()
         if self.experts is not None:
-            for name in ("count", "per_token", "intermediate_size"):
-                _positive(f"experts.{name}", getattr(self.experts, name))
-            if self.experts.per_token > self.experts.count:
-                raise _impossible(f"{self.experts.per_token} of {self.experts.count} experts per token")
+            self._check_experts(self.experts)
+
+    def _check_experts(self, experts: Experts) -> None:
+        if flaw := experts.flaw():
+            raise _impossible(flaw)
+        for name, key in _EXPERT_OPTIONS.items():
+            default = type(experts).__dataclass_fields__[name].default
+            if getattr(experts, name) != default and not self.family.options.intersection(key):
+                raise _impossible(f"the experts of a {self.architecture} model have no {name}")
+        one_size = self.family.names.get("moe_intermediate_size") == "intermediate_size"
+        if one_size and experts.intermediate_size != self.intermediate_size:
+            raise _impossible(f"the experts of a {self.architecture} model have another width")
+        first = tuple(range(len(experts.dense_layers)))
+        if "first_k_dense_replace" in self.family.options and experts.dense_layers != first:
+            raise _impossible(f"only the first layers of a {self.architecture} model are dense")
+        if "n_shared_experts" in self.family.options and experts.shared_size % experts.intermediate_size:
+            raise _impossible("the width of shared experts is not a multiple of an expert's")
 
     def _check_windows(self) -> None:
         if len(self.windows) != self.num_layers:
@@ -89,7 +111,7 @@ class DecoderConfig:
         for size in sizes:
             _positive("sliding_window", size)
         some_only = self.family.windows == "all" and None in self.windows
-        if len(sizes) != 1 or self.family.windows == "none" or some_only:
+        if len(sizes) != 1 or "sliding_window" not in self.family.options or some_only:
             raise _impossible(f"a {self.architecture} model cannot have windows {self.windows}")
 
     @property
@@ -100,7 +122,18 @@ class DecoderConfig:
     @property
     def qkv_bias(self) -> bool:
         """Whether the q, k and v projections have biases."""
-        return self.attention_bias or self.family.qkv_bias is True
+        return self.family.qkv_bias if isinstance(self.family.qkv_bias, bool) else self.attention_bias
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the o projection has a bias."""
+        return self.family.out_bias if isinstance(self.family.out_bias, bool) else self.attention_bias
+
+    @property
+    def qk_norm(self) -> str:
+        """How queries and keys are normalised: "head" by head, over the "full" width, or "" for not."""
+        kind = self.family.qk_norm
+        return kind if kind in {"", "head", "full"} else "head" if self.use_qk_norm else ""
 
     @property
     def sliding_window(self) -> int | None:
@@ -138,7 +171,7 @@ class DecoderConfig:
         """
         architecture = Reader(raw, where).architecture()
         family = DECODER_FAMILIES[architecture]
-        read = Reader({**family.defaults, **raw}, where)
+        read = Reader(family.read(raw), where)
         _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers, options = read.integer("num_hidden_layers"), family.options
@@ -147,7 +180,7 @@ class DecoderConfig:
             read.integer("query_pre_attn_scalar", head_dim) if "query_pre_attn_scalar" in options else None
         )
         softcap = "final_logit_softcapping"
-        rope, local_rope = read_ropes(read)
+        rope, local_rope = read_ropes(read, partial="partial_rotary_factor" in options)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -163,7 +196,8 @@ class DecoderConfig:
             query_pre_attn_scalar=None if scalar == head_dim else scalar,
             rms_norm_eps=read.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
-            attention_bias="attention_bias" in options and read.boolean("attention_bias", False),
+            attention_bias=bool(options & _BIAS_KEYS) and read.boolean(str(family.qkv_bias), False),
+            use_qk_norm="use_qk_norm" in options and read.boolean("use_qk_norm", False),
             mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
             logit_softcap=read.optional_number(softcap) if softcap in options else None,
             experts=read_experts(read, layers) if "num_experts" in options else None,
@@ -205,13 +239,19 @@ class DecoderConfig:
             "use_cache": True,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": _one_or_list(self.eos_token_ids),
-            **{key: value for key, value in self._options().items() if key in self.family.options},
+            **{
+                self.family.names.get(key, key): value
+                for key, value in self._options().items()
+                if key in self.family.options
+            },
         }
 
     def _options(self) -> dict[str, Any]:
         """Keys of config.json that only some families have."""
         raw: dict[str, Any] = {
-            "attention_bias": self.attention_bias,
+            **dict.fromkeys(_BIAS_KEYS, self.attention_bias),
+            "use_qk_norm": self.use_qk_norm,
+            "partial_rotary_factor": self.rope.fraction,
             "mlp_bias": self.mlp_bias,
             "query_pre_attn_scalar": self.query_pre_attn_scalar or self.head_dim,
             "final_logit_softcapping": self.logit_softcap,
@@ -231,6 +271,13 @@ class DecoderConfig:
                 "norm_topk_prob": self.experts.normalised,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": list(self.experts.dense_layers),
+                "first_k_dense_replace": len(self.experts.dense_layers),
+                "shared_expert_intermediate_size": self.experts.shared_size,
+                "n_shared_experts": self.experts.shared_size // self.experts.intermediate_size,
+                "n_group": self.experts.groups,
+                "topk_group": self.experts.groups_per_token,
+                "routed_scaling_factor": self.experts.scale,
+                "num_nextn_predict_layers": 0,
             }
         return raw
 
@@ -238,10 +285,20 @@ class DecoderConfig:
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_position_embeddings")
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
+_BIAS_KEYS = frozenset({"attention_bias", "qkv_bias"})
+
+_EXPERT_OPTIONS = {
+    "normalised": {"norm_topk_prob"},
+    "dense_layers": {"mlp_only_layers", "first_k_dense_replace"},
+    "shared_size": {"shared_expert_intermediate_size", "n_shared_experts"},
+    "groups": {"n_group"},
+    "scale": {"routed_scaling_factor"},
+}
+
 _OPTIONS = {
     "local_rope": "rope_local_base_freq",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attention_bias": "attention_bias",
+    "use_qk_norm": "use_qk_norm",
     "mlp_bias": "mlp_bias",
     "logit_softcap": "final_logit_softcapping",
     "experts": "num_experts",
@@ -272,6 +329,9 @@ def _reject_unimplemented(read: Reader, family: Family) -> None:
     read.reject("quantization_config", None, "use the unquantised checkpoint")
     read.reject("attn_logit_softcapping", None, "soft-capped attention scores are not implemented")
     read.reject("use_bidirectional_attention", False, "only causal attention is implemented")
+    read.reject("clip_qkv", None, "clipped queries, keys and values are not implemented")
+    if "use_sliding_window" not in family.options:
+        read.reject("use_sliding_window", False, "windows are not implemented in this family")
 
 
 def _new_model(

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-Architecture = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "olmo2", "gemma3_text"]
+Architecture = Literal[
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmoe",
+    "gemma3_text",
+    "glm4_moe",
+]
 """The `model_type` of a family that the decoder computes."""
 
 Bias = bool | str
@@ -43,10 +55,14 @@ class Family:
         windows: layers with a sliding window when `layer_types` is missing: "all"; the "upper" ones, from
             `max_window_layers` on; or "most", all but every n-th, n being `sliding_window_pattern`.
         linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
+        router: what turns the router's logits into scores of the experts.
+        correction: a bias of each expert is added to its score for the choice, and not for the weight.
         expert_bias: experts and their router have biases.
         shared_gate: the shared expert has a gate.
         positions: position embeddings are learned.
         names: the family's own names for keys that other families call differently.
+        modules: the family's own names for modules that other families call differently. Modules with the
+            same name are one.
         defaults: values that transformers assumes for missing keys, where they differ from the general ones.
     """
 
@@ -68,10 +84,13 @@ class Family:
     sinks: Literal["", "all", "windows"] = ""
     windows: Literal["none", "all", "upper", "most"] = "none"
     linear: Literal["", "delta", "lightning", "kimi"] = ""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
     expert_bias: bool = False
     shared_gate: bool = False
     positions: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,10 +98,24 @@ class Family:
         """Norms over the hidden size in one layer."""
         return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
 
+    def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of a config.json under the general names, with the family's defaults."""
+        names = {name: raw[theirs] for name, theirs in self.names.items() if raw.get(theirs) is not None}
+        return {**self.defaults, **raw, **names}
+
+    def module(self, name: str) -> str:
+        """The family's name of a module."""
+        return self.modules.get(name, name)
+
 
 _WINDOW_OPTIONS = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
-_EXPERT_OPTIONS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"})
+_MIXTURE_OPTIONS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size"})
+_EXPERT_OPTIONS = _MIXTURE_OPTIONS | {"norm_topk_prob"}
 _SPARSE_OPTIONS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+_ROUTED_OPTIONS = _EXPERT_OPTIONS | {
+    "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts",
+    "num_nextn_predict_layers",
+}  # fmt: skip
 _GEMMA_OPTIONS = frozenset({"rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping"})
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _TIED = {"tie_word_embeddings": True}
@@ -137,7 +170,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granite": Family(),
         "smollm3": Family(windows="upper", defaults=_TIED | {"use_sliding_window": False}),
         "mistral": _MISTRAL,
-        "mixtral": replace(_MISTRAL, hf_class="", defaults={"num_key_value_heads": 8}),
+        "mixtral": replace(
+            _MISTRAL,
+            hf_class="MixtralForCausalLM",
+            options=_MIXTURE_OPTIONS | {"sliding_window"},
+            names={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            modules={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+            defaults={
+                "num_key_value_heads": 8,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131072,
+            },
+        ),
         "phi3": Family(qkv_bias=False, out_bias=False, windows="all"),
         "qwen2": Family(
             "Qwen2ForCausalLM",
@@ -148,11 +195,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_NO_WINDOW,
         ),
         "qwen2_moe": Family(
+            "Qwen2MoeForCausalLM",
+            options=_EXPERT_OPTIONS | _SPARSE_OPTIONS | {"qkv_bias", "shared_expert_intermediate_size"},
             qkv_bias="qkv_bias",
             out_bias=False,
             windows="upper",
             shared_gate=True,
-            defaults=_NO_WINDOW | {"qkv_bias": True, "shared_expert_intermediate_size": 5632},
+            modules={"shared_experts": "shared_expert"},
+            defaults=_NO_WINDOW
+            | {
+                "qkv_bias": True,
+                "num_experts": 60,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+            },
         ),
         "qwen3": Family(
             "Qwen3ForCausalLM",
@@ -215,7 +272,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows="most",
             defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
         ),
-        "olmoe": Family(qk_norm="full"),
+        "olmoe": Family(
+            "OlmoeForCausalLM",
+            options=_EXPERT_OPTIONS | {"attention_bias"},
+            qk_norm="full",
+            names={"moe_intermediate_size": "intermediate_size"},
+            defaults={"num_experts": 64, "rms_norm_eps": 1e-5},
+        ),
         "cohere2": Family(
             parallel=True,
             windows="most",
@@ -236,7 +299,26 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "deepseek_v2": _DEEPSEEK,
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
-        "glm4_moe": Family(out_bias=False, mlp_bias=False, qk_norm="use_qk_norm"),
+        "glm4_moe": Family(
+            "Glm4MoeForCausalLM",
+            options=_ROUTED_OPTIONS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
+            out_bias=False,
+            mlp_bias=False,
+            qk_norm="use_qk_norm",
+            router="sigmoid",
+            correction=True,
+            names={"num_experts": "n_routed_experts"},
+            defaults={
+                "num_experts": 128,
+                "moe_intermediate_size": 1408,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "partial_rotary_factor": 0.5,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131072,
+            },
+        ),
         "gpt_oss": Family(
             sinks="all",
             windows="most",

@@ -21,6 +21,10 @@ class Experts:
         intermediate_size: inner width of one expert.
         normalised: whether the weights of a token's experts are scaled to sum to one.
         dense_layers: layers that have a plain feed-forward network instead.
+        shared_size: inner width of the network that computes every token beside its experts; 0 for none.
+        groups: groups of equally many experts. A token's experts are in `groups_per_token` of them, those
+            with the largest sum of their two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        scale: factor of the weights of experts.
     """
 
     count: int
@@ -28,6 +32,23 @@ class Experts:
     intermediate_size: int
     normalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+
+    def flaw(self) -> str | None:
+        """Why no such mixture is possible; None when it is."""
+        for name in ("count", "per_token", "intermediate_size", "groups", "groups_per_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                return f"experts.{name} is {value!r}, not a positive integer"
+        if self.count % self.groups or self.groups_per_token > self.groups:
+            return f"{self.count} experts in {self.groups_per_token} of {self.groups} equal groups"
+        eligible = self.count // self.groups * self.groups_per_token
+        if self.per_token > eligible:
+            return f"{self.per_token} of {eligible} experts per token"
+        return None
 
 
 def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
@@ -89,16 +110,38 @@ def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None,
 
 def read_experts(read: Reader, layers: int) -> Experts:
     """The mixture of experts of a model with `layers` layers."""
-    # Transformers 5 also writes num_local_experts.
-    count = read.integer("num_local_experts" if "num_local_experts" in read.raw else "num_experts", 128)
-    step, dense = read.integer("decoder_sparse_step", 1), set(read.integers("mlp_only_layers"))
     if layers > MOST_LAYERS:
         raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS} with experts")
-    dense |= {layer for layer in range(layers) if (layer + 1) % max(step, 1)}
+    read.reject("topk_method", "noaux_tc", "the implemented choice of experts is noaux_tc")
+    # Transformers 5 also writes num_local_experts.
+    count = read.integer("num_local_experts" if "num_local_experts" in read.raw else "num_experts", 128)
+    inner = read.integer("moe_intermediate_size", 768)
+    shared = read.integer("n_shared_experts", 0) * inner
     return Experts(
         count=count,
         per_token=read.integer("num_experts_per_tok", 8),
-        intermediate_size=read.integer("moe_intermediate_size", 768),
+        intermediate_size=inner,
         normalised=read.boolean("norm_topk_prob", False),
-        dense_layers=tuple(sorted(dense)),
+        dense_layers=tuple(layer for layer in range(layers) if not is_sparse(read, layer)),
+        shared_size=read.integer("shared_expert_intermediate_size", shared),
+        groups=read.integer("n_group", 1),
+        groups_per_token=read.integer("topk_group", 1),
+        scale=read.number("routed_scaling_factor", 1.0),
     )
+
+
+def is_sparse(read: Reader, layer: int) -> bool:
+    """Whether that layer of a mixture of experts has experts.
+
+    Raises:
+        RequestError: when the keys that say so are malformed.
+    """
+    kinds = read.raw.get("mlp_layer_types")
+    if isinstance(kinds, list) and layer < len(kinds):
+        return bool(kinds[layer] == "sparse")
+    if "first_k_dense_replace" in read.raw:
+        every = read.count("moe_layer_freq", 1)
+        return layer >= read.count("first_k_dense_replace", 0, least=0) and layer % every == 0
+    if layer in read.integers("mlp_only_layers"):
+        return False
+    return (layer + 1) % read.count("decoder_sparse_step", 1) == 0

@@ -84,14 +84,25 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding of a layer: pair i of D / 2 turns by theta^(-2 i / D) radians per token, scaled."""
+    """Rotary embedding of a layer: pair i of R / 2 turns by theta^(-2 i / R) radians per token, scaled.
+
+    Attributes:
+        fraction: share of a head that is rotated: R = fraction * D; the last elements stay.
+    """
 
     theta: float
     scaling: RopeScaling | None = None
+    fraction: float = 1.0
+
+    def width(self, size: int) -> int:
+        """R for heads of `size` elements."""
+        return int(size * self.fraction)
 
     def to_hf(self) -> dict[str, Any]:
         """As an entry of `rope_parameters` (transformers 5)."""
-        return {"rope_type": "default", **(scaling_to_hf(self.scaling) or {}), "rope_theta": self.theta}
+        partial = {} if self.fraction == 1 else {"partial_rotary_factor": self.fraction}
+        scaling = scaling_to_hf(self.scaling) or {}
+        return {"rope_type": "default", **scaling, **partial, "rope_theta": self.theta}
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -103,50 +114,63 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return {"rope_type": kind, **given}
 
 
-def read_ropes(read: Reader) -> tuple[Rope, Rope | None]:
+def read_ropes(read: Reader, *, partial: bool = False) -> tuple[Rope, Rope | None]:
     """The rotary embedding of a model, and that of layers with a window when it differs.
 
     Transformers 5 writes `rope_parameters`, by kind of layer when there are two; transformers 4 writes
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
+
+    Args:
+        partial: whether the family may rotate a part of each head, `partial_rotary_factor`.
 
     Raises:
         RequestError: on a malformed scaling or one that is not implemented.
     """
     theta = read.number("rope_theta", 1e4)
     local = read.optional_number("rope_local_base_freq")
-    if read.raw.get("rope_parameters") is None:
-        rope = Rope(theta) if read.raw.get("rope_scaling") is None else _rope(read, "rope_scaling", theta)
-        return rope, None if local is None else Rope(local)
-    nested = read.inner("rope_parameters")
-    if "full_attention" not in nested.raw:
-        return _rope(read, "rope_parameters", theta), None if local is None else Rope(local)
-    return _rope(nested, "full_attention", theta), _rope(nested, "sliding_attention", local or theta)
+    fraction = read.number("partial_rotary_factor", 1.0) if partial else None
+    other = None if local is None else Rope(local)
+    if read.raw.get("rope_parameters") is not None:
+        nested = read.inner("rope_parameters")
+        if "full_attention" in nested.raw:
+            rope = _rope(nested.inner("full_attention", rope_theta=theta), fraction)
+            return rope, _rope(nested.inner("sliding_attention", rope_theta=local or theta), fraction)
+        return _rope(read.inner("rope_parameters", rope_theta=theta), fraction), other
+    if read.raw.get("rope_scaling") is None:
+        return Rope(theta, None, fraction or 1.0), other
+    return _rope(read.inner("rope_scaling", rope_theta=theta), fraction), other
 
 
-def _rope(read: Reader, key: str, theta: float) -> Rope:
-    inner = read.inner(key, rope_theta=theta)
-    inner.reject("partial_rotary_factor", 1.0, "only rotary embeddings of the whole head are implemented")
-    theta = inner.number("rope_theta", theta)
+def _rope(inner: Reader, fraction: float | None) -> Rope:
+    """The rotary embedding that `inner` describes; `fraction` is the default share of a head."""
+    if fraction is None:
+        only_whole = "only rotary embeddings of the whole head are implemented"
+        inner.reject("partial_rotary_factor", 1.0, only_whole)
+    else:
+        fraction = inner.number("partial_rotary_factor", fraction)
+    return Rope(inner.number("rope_theta", 0.0), _scaling(inner), fraction or 1.0)
+
+
+def _scaling(inner: Reader) -> RopeScaling | None:
     kind = inner.raw.get("rope_type", inner.raw.get("type", "default"))
     if kind == "default":
-        return Rope(theta)
+        return None
     if kind == "linear":
-        return Rope(theta, LinearScaling(inner.number("factor", 0.0)))
+        return LinearScaling(inner.number("factor", 0.0))
     if kind == "yarn":
-        return Rope(theta, _yarn(inner, theta))
+        return _yarn(inner)
     if kind != "llama3":
         raise inner.unsupported("rope_type", f"the implemented kinds are default, {', '.join(_KINDS)}")
-    scaling = Llama3Scaling(
+    return Llama3Scaling(
         factor=inner.number("factor", 0.0),
         low_freq_factor=inner.number("low_freq_factor", 0.0),
         high_freq_factor=inner.number("high_freq_factor", 0.0),
         original_max_position_embeddings=inner.integer("original_max_position_embeddings"),
     )
-    return Rope(theta, scaling)
 
 
-def _yarn(inner: Reader, theta: float) -> YarnScaling:
-    if theta <= 1:
+def _yarn(inner: Reader) -> YarnScaling:
+    if inner.number("rope_theta", 0.0) <= 1:
         raise inner.wrong("rope_theta", "give a number above 1")
     return YarnScaling(
         factor=inner.number("factor", 0.0),

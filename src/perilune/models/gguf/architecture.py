@@ -184,9 +184,9 @@ def _of_layer(layer: int, config: DecoderConfig, kind: GgufArchitecture) -> dict
         "ffn_down": (hidden, wide),
     }
     biased = ["attn_q", "attn_k", "attn_v"] if config.qkv_bias else []
-    biased += ["attn_output"] if config.attention_bias else []
+    biased += ["attn_output"] if config.out_bias else []
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if kind.interleaved else {}
-    full_width = config.family.qk_norm == "full"
+    full_width = config.qk_norm == "full"
     norm_sizes = {
         "attn_q_norm": queries if full_width else config.head_dim,
         "attn_k_norm": keys if full_width else config.head_dim,

@@ -57,8 +57,17 @@ def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size."""
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
+    if not _has_plain_experts(config) or config.rope.fraction != 1:
+        return False
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
     return whole and even and ops.available()
+
+
+def _has_plain_experts(config: DecoderConfig) -> bool:
+    """Whether a softmax router alone decides about all experts of the model, if it has any."""
+    experts, family = config.experts, config.family
+    alone = experts is None or (not experts.shared_size and experts.scale == 1 and not family.expert_bias)
+    return alone and family.router == "softmax"
 
 
 class NativeDecoder:
@@ -122,7 +131,7 @@ class NativeDecoder:
             experts_per_token=experts.per_token if experts else 0,
             expert_inner=experts.intermediate_size if experts else 0,
             normalised=experts.normalised if experts else False,
-            qk_norm_whole=config.family.qk_norm == "full",
+            qk_norm_whole=config.qk_norm == "full",
             activation=ops.ACTIVATIONS["silu" if family.activation == "silu" else "gelu_tanh"],
             embedding_kind=ops.KINDS[table],
             layer=addressof(self._layers),
@@ -149,7 +158,7 @@ class NativeDecoder:
         return _Layer(
             qkv=self._weight(attention.qkv),
             out=self._weight(attention.out),
-            **self._feed_forward(block.mlp),
+            **self._feed_forward(block.feed_forward),
             attention_norm=before_attention,
             mlp_norm=before_mlp,
             attention_out_norm=after_attention,

@@ -1,0 +1,161 @@
+"""Every family that the decoder computes, held to transformers on random models, and sampling to learning."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.engine.runner import Runner, TorchRunner
+from perilune.engine.select_runner import fastest_runner
+from perilune.engine.step import StepBatch
+from perilune.models.attention import PackedAttention
+from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
+from perilune.models.checkpoints.stored import open_decoder
+from perilune.models.decoder import Decoder
+from perilune.models.text.tokenizer import Tokenizer
+
+LENGTH, VOCABULARY = 40, 98
+
+
+def small(draw: random.Random) -> dict[str, Any]:
+    """Sizes that all families have."""
+    heads, kv_heads = draw.choice([(2, 1), (2, 2), (4, 2), (6, 2)])
+    return {
+        "vocab_size": VOCABULARY, "hidden_size": 16 * heads, "intermediate_size": draw.choice([24, 48]),
+        "num_hidden_layers": 3, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": None, "tie_word_embeddings": draw.random() < 0.5,
+    }  # fmt: skip
+
+
+def experts(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_experts": 6, "num_experts_per_tok": draw.choice([1, 2]), "moe_intermediate_size": 16,
+        "norm_topk_prob": draw.random() < 0.5,
+    }  # fmt: skip
+
+
+def routed(draw: random.Random) -> dict[str, Any]:
+    """A mixture like that of DeepSeek-V3."""
+    return {
+        "n_routed_experts": 8, "num_experts_per_tok": draw.choice([1, 3]), "moe_intermediate_size": 16,
+        "n_shared_experts": draw.choice([1, 2]), "first_k_dense_replace": 1, "n_group": 4,
+        "topk_group": draw.choice([2, 3]), "routed_scaling_factor": 1.7,
+        "norm_topk_prob": draw.random() < 0.7, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+
+
+def glm4_moe(draw: random.Random) -> dict[str, Any]:
+    return routed(draw) | {"use_qk_norm": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
+
+
+def qwen2_moe(draw: random.Random) -> dict[str, Any]:
+    return experts(draw) | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}
+
+
+def mixtral(draw: random.Random) -> dict[str, Any]:
+    return {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": draw.choice([None, 12]),
+    }  # fmt: skip
+
+
+FAMILIES = {"glm4_moe": glm4_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "olmoe": experts}
+CASES = [(kind, seed) for kind in FAMILIES for seed in range(2)]
+
+
+def drawn(kind: str, seed: int) -> Any:
+    """A random model of transformers, none of whose vectors is neutral."""
+    import transformers
+
+    draw = random.Random(f"{kind} {seed}")
+    config = transformers.AutoConfig.for_model(kind, **small(draw) | FAMILIES[kind](draw))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith(("norm.weight", "bias")):
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+            if name.endswith(("gate.weight", "router.weight")):
+                tensor.copy_(torch.randn_like(tensor))
+    return model
+
+
+@pytest.mark.parametrize(("kind", "seed"), CASES)
+def test_a_family_computes_and_learns_what_transformers_does(kind: str, seed: int, tmp_path: Path) -> None:
+    theirs = drawn(kind, seed)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_decoder(tmp_path / "theirs")
+    tokens = torch.randint(VOCABULARY, (2, LENGTH))
+    expected, actual = theirs(tokens, use_cache=False).logits, learned(ours, tokens)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=3e-5)
+    factors = torch.randn_like(expected)
+    for logits in (expected, actual):
+        (logits * factors).sum().backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    named = {name: p for name, p in ours.named_parameters() if name in gradients}
+    assert len(named) > len(gradients) / 2  # the others are matrices of experts
+    for name, parameter in named.items():
+        close(parameter.grad, gradients[name], name)
+    square = sum(float(grad.square().sum()) for grad in gradients.values() if grad is not None)
+    own = sum(float(p.grad.square().sum()) for p in ours.parameters() if p.grad is not None)
+    assert own == pytest.approx(square, rel=1e-4)
+
+    saved = tmp_path / "ours"
+    save_checkpoint(saved, ours, Tokenizer.characters())
+    read = type(theirs).from_pretrained(saved)
+    state = theirs.state_dict()
+    assert read.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in read.state_dict().items())
+    with torch.no_grad():
+        torch.testing.assert_close(read(tokens, use_cache=False).logits, expected, rtol=1e-4, atol=3e-5)
+
+
+def close(actual: Tensor | None, expected: Tensor | None, name: str) -> None:
+    assert actual is not None, name
+    assert expected is not None, name
+    assert (actual - expected).norm() <= 2e-4 * expected.norm() + 1e-5, name
+
+
+def learned(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Logits [S, T, V] of whole sequences."""
+    bounds = torch.arange(len(tokens) + 1) * LENGTH
+    hidden = decoder(tokens.flatten(), torch.arange(LENGTH).repeat(len(tokens)), PackedAttention(bounds))
+    return decoder.logits(hidden).view(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_sampling_has_the_bits_of_learning(kind: str, tmp_path: Path) -> None:
+    drawn(kind, 0).save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    expected = learned(decoder, tokens)
+    blocks = [1 + 2 * 3] * len(decoder.config.distinct_windows)
+    for runner in (TorchRunner(decoder, blocks), fastest_runner(open_decoder(tmp_path), blocks)):
+        stops, logits = sampled(runner, tokens, len(blocks))
+        assert torch.equal(logits, expected[:, stops])
+
+
+def sampled(runner: Runner, tokens: Tensor, windows: int) -> tuple[list[int], Tensor]:
+    """Positions, and the logits [S, positions, V] after them, of a prompt in two chunks and single tokens."""
+    tables = np.arange(1, 7, dtype=np.int32).reshape(1, 2, 3).repeat(windows, 0)
+    bounds, logits = [0, 17, 20, *range(21, LENGTH + 1)], []
+    for start, stop in pairwise(bounds):
+        count = stop - start
+        batch = StepBatch(
+            token_ids=tokens[:, start:stop].flatten().numpy(),
+            positions=np.tile(np.arange(start, stop), 2),
+            cu_seqlens=np.arange(3) * count,
+            decodes=2 if count == 1 else 0,
+            block_tables=tables,
+            logit_rows=np.arange(1, 3) * count - 1,
+        )
+        logits.append(runner.run(batch).clone())
+    return [stop - 1 for stop in bounds[1:]], torch.stack(logits, dim=1)
