@@ -166,18 +166,26 @@ class Decoder(nn.Module):
         }
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: Attention, routing: Routing | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        routing: Routing | None = None,
+        inputs: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden state float[N, d] of int64[N] tokens at int64[N] positions in their sequences."""
+        """The last hidden state float[N, d] of int64[N] tokens at int64[N] positions in their sequences.
+
+        `inputs` float[N, d] replace the embeddings of the tokens, which are then not read.
+        """
         rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
-        x = self.embed(token_ids)
+        x = self.embed(token_ids) if inputs is None else inputs
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            inputs = x, *rotations[self.config.rope_of(layer)], attention, routing
+            given = x, *rotations[self.config.rope_of(layer)], attention, routing
             if recompute:
-                x = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(*inputs)
+                x = block(*given)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:

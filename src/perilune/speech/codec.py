@@ -1,0 +1,409 @@
+"""The codec decoder: frames of codes to samples, in chunks of any length.
+
+The decoder is causal: codebook embeddings, a convolution, a transformer with a sliding window, then
+convolutions that raise the rate. A stream keeps what each of them still needs of the past, in a `CodecState`.
+So a chunk is computed without decoding older frames again, and chunks equal the whole decode bit for bit in
+float32 on a CPU: every product is a `linear` over rows, whose bits do not depend on the number of rows.
+
+B streams, T frames or samples, C channels, Q codebooks. Tensors are [B, T, C]; parameter names are those of
+Qwen3-TTS-Tokenizer-12Hz. Sources: SoundStream (Zeghidour et al., arXiv 2107.03312), Mimi (Défossez et al.,
+arXiv 2410.00037), ConvNeXt (Liu et al., arXiv 2201.03545), Snake (Ziyin et al., arXiv 2006.08195).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perilune.models.kernels import both_halves, rotate
+from perilune.models.layers import Projection, RMSNorm
+from perilune.speech.config import CodecConfig
+
+_LEAST_USAGE = 1e-5  # of a codebook entry, in the division by it
+_DILATIONS = (1, 3, 9)
+
+
+class CodecState:
+    """What the decoder remembers of B streams.
+
+    Attributes:
+        tails: by module, the last inputs float[B, P, C] that it needs before new ones; missing at the start.
+        frames: int64[B], frames decoded so far.
+    """
+
+    def __init__(self, frames: Tensor, tails: dict[str, Tensor] | None = None) -> None:
+        self.frames, self.tails = frames, tails or {}
+
+    @classmethod
+    def start(cls, streams: int, device: torch.device | str = "cpu") -> CodecState:
+        """The state before the first frame."""
+        return cls(torch.zeros(streams, dtype=torch.long, device=device))
+
+    @classmethod
+    def join(cls, states: Sequence[CodecState]) -> CodecState:
+        """The state of all streams of `states`, which have all started or all not."""
+        frames = torch.cat([one.frames for one in states])
+        return cls(frames, {key: torch.cat([one.tails[key] for one in states]) for key in states[0].tails})
+
+    def split(self) -> list[CodecState]:
+        """The state of each stream."""
+        return [
+            CodecState(self.frames[i : i + 1], {key: one[i : i + 1] for key, one in self.tails.items()})
+            for i in range(len(self.frames))
+        ]
+
+    def extend(self, key: str, x: Tensor, length: int) -> Tensor:
+        """`x` after the last `length` inputs of the module `key`: float[B, length + T, C]."""
+        before = self.tails.get(key)
+        if before is None:
+            before = x.new_zeros(x.shape[0], length, x.shape[2])
+        whole = torch.cat([before, x], dim=1)
+        self.tails[key] = whole[:, whole.shape[1] - length :].detach().clone()
+        return whole
+
+
+class _Streamed(nn.Module):
+    """A module with a state. `key` is its name in the decoder."""
+
+    key = ""
+
+
+class _Taps(Projection):
+    """A convolution as one product: the taps of an output side by side."""
+
+    def __init__(self, conv: nn.Conv1d | nn.ConvTranspose1d) -> None:
+        super().__init__()
+        self._conv = conv
+
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """float[O, K I] of a convolution; float[S O, K / S I] of a transposed one with stride S."""
+        weight, bias = self._conv.weight, self._conv.bias
+        if isinstance(self._conv, nn.Conv1d):
+            return weight.transpose(1, 2).flatten(1), bias
+        stride = self._conv.stride[0]
+        taps = weight.permute(2, 1, 0).reshape(-1, stride, weight.shape[1], weight.shape[0]).flip(0)
+        # [K / S, S, O, I], oldest tap first.
+        return taps.permute(1, 2, 0, 3).flatten(2).flatten(0, 1), None if bias is None else bias.repeat(
+            stride
+        )
+
+
+class CausalConv(_Streamed):
+    """A convolution over the current and earlier inputs."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, dilation: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(inputs, outputs, kernel, dilation=dilation)
+        self.taps = _Taps(self.conv)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        kernel, dilation = self.conv.kernel_size[0], self.conv.dilation[0]
+        length = x.shape[1]
+        if kernel > 1:
+            x = state.extend(self.key, x, (kernel - 1) * dilation)
+        taps = [x[:, tap * dilation : tap * dilation + length] for tap in range(kernel)]
+        rows = torch.cat(taps, dim=2) if kernel > 1 else x
+        return self.taps(rows.flatten(0, 1)).view(x.shape[0], length, -1)
+
+
+class DepthwiseConv(_Streamed):
+    """A convolution of each channel with itself over the current and earlier inputs."""
+
+    def __init__(self, channels: int, kernel: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, kernel, groups=channels)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        kernel, length = self.conv.kernel_size[0], x.shape[1]
+        x = state.extend(self.key, x, kernel - 1)
+        assert self.conv.bias is not None
+        out = self.conv.bias.expand(x.shape[0], length, -1)
+        for tap in range(kernel):
+            out = out + x[:, tap : tap + length] * self.conv.weight[:, 0, tap]
+        return out
+
+
+class CausalUpsample(_Streamed):
+    """A transposed convolution whose outputs depend on the current and earlier inputs: T to T * stride."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.ConvTranspose1d(inputs, outputs, kernel, stride=stride)
+        self.taps = _Taps(self.conv)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        kernel, stride = self.conv.kernel_size[0], self.conv.stride[0]
+        batch, length, _ = x.shape
+        more = kernel // stride - 1
+        if more:
+            x = state.extend(self.key, x, more)
+        rows = torch.cat([x[:, tap : tap + length] for tap in range(more + 1)], dim=2) if more else x
+        return self.taps(rows.flatten(0, 1)).view(batch, length * stride, -1)
+
+
+class Snake(nn.Module):
+    """x + sin(a x)^2 / b with learned log a and log b for each channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        return x + (x * self.alpha.exp()).sin().square() / (self.beta.exp() + 1e-9)
+
+
+class ConvNeXtBlock(nn.Module):
+    """A depthwise convolution and a feed-forward network, scaled and added to their input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.dwconv = DepthwiseConv(channels, 7)
+        self.norm = nn.LayerNorm(channels, eps=1e-6)
+        self.pwconv1, self.pwconv2 = nn.Linear(channels, 4 * channels), nn.Linear(4 * channels, channels)
+        self.gamma = nn.Parameter(torch.full((channels,), 1e-6))
+        self.up, self.down = Projection(self.pwconv1), Projection(self.pwconv2)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        inner = self.norm(self.dwconv(x, state)).flatten(0, 1)
+        return x + self.gamma * self.down(F.gelu(self.up(inner))).view(x.shape)
+
+
+class ResidualUnit(nn.Module):
+    """A dilated convolution and one over single samples, added to their input."""
+
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        self.act1, self.act2 = Snake(channels), Snake(channels)
+        self.conv1 = CausalConv(channels, channels, 7, dilation)
+        self.conv2 = CausalConv(channels, channels, 1)
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        inner: Tensor = self.act2(self.conv1(self.act1(x, state), state), state)
+        return x + self.conv2(inner, state)  # type: ignore[no-any-return]
+
+
+class VocoderBlock(nn.Module):
+    """Raises the rate by `rate`, halves the channels, and adds detail."""
+
+    def __init__(self, channels: int, rate: int) -> None:
+        super().__init__()
+        half = channels // 2
+        units = [ResidualUnit(half, dilation) for dilation in _DILATIONS]
+        self.block = nn.ModuleList([Snake(channels), CausalUpsample(channels, half, 2 * rate, rate), *units])
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        for part in self.block:
+            x = part(x, state)
+        return x
+
+
+class _LayerScale(nn.Module):
+    """A learned factor of each channel (Touvron et al., arXiv 2103.17239)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((channels,), 0.01))
+
+
+class WindowAttention(_Streamed):
+    """Attention over the last W frames, the query's own included.
+
+    The keys of a query lie in W slots by distance, so sums run in the same order however a stream is cut.
+    """
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        self.window, self.size = config.window, config.head_dim
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        queries, keys, bias = self.heads * self.size, self.kv_heads * self.size, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.qkv, self.out = Projection(self.q_proj, self.k_proj, self.v_proj), Projection(self.o_proj)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, state: CodecState) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x.flatten(0, 1)).view(batch * length, -1, self.size)
+        qk, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
+        q, k = rotate(qk, cos, sin).split_with_sizes([self.heads, self.kv_heads], 1)
+        new = torch.cat([k, v], dim=1).view(batch, length, -1)
+        seen = state.extend(self.key, new, self.window - 1).unfold(1, self.window, 1)
+        k, v = seen.view(batch, length, 2, self.kv_heads, self.size, self.window).unbind(
+            2
+        )  # [B, T, KV, D, W]
+        q = q.reshape(batch, length, self.kv_heads, -1, self.size)
+        first = state.frames[:, None] + torch.arange(length, device=x.device) - (self.window - 1)
+        hidden = first[..., None] + torch.arange(self.window, device=x.device) < 0
+        scores = (q * self.size**-0.5) @ k
+        weights = scores.masked_fill(hidden[:, :, None, None], -torch.inf).softmax(-1)
+        return self.out((weights @ v.transpose(3, 4)).reshape(batch * length, -1)).view(x.shape)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_up, self.down = Projection(self.gate_proj, self.up_proj), Projection(self.down_proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x.flatten(0, 1)).chunk(2, dim=1)
+        return self.down(F.silu(gate) * up).view(x.shape)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and feed-forward, each scaled and added to the residual stream."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = WindowAttention(config), _FeedForward(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=False)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=False)
+        self.self_attn_layer_scale = _LayerScale(config.hidden_size)
+        self.mlp_layer_scale = _LayerScale(config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, state: CodecState) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, state)
+        x = x + self.self_attn_layer_scale.scale * attended
+        fed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp_layer_scale.scale * fed
+
+
+class CodecTransformer(nn.Module):
+    """A causal transformer over frames with a sliding window."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=False)
+        self.input_proj = nn.Linear(config.latent_dim, config.hidden_size)
+        self.output_proj = nn.Linear(config.hidden_size, config.latent_dim)
+        self.into, self.out = Projection(self.input_proj), Projection(self.output_proj)
+        self.size, self.theta = config.head_dim, config.rope_theta
+
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
+        batch, length, _ = x.shape
+        positions = (state.frames[:, None] + torch.arange(length, device=x.device)).flatten()
+        exponents = torch.arange(0, self.size, 2, device=x.device).float() / self.size
+        angles = (positions[:, None].float() / self.theta**exponents)[:, None]
+        cos, sin = both_halves(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        x = self.into(x.flatten(0, 1)).view(batch, length, -1)
+        for layer in self.layers:
+            x = layer(x, cos, sin, state)
+        x = self.norm(x)
+        return self.out(x.flatten(0, 1)).view(batch, length, -1)
+
+
+class Codebook(nn.Module):
+    """Entries as running sums and counts of the vectors assigned to them."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.cluster_usage = nn.Parameter(torch.ones(size))
+        self.embedding_sum = nn.Parameter(torch.zeros(size, dim))
+
+    def table(self) -> Tensor:
+        """float[codes, dim]."""
+        return self.embedding_sum / self.cluster_usage.clamp(min=_LEAST_USAGE)[:, None]
+
+
+class _Level(nn.Module):
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self._codebook = Codebook(size, dim)
+
+
+class _Levels(nn.Module):
+    def __init__(self, count: int, size: int, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Level(size, dim) for _ in range(count))
+
+
+class ResidualQuantizer(nn.Module):
+    """Codebooks whose entries are summed, then projected. `input_proj` is the encoder's."""
+
+    def __init__(self, count: int, config: CodecConfig) -> None:
+        super().__init__()
+        dim = config.codebook_dim // 2
+        self.vq = _Levels(count, config.codebook_size, dim)
+        self.input_proj = nn.Conv1d(config.codebook_dim, dim, 1, bias=False)
+        self.output_proj = nn.Conv1d(dim, config.codebook_dim, 1, bias=False)
+        self.project = _Taps(self.output_proj)
+
+    def codebooks(self) -> list[Codebook]:
+        """The codebooks, in order."""
+        return [level._codebook for level in self.vq.layers]  # type: ignore[misc]
+
+    def forward(self, codes: Tensor) -> Tensor:
+        rows, tables = codes.flatten(0, 1), [one.table() for one in self.codebooks()]
+        embedded = torch.stack([table[rows[:, i]] for i, table in enumerate(tables)]).sum(0)
+        return self.project(embedded).view(*codes.shape[:2], -1)
+
+
+class Quantizer(nn.Module):
+    """Q codebooks: the first alone, the others residual to each other."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        self.rvq_first = ResidualQuantizer(1, config)
+        self.rvq_rest = ResidualQuantizer(config.codebooks - 1, config)
+
+    def codebooks(self) -> list[Codebook]:
+        """The Q codebooks, in order."""
+        return [*self.rvq_first.codebooks(), *self.rvq_rest.codebooks()]
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """float[B, T, codebook_dim] of int64[B, T, Q] codes."""
+        return self.rvq_first(codes[..., :1]) + self.rvq_rest(codes[..., 1:])  # type: ignore[no-any-return]
+
+
+class CodecDecoder(nn.Module):
+    """Frames of codes to samples in [-1, 1], T frames to T * `config.frame` samples."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__()
+        self.config = config
+        latent = config.latent_dim
+        self.quantizer = Quantizer(config)
+        self.pre_conv = CausalConv(config.codebook_dim, latent, 3)
+        self.pre_transformer = CodecTransformer(config)
+        self.upsample = nn.ModuleList(
+            nn.ModuleList([CausalUpsample(latent, latent, factor, factor), ConvNeXtBlock(latent)])
+            for factor in config.upsampling_ratios
+        )
+        dims = [config.vocoder_dim // 2**i for i in range(len(config.upsample_rates) + 1)]
+        blocks = [VocoderBlock(dim, rate) for dim, rate in zip(dims, config.upsample_rates, strict=False)]
+        ends = [Snake(dims[-1]), CausalConv(dims[-1], 1, 7)]
+        self.decoder = nn.ModuleList([CausalConv(latent, config.vocoder_dim, 7), *blocks, *ends])
+        for name, module in self.named_modules():
+            if isinstance(module, _Streamed):
+                module.key = name
+
+    def forward(self, codes: Tensor, state: CodecState | None = None) -> Tensor:
+        """Samples float[B, T * frame] of int64[B, T, Q] codes. `state` advances by T frames."""
+        return self.synthesise(self.quantizer(codes), state)
+
+    def synthesise(self, latents: Tensor, state: CodecState | None = None) -> Tensor:
+        """Samples float[B, T * frame] of dequantised codes float[B, T, codebook_dim]."""
+        state = state or CodecState.start(len(latents), latents.device)
+        x: Tensor = self.pre_transformer(self.pre_conv(latents, state), state)
+        for part in (*(block for blocks in self.upsample for block in blocks), *self.decoder):  # type: ignore[attr-defined]
+            x = part(x, state)
+        state.frames = state.frames + latents.shape[1]
+        return x[..., 0].clamp(-1, 1)
+
+    @torch.no_grad()
+    def frozen(self) -> CodecDecoder:
+        """A copy for inference with weights in the fastest layout."""
+        copy = deepcopy(self).requires_grad_(False)
+        for module in copy.modules():
+            for part in vars(module).values():
+                if isinstance(part, Projection):
+                    part.freeze(part, None)
+        return copy

@@ -1,0 +1,128 @@
+"""The talker's input for a text: embeddings to prefill, and what each later frame adds.
+
+The input follows Qwen3-TTS: the role, then the language and the speaker, then the text. Every position is the
+sum of a text embedding and a codec embedding; where one side has nothing to say, it is a pad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.speech.config import SpeechConfig
+from perilune.speech.talker import Talker
+
+_ROLE = "assistant\n"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """What to say and how.
+
+    Attributes:
+        text: the whole text; cutting it would break its prosody.
+        speaker: name of a speaker of the model, or None for its default voice.
+        language: name of a language of the model, or "auto".
+        instructions: how to speak, for models that take instructions.
+        streamed_text: feed one text token a frame instead of the whole text ahead of the first frame.
+    """
+
+    text: str
+    speaker: str | None = None
+    language: str = AUTO
+    instructions: str = ""
+    streamed_text: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TalkerPrompt:
+    """The talker's input for an utterance.
+
+    Attributes:
+        inputs: float[P, d], the positions before the first frame.
+        trailing: float[L, d]; frame t adds row t to its embedding, and frames from L on add `pad`.
+        pad: float[d].
+    """
+
+    inputs: Tensor
+    trailing: Tensor
+    pad: Tensor
+
+    def text_of(self, frame: int) -> Tensor:
+        """float[d], what `frame` adds to its embedding."""
+        return self.trailing[frame] if frame < len(self.trailing) else self.pad
+
+
+def talker_prompt(talker: Talker, tokenizer: Tokenizer, utterance: Utterance) -> TalkerPrompt:
+    """Embed `utterance`.
+
+    Raises:
+        RequestError: when the text is empty or the vocabulary cannot express it, or the model has no such
+            speaker or language.
+    """
+    config, marks = talker.config, talker.config.marks
+    role_length = len(tokenizer.encode(_ROLE))
+    ids = tokenizer.encode(_ROLE + utterance.text)
+    role, text = [marks.text_start, *ids[:role_length]], ids[role_length:]
+    if not text:
+        raise RequestError("the text is empty", where="input")
+    codec = [*_voice(config, utterance), marks.pad]
+    pads = [marks.text_pad] * (len(codec) - 1)
+    before = [_texts(talker, role), _both(talker, [*pads, marks.text_bos], codec)]
+    if utterance.instructions:
+        before.insert(0, _texts(talker, _instruction(tokenizer, config, utterance.instructions)))
+    pad = _texts(talker, [marks.text_pad])
+    if utterance.streamed_text:
+        start = _both(talker, text[:1], [marks.bos])
+        trailing = _texts(talker, [*text[1:], marks.text_eos])
+    else:
+        whole = _both(talker, [*text, marks.text_eos], [marks.pad] * (len(text) + 1))
+        start = torch.cat([whole, _both(talker, [marks.text_pad], [marks.bos])])
+        trailing = pad
+    return TalkerPrompt(torch.cat([*before, start]), trailing, pad[0])
+
+
+def _voice(config: SpeechConfig, utterance: Utterance) -> list[int]:
+    """The codec tokens of the language and the speaker."""
+    marks = config.marks
+    speaker = None if utterance.speaker is None else utterance.speaker.lower()
+    language = utterance.language.lower()
+    if speaker is not None and speaker not in config.speakers:
+        raise _unknown("speaker", utterance.speaker, config.speakers)
+    if language in (AUTO, "chinese") and speaker is not None:
+        language = config.dialects.get(speaker, language)
+    if language == AUTO:
+        spoken = [marks.nothink, marks.think_bos, marks.think_eos]
+    elif language in config.languages:
+        spoken = [marks.think, marks.think_bos, config.languages[language], marks.think_eos]
+    else:
+        raise _unknown("language", utterance.language, [AUTO, *config.languages])
+    return spoken if speaker is None else [*spoken, config.speakers[speaker]]
+
+
+def _unknown(kind: str, name: str | None, known: Iterable[str]) -> RequestError:
+    names = ", ".join(sorted(known)) or "none"
+    return RequestError(f"the model has no {kind} {name!r}", where=kind, remedy=f"it has: {names}")
+
+
+def _instruction(tokenizer: Tokenizer, config: SpeechConfig, instructions: str) -> list[int]:
+    ids = tokenizer.encode(f"user\n{instructions}")
+    return [config.marks.text_start, *ids, config.marks.text_end, *tokenizer.encode("\n")]
+
+
+def _texts(talker: Talker, token_ids: list[int]) -> Tensor:
+    return talker.embed_text(_ids(talker, token_ids))
+
+
+def _both(talker: Talker, text_ids: list[int], codec_ids: list[int]) -> Tensor:
+    return _texts(talker, text_ids) + talker.embed_codec(_ids(talker, codec_ids))
+
+
+def _ids(talker: Talker, token_ids: list[int]) -> Tensor:
+    return torch.tensor(token_ids, device=talker.text_embedding.weight.device)

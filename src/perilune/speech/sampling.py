@@ -1,0 +1,86 @@
+"""How the codes of a frame are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.engine.request import SamplingParams
+from perilune.models.config.reader import Reader
+
+_LEAST_FRAMES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechSampling:
+    """How codes are sampled; the defaults are those of Qwen3-TTS.
+
+    Attributes:
+        temperature, top_k, top_p, repetition_penalty: of the talker's code, the first of each frame.
+        rest_temperature, rest_top_k, rest_top_p: of the code predictor's codes. Temperature 0 takes the most
+            likely code.
+        max_frames: most frames of an utterance.
+    """
+
+    temperature: float = 0.9
+    top_k: int = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.05
+    rest_temperature: float = 0.9
+    rest_top_k: int = 50
+    rest_top_p: float = 1.0
+    max_frames: int = 4096
+
+    def __post_init__(self) -> None:
+        self.params(1)  # raises for values out of range
+        SamplingParams(1, self.rest_temperature, top_k=self.rest_top_k, top_p=self.rest_top_p)
+
+    def params(self, eos: int) -> SamplingParams:
+        """The talker's parameters; speech has at least two frames."""
+        return SamplingParams(
+            max_tokens=max(self.max_frames, _LEAST_FRAMES),
+            min_tokens=_LEAST_FRAMES,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_token_ids=(eos,),
+        )
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], *, where: str = "generation_config.json") -> SpeechSampling:
+        """Read the content of generation_config.json.
+
+        Raises:
+            RequestError: on a value that is malformed or out of range.
+        """
+        read, default = Reader(raw, where), cls()
+        draws, rest_draws = read.boolean("do_sample", True), read.boolean("subtalker_dosample", True)
+        temperature = read.number("temperature", default.temperature)
+        rest = read.number("subtalker_temperature", default.rest_temperature)
+        return cls(
+            temperature=temperature if draws else 0.0,
+            top_k=read.count("top_k", default.top_k, least=0),
+            top_p=read.number("top_p", default.top_p),
+            repetition_penalty=read.number("repetition_penalty", default.repetition_penalty),
+            rest_temperature=rest if rest_draws else 0.0,
+            rest_top_k=read.count("subtalker_top_k", default.rest_top_k, least=0),
+            rest_top_p=read.number("subtalker_top_p", default.rest_top_p),
+            max_frames=read.count("max_new_tokens", default.max_frames),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The content of generation_config.json."""
+        return {
+            "do_sample": self.temperature > 0,
+            "temperature": self.temperature or 1.0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+            "subtalker_dosample": self.rest_temperature > 0,
+            "subtalker_temperature": self.rest_temperature or 1.0,
+            "subtalker_top_k": self.rest_top_k,
+            "subtalker_top_p": self.rest_top_p,
+            "max_new_tokens": self.max_frames,
+        }
