@@ -6,6 +6,7 @@ records the result. The rest of this module adds and removes requests and update
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
+from perilune.engine.drafting import draft_runner, make_draft
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
@@ -25,12 +27,13 @@ from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import AdaptingRunner, Runner, SleepingRunner, block_contents, start_recording
-from perilune.engine.sampler import Sampler
+from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
-from perilune.engine.select_runner import fastest_runner
-from perilune.engine.sequences import Entry, Sequences
-from perilune.engine.step import Counters, Step
+from perilune.engine.select_runner import fastest_runner, splits_exactly
+from perilune.engine.sequences import Entry, Rows, Sequences
+from perilune.engine.speculation import Lookup, Proposer, Speculation, SpeculationSettings
+from perilune.engine.step import Counters, Proposal, Step
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.checksum import checksum
@@ -89,6 +92,8 @@ class Engine:
         self._runner: Runner = runner(decoder, self._num_blocks)
         self._routes: RouteStore | None = None
         self._offload: OffloadStore | None = None
+        self._speculation: SpeculationSettings | None = None
+        self._draft: Runner | None = None
         self._limits = EngineLimits(
             decoder.config.vocab_size,
             decoder.config.max_position_embeddings,
@@ -109,6 +114,8 @@ class Engine:
         self._pools = BlockPools(self._num_blocks, windows, store=self._offload)
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
+        if self._speculation is not None:
+            self._scheduler.speculation = self._speculate(self._speculation)
         self._sampler = Sampler(self._sequences)
         self._outputs = OutputProcessor(self._sequences, self._tokenizer, self._routes)
 
@@ -139,6 +146,44 @@ class Engine:
         """
         self._offload = OffloadStore(settings, block_contents(self._runner))
         self._open()
+
+    def speculate(self, settings: SpeculationSettings) -> None:
+        """Guess tokens and verify several in one step; to be called before the first request.
+
+        The samples are the same bit for bit.
+
+        Raises:
+            RequestError: for a runner whose bits depend on how a sequence is split into steps, or a draft
+                that does not fit the model.
+        """
+        if not splits_exactly(self._runner):
+            raise RequestError(
+                f"with {type(self._runner).__name__}, the bits of a token depend on how many are computed at"
+                " once, so speculation would change samples",
+                where="speculation",
+                remedy="turn it off, or sample on a CPU from a model that Perilune computes itself",
+            )
+        self._draft = None
+        if settings.method == "draft":
+            self._draft = self._make_draft(settings.draft)
+        self._speculation = settings
+        self._open()
+
+    def _make_draft(self, draft: Decoder | None) -> Runner:
+        if draft is not None and draft.config.max_position_embeddings < self.positions:
+            few = draft.config.max_position_embeddings
+            raise RequestError(
+                f"the draft has {few:,} positions, the engine {self.positions:,}",
+                where="speculation",
+                remedy="use a draft with more positions, or give the engine fewer cache_tokens",
+            )
+        return draft_runner(self._runner, self._source, draft, max(self._num_blocks))
+
+    def _speculate(self, settings: SpeculationSettings) -> Speculation:
+        proposer: Proposer = Lookup(self._sequences, settings.match)
+        if self._draft is not None:
+            proposer = make_draft(self._sequences, self._draft, self._source, settings.draft)
+        return Speculation(self._sequences, settings, proposer, self.counters)
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -346,6 +391,8 @@ class Engine:
             self._source.load_state_dict(state)
         with self._source.in_memory():
             self._runner.load_weights(self._source)
+            if self._draft is not None and self._speculation is not None and self._speculation.draft is None:
+                self._draft.load_weights(self._source)
             self.checksum = checksum(self._source.state_dict())
         self.version = version
         self._scheduler.new_weights(version, recompute=recompute)
@@ -439,33 +486,62 @@ class Engine:
             if step is None:
                 return
             logits = self._run(step)
-            masks = self._outputs.masks(step.rows)
-            drawn = self._sampler.draw(logits, step.rows, step.logits_of, masks)
+            drawn = self._draw(logits, step.rows, step.logits_of)
             sources, targets = self._scheduler.commit(step, drawn.token_ids, drawn.logprobs, self.version)
             if sources.size:
                 self._runner.copy_blocks(sources, targets)
-            finite = np.isfinite(drawn.logprobs)
-            if not finite.all():
-                self._outputs.failures |= dict.fromkeys(step.rows[~finite].tolist(), self._not_finite())
-            for row in self._outputs.process(step.rows, drawn, self.version):
-                self._scheduler.release(row, record=True)
-            if self._outputs.failures:
-                self._drop_failed()
-            if not finite.all():
-                # Keys and values that are not finite would spoil the next samples in these blocks.
-                self._scheduler.new_weights(self.version, recompute=True)
-                self._runner.clear()
+            if self._deliver(step.rows, drawn) and step.proposals:
+                self._verify(step.proposals, logits)
         except BaseException:
             self._reset()
             raise
+
+    def _draw(self, logits: Tensor, rows: Rows, logits_of: NDArray[np.int64] | None) -> Drawn:
+        return self._sampler.draw(logits, rows, logits_of, self._outputs.masks(rows))
+
+    def _deliver(self, rows: Rows, drawn: Drawn) -> bool:
+        """Return the drawn tokens to the callers; whether all of them are finite."""
+        finite = np.isfinite(drawn.logprobs)
+        if not finite.all():
+            self._outputs.failures |= dict.fromkeys(rows[~finite].tolist(), self._not_finite())
+        for row in self._outputs.process(rows, drawn, self.version):
+            self._scheduler.release(row, record=True)
+        if self._outputs.failures:
+            self._drop_failed()
+        if not finite.all():
+            self._clear()
+        return bool(finite.all())
+
+    def _clear(self) -> None:
+        """Zero the cache: values that are not finite would spoil the next samples in their blocks."""
+        self._scheduler.new_weights(self.version, recompute=True)
+        self._runner.clear()
+
+    def _verify(self, proposals: Sequence[Proposal], logits: Tensor) -> None:
+        """Draw on after each guess that is the drawn token."""
+        assert self._scheduler.speculation is not None
+        accepts = self._scheduler.speculation.accepts
+        finite = bool(logits[:, 0].isfinite().all())  # else those of a row are all not finite
+        for at in itertools.count():
+            proposals = [proposal for proposal in proposals if accepts(proposal, at)]
+            if not proposals:
+                break
+            rows = np.array([proposal.row for proposal in proposals])
+            logits_of = np.array([proposal.logits + at + 1 for proposal in proposals])
+            drawn = self._draw(logits, rows, logits_of)
+            self._scheduler.append(rows, drawn.token_ids, drawn.logprobs, self.version)
+            if not self._deliver(rows, drawn):
+                return
+        if not finite:  # after a guess that was not drawn
+            self._clear()
 
     def _run(self, step: Step) -> Tensor:
         if self._offload is None:
             return self._runner.run(step.batch)
         began = perf_counter()
         logits = self._runner.run(step.batch)
-        fed = len(step.batch.token_ids) - step.batch.decodes
-        self._offload.computed(fed, step.batch.decodes, perf_counter() - began)
+        fed = sum(count for _, count in step.chunks)
+        self._offload.computed(fed, len(step.batch.token_ids) - fed, perf_counter() - began)
         return logits
 
     def _drop_failed(self) -> None:
@@ -486,6 +562,8 @@ class Engine:
 
     def _reset(self) -> None:
         self._runner.clear()
+        if self._draft is not None:
+            self._draft.clear()
         self._open()
 
     def restart(self) -> None:

@@ -32,8 +32,8 @@ class NativeRunner:
         decoder: the decoder whose weights are copied; `supports` must accept it.
         num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
         weights: how matrices are stored; by default products have the decoder's precision.
-        cache: how keys and values are stored; by default in the dtype of activations, or bfloat16 with
-            bfloat16 weights.
+        cache: how keys and values are stored, or the cache of another runner to share; by default in the
+            dtype of activations, or bfloat16 with bfloat16 weights.
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class NativeRunner:
         decoder: Decoder,
         num_blocks: Sequence[int],
         weights: WeightKind | None = None,
-        cache: CacheKind | None = None,
+        cache: CacheKind | PagedCache | None = None,
     ) -> None:
         self._kind = weights or weight_kind(decoder)
-        kind = cache or ("bfloat16" if "bfloat16" in (weights, _dtype(decoder)) else "float32")
-        self.cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
+        if not isinstance(cache, PagedCache):
+            kind = cache or ("bfloat16" if "bfloat16" in (weights, _dtype(decoder)) else "float32")
+            cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))
+        self.cache = cache
         self._config = decoder.config
         self._caches = describe_cache(self.cache)
         self._adapting: TorchRunner | None = None

@@ -145,6 +145,21 @@ class Sampler:
         return logits
 
 
+def draw_ahead(sequences: Sequences, logits: Tensor, rows: Rows, ahead: int) -> NDArray[np.int64]:
+    """Guess the tokens int64[B] that `Sampler.draw` will draw `ahead` positions after the next one.
+
+    Penalties, biases and constraints, which depend on the tokens between, are left out.
+
+    Args:
+        logits: float32[B, V] of a draft; may be overwritten.
+    """
+    uniforms, scale = sequences.uniforms(rows, ahead), sequences.scale[rows]
+    if not sequences.plain[rows].all():
+        logits = _truncated(_scaled(logits, scale), sequences, rows)
+        scale = (scale != 0).astype(np.float32)
+    return draw_plain(logits, uniforms, scale)[0]
+
+
 def draw_plain(
     logits: Tensor,
     uniforms: NDArray[np.float64],

@@ -5,13 +5,15 @@ Once all known tokens of a sample are in the cache, the sampler draws the next t
 decoding, prefill, chunked prefill, and prefill after a preemption.
 
 Scheduling is first come, first served. Each step includes one token of every decoding sample. The rest of the
-token budget goes to prompts, in chunks. When blocks run out, the sample that arrived last gives up its
-blocks, and is recomputed from its tokens once there is room.
+token budget goes to prompts, in chunks, and then to guesses of the tokens after (`speculation.py`). When
+blocks run out, the sample that arrived last gives up its blocks, and is recomputed from its tokens once there
+is room.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +21,17 @@ from numpy.typing import NDArray
 from perilune.engine.blocks import BLOCK, Blocks, blocks_for
 from perilune.engine.pools import BlockPools
 from perilune.engine.sequences import Entry, Rows, Sequences
-from perilune.engine.step import Counters, Step, StepBatch
+from perilune.engine.speculation import Speculation
+from perilune.engine.step import Counters, Proposal, Step, StepBatch
 
 # New samples are admitted once 1/8 of the rows are free, because prompts are cheaper in batches,
 _REFILL_SHARE = 8
 _REFILL_STEPS = 8  # or after this many steps, which bounds the wait.
 _WORTH_WAITING = 4  # blocks of a prompt that another sample is computing, for which a sample waits
 _RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second decoding sample
+
+Fed = tuple[int, int, NDArray[np.int64]]
+"""A row, the position of the first token that a step computes, and its tokens."""
 
 
 class Scheduler:
@@ -42,6 +48,7 @@ class Scheduler:
         prefilling: rows in prefill, by arrival.
         preempted: rows that gave up their blocks, by arrival.
         waiting: requests with samples that have no row yet.
+        speculation: guesses further tokens of decoding samples, if set.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Scheduler:
         self.waiting: deque[Entry] = deque()
         self.counters = counters
         self.version = 0
+        self.speculation: Speculation | None = None
         self._followers: dict[int, list[int]] = {}  # samples that wait for the prompt of another row
         self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
         self._steps_since_refill = 0
@@ -118,7 +126,8 @@ class Scheduler:
         if not chunks and not len(self.decoding):
             return None
         self.counters.steps += 1
-        return self._step(chunks)
+        budget = self.token_budget - len(self.decoding) - sum(count for _, count in chunks)
+        return self._step(chunks, self._proposals(budget))
 
     def _grow(self) -> None:
         """Allocate a block for every decoding sample whose last block is full."""
@@ -131,6 +140,20 @@ class Scheduler:
             self._preempt(self._latest())
         if len(due):
             sequences.add_blocks(due, self.pools.allocate(len(due)))
+
+    def _proposals(self, budget: int) -> list[Proposal]:
+        """Guesses of at most `budget` tokens, in blocks that no other sample needs now."""
+        sequences, rows = self.sequences, self.decoding
+        if self.speculation is None or not len(rows):
+            return []
+        most = self.speculation.most(rows)
+        most = np.clip(budget - np.cumsum(most) + most, 0, most)
+        room = sequences.num_blocks[rows] * BLOCK - sequences.length[rows]
+        due = np.flatnonzero(most > room)[: max(0, self.pools.available - len(rows))]
+        if len(due):
+            sequences.add_blocks(rows[due], self.pools.allocate(len(due)))
+            room[due] += BLOCK
+        return self.speculation.propose(rows, np.minimum(most, room))
 
     def _chunks(self) -> list[tuple[int, int]]:
         """(row, tokens) of the samples in prefill: those under way, then new ones."""
@@ -246,43 +269,59 @@ class Scheduler:
         assert entry is not None
         return entry.chain(self.version, self.sequences.tokens[row, :length])
 
-    def _step(self, chunks: list[tuple[int, int]]) -> Step:
-        """Build the step: one token of each decoding sample, then the chunks."""
+    def _step(self, chunks: list[tuple[int, int]], proposals: list[Proposal]) -> Step:
+        """Build the step: one token of each decoding sample, then those with guesses, then the chunks."""
         sequences, decoding = self.sequences, self.decoding
+        if proposals:
+            decoding = decoding[~np.isin(decoding, [proposal.row for proposal in proposals])]
         tokens = sequences.last_tokens(decoding).astype(np.int64)
         positions = sequences.length[decoding] - 1
         count = len(decoding)
-        if not chunks:
+        if not chunks and not proposals:
             tables = sequences.blocks[:, decoding, : int(sequences.num_blocks[decoding].max())]
             order = _arange(count + 1)
             adapters = self._adapters_of(decoding)
             batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters)
-            return Step(batch, decoding, None, chunks)
+            return Step(batch, decoding, None, chunks, proposals)
 
-        rows = np.concatenate([decoding, [row for row, _ in chunks]])
-        all_tokens, all_positions, ends = [tokens], [positions], [count]
+        fed = [*self._guesses(proposals), *self._prompts(chunks)]
+        rows = np.concatenate([decoding, [row for row, _, _ in fed]])
+        ends = count + np.cumsum([len(tokens) for _, _, tokens in fed])
         drawing, logits_of, logit_rows = decoding.tolist(), list(range(count)), list(range(count))
-        for row, fed in chunks:
-            start = int(sequences.computed[row])
-            all_tokens.append(sequences.tokens[row, start : start + fed].astype(np.int64))
-            all_positions.append(np.arange(start, start + fed))
-            ends.append(ends[-1] + fed)
-            if start + fed == sequences.length[row]:
+        for proposal, end in zip(proposals, ends.tolist(), strict=False):
+            proposal.logits = len(logit_rows)
+            drawing.append(proposal.row)
+            logits_of.append(proposal.logits)
+            logit_rows += range(end - 1 - len(proposal.tokens), end)
+        for (row, start, own), end in zip(fed[len(proposals) :], ends[len(proposals) :], strict=True):
+            if start + len(own) == sequences.length[row]:
                 together = [row, *self._followers.get(row, [])]
                 drawing += together
                 logits_of += [len(logit_rows)] * len(together)
-                logit_rows.append(ends[-1] - 1)
+                logit_rows.append(end - 1)
         batch = StepBatch(
-            np.concatenate(all_tokens),
-            np.concatenate(all_positions),
-            np.concatenate([np.arange(count), ends]),
+            np.concatenate([tokens, *(tokens for _, _, tokens in fed)]),
+            np.concatenate([positions, *(np.arange(start, start + len(own)) for _, start, own in fed)]),
+            np.concatenate([np.arange(count + 1), ends]),
             count,
             sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())],
             np.array(logit_rows, dtype=np.int64),
             self._adapters_of(rows),
         )
-        shared = None if len(logit_rows) == len(drawing) else np.array(logits_of, dtype=np.int64)
-        return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks)
+        one_each = not proposals and len(logit_rows) == len(drawing)
+        shared = None if one_each else np.array(logits_of, dtype=np.int64)
+        return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks, proposals)
+
+    def _guesses(self, proposals: list[Proposal]) -> Iterator[Fed]:
+        for proposal in proposals:
+            last = int(self.sequences.length[proposal.row]) - 1
+            token = self.sequences.tokens[proposal.row, last]
+            yield proposal.row, last, np.concatenate([[token], proposal.tokens])
+
+    def _prompts(self, chunks: list[tuple[int, int]]) -> Iterator[Fed]:
+        for row, count in chunks:
+            start = int(self.sequences.computed[row])
+            yield row, start, self.sequences.tokens[row, start : start + count].astype(np.int64)
 
     def _adapters_of(self, rows: Rows) -> NDArray[np.int32] | None:
         numbers: NDArray[np.int32] = self.sequences.adapter[rows]
@@ -308,7 +347,7 @@ class Scheduler:
             if sequences.computed[row] == sequences.length[row]:
                 self.prefilling.remove(row)
                 unplaced += self._fork(row, copies)
-        sequences.append(step.rows, tokens, logprobs, version)
+        self.append(step.rows, tokens, logprobs, version)
         self.decoding = step.rows
         if unplaced:
             sequences.computed[unplaced] = 0
@@ -319,6 +358,13 @@ class Scheduler:
         none = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
         sources, targets = zip((none, none), *copies, strict=True)
         return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
+
+    def append(
+        self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Append the next token of each of `rows`, whose other tokens are all in the cache."""
+        self.counters.sampled_tokens += len(rows)
+        self.sequences.append(rows, tokens, logprobs, version)
 
     def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
         """Share the blocks of the prompt of `row` with its followers; copy the last block if it is not full.

@@ -32,3 +32,10 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[in
     if on_cpu and supports(decoder.config, weight_kind(decoder)):
         return NativeRunner(decoder, num_blocks)
     return TorchRunner(decoder, num_blocks)
+
+
+def splits_exactly(runner: Runner) -> bool:
+    """Whether `runner` computes the same bits however a sequence is split into steps."""
+    if type(runner) is TorchRunner:
+        return runner.cache.device.type == "cpu" and runner.decoder.dtype == torch.float32
+    return isinstance(runner, NativeRunner)

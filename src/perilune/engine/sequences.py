@@ -143,16 +143,16 @@ class Sequences:
         self.computed[rows] = at
         self.length[rows] = at + 1
 
-    def uniforms(self, rows: Rows) -> NDArray[np.float64]:
-        """Random numbers float64[B] in [0, 1) for the next token of each of `rows`."""
-        column = self.length[rows] - self._ahead_from[rows]
+    def uniforms(self, rows: Rows, ahead: int = 0) -> NDArray[np.float64]:
+        """Random numbers float64[B] in [0, 1) for the token `ahead` positions after the next of `rows`."""
+        column = self.length[rows] + ahead - self._ahead_from[rows]
         due = column >= _DRAWS_AHEAD
         if due.any():
             which = rows[due]
             self._ahead_from[which] = start = self.length[which]
             positions = (start - self._first[which])[:, None] + np.arange(_DRAWS_AHEAD)
             self._ahead[which] = uniforms(self._keys[which], positions)
-            column[due] = 0
+            column[due] = ahead
         drawn: NDArray[np.float64] = self._ahead[rows, column]
         return drawn
 

@@ -36,6 +36,20 @@ class StepBatch:
 
 
 @dataclass(slots=True, eq=False)
+class Proposal:
+    """Guessed next tokens of a decoding sample.
+
+    Attributes:
+        tokens: int64[k].
+        logits: row of the logits after the sample's last token; those after its guesses follow.
+    """
+
+    row: int
+    tokens: NDArray[np.int64]
+    logits: int = -1
+
+
+@dataclass(slots=True, eq=False)
 class Step:
     """A batch and the samples that draw from it.
 
@@ -43,12 +57,14 @@ class Step:
         rows: int64[D], the samples that draw a token.
         logits_of: int64[D], the row of logits of each sample; None when sample i uses row i.
         chunks: (row, new tokens) of samples in prefill.
+        proposals: guesses that the batch has after the last tokens of their samples.
     """
 
     batch: StepBatch
     rows: Rows
     logits_of: NDArray[np.int64] | None
     chunks: list[tuple[int, int]]
+    proposals: list[Proposal]
 
 
 @dataclass(slots=True)
@@ -60,9 +76,14 @@ class Counters:
         prompt_tokens: tokens computed in prefill: prompts, and preempted samples.
         cached_tokens: tokens not computed because the prefix cache had them.
         preemptions: samples that gave up their blocks.
+        sampled_tokens: drawn tokens.
+        proposed_tokens, accepted_tokens: guesses of speculation, and those that were drawn too.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    sampled_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0

@@ -1,0 +1,213 @@
+"""Drafts: cheaper models that guess the next tokens of samples.
+
+A draft draws with the random numbers that the sampler will use at the same positions, and with temperature,
+top-k, top-p and min-p. So a draft that agrees with the model guesses the drawn token, at every temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.blocks import BLOCK, Blocks, extend_digests
+from perilune.engine.native_runner import NativeRunner
+from perilune.engine.runner import Runner
+from perilune.engine.sampler import draw_ahead
+from perilune.engine.select_runner import fastest_runner
+from perilune.engine.sequences import Rows, Sequences
+from perilune.engine.speculation import Tokens
+from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.decoder import Decoder
+
+_INT8_COST = 0.5  # of a step with int8 matrices, as a share of one in float32 (docs/results/speculation.md)
+_PIECE = 1024  # most tokens of a prompt that a draft computes at once
+
+
+class DraftCache(Protocol):
+    """The cache of a draft model, under the blocks of the samples."""
+
+    def begin(self, rows: Rows) -> Tokens:
+        """Compute all but the last tokens of `rows`; int64[B], the first positions not in the cache."""
+        ...
+
+    def tables(self, rows: Rows) -> Blocks:
+        """Block tables int32[W, B, columns]."""
+        ...
+
+    def guessed(self, rows: Rows, counts: Tokens) -> None:
+        """Record that the cache has the last tokens of `rows` and all but the last of `counts` guesses."""
+        ...
+
+
+class Draft:
+    """Samples guesses from a draft model.
+
+    Args:
+        cost: time of a step of the draft, as a share of a step of the model.
+    """
+
+    def __init__(self, sequences: Sequences, runner: Runner, cache: DraftCache, cost: float) -> None:
+        self._sequences, self._runner, self._cache, self.cost = sequences, runner, cache, cost
+
+    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
+        sequences = self._sequences
+        starts = self._cache.begin(rows)
+        lengths = sequences.length[rows]
+        tables = self._cache.tables(rows)
+        fed = [
+            sequences.tokens[row, start:length]
+            for row, start, length in zip(rows, starts, lengths, strict=True)
+        ]
+        guesses = np.zeros((len(rows), int(most.max())), dtype=np.int64)
+        going = np.arange(len(rows))
+        for at in range(guesses.shape[1]):
+            logits = self._runner.run(_batch(fed, starts, tables[:, going]))
+            guesses[going, at] = draw_ahead(sequences, logits, rows[going], at)
+            going = going[most[going] > at + 1]
+            starts, fed = lengths[going] + at, list(guesses[going, at : at + 1])
+        self._cache.guessed(rows, most)
+        return [guess[:count] for guess, count in zip(guesses, most.tolist(), strict=True)]
+
+
+def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
+    """A step of sequences that begin at `starts`, with the logits after each."""
+    counts = np.array([len(tokens) for tokens in fed])
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return StepBatch(
+        np.concatenate(fed).astype(np.int64),
+        np.concatenate(positions),
+        ends,
+        len(fed) if (counts == 1).all() else 0,
+        tables,
+        ends[1:] - 1,
+    )
+
+
+class SharedCache:
+    """The model's own cache. The step that verifies guesses overwrites what a draft writes there."""
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+
+    def begin(self, rows: Rows) -> Tokens:
+        first: Tokens = self._sequences.length[rows] - 1
+        return first
+
+    def tables(self, rows: Rows) -> Blocks:
+        return _tables(self._sequences, rows)
+
+    def guessed(self, rows: Rows, counts: Tokens) -> None:
+        pass
+
+
+class OwnCache:
+    """A cache with the block numbers of the model's cache in the layers that see most.
+
+    The model may compute a token without the draft, and blocks are shared, copied and reused. So a block is
+    known by the hash of its tokens and all before, and what the draft lacks is computed before it guesses.
+
+    Args:
+        runner: computes the draft.
+        config: of the draft.
+        table: index of the model's block table to use.
+    """
+
+    def __init__(self, sequences: Sequences, runner: Runner, config: DecoderConfig, table: int) -> None:
+        self._sequences, self._runner, self._table = sequences, runner, table
+        self._windows = len(config.distinct_windows)
+        self._digests: dict[int, bytes] = {}  # of what the draft has in each block
+        rows = len(sequences.entries)
+        # For each row: which sample it had, tokens of it in the cache, and the block of the last of them.
+        self._arrival, self._known, self._last = np.zeros((3, rows), dtype=np.int64)
+
+    def begin(self, rows: Rows) -> Tokens:
+        return np.array([self._begin(row) for row in rows.tolist()])
+
+    def tables(self, rows: Rows) -> Blocks:
+        tables = _tables(self._sequences, rows)[self._table]
+        return np.repeat(tables[None], self._windows, axis=0)
+
+    def guessed(self, rows: Rows, counts: Tokens) -> None:
+        self._known[rows] = known = self._sequences.length[rows] - 1 + counts
+        self._last[rows] = self._block_of(rows, known - 1)
+        self._arrival[rows] = self._sequences.arrival[rows]
+
+    def _begin(self, row: int) -> int:
+        """The first position of `row` that is not in the cache, after computing all but its last token."""
+        sequences, known = self._sequences, int(self._known[row])
+        last = int(sequences.length[row]) - 1
+        same = (
+            self._arrival[row] == sequences.arrival[row] and self._block_of(row, known - 1) == self._last[row]
+        )
+        if same and known >= last - 1:
+            return min(known, last)
+        digests: list[bytes] = []
+        extend_digests(digests, b"", sequences.tokens[row, :last])
+        blocks = sequences.blocks[self._table, row, : sequences.num_blocks[row]].tolist()
+        held = 0
+        while held < len(digests) and self._digests.get(blocks[held]) == digests[held]:
+            held += 1
+        for block, digest in zip(blocks[held:], [*digests[held:], *[b""] * len(blocks)], strict=False):
+            self._digests[block] = digest
+        rows = np.array([row])
+        for start in range(held * BLOCK, last, _PIECE):
+            fed = sequences.tokens[row, start : min(start + _PIECE, last)]
+            self._runner.run(_batch([fed], np.array([start]), self.tables(rows)))
+        return last
+
+    def _block_of(self, rows: Rows | int, position: Tokens | int) -> NDArray[np.int32]:
+        blocks: NDArray[np.int32] = self._sequences.blocks[self._table, rows, position // BLOCK]
+        return blocks
+
+
+def _tables(sequences: Sequences, rows: Rows) -> Blocks:
+    tables: Blocks = sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())]
+    return tables
+
+
+def draft_runner(runner: Runner, decoder: Decoder, draft: Decoder | None, num_blocks: int) -> Runner:
+    """A runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
+
+    Args:
+        runner: the runner of the model, `decoder`.
+        num_blocks: blocks of the model's largest pool.
+
+    Raises:
+        RequestError: when the vocabularies differ, or the C kernels do not compute the model.
+    """
+    if draft is None:
+        if not isinstance(runner, NativeRunner):
+            raise RequestError(
+                f"{type(runner).__name__} cannot draft with int8 weights",
+                where="speculation",
+                remedy="give a draft model, or set method to 'lookup'",
+            )
+        return NativeRunner(decoder, runner.cache.num_blocks, "int8", runner.cache)
+    own, other = decoder.config.vocab_size, draft.config.vocab_size
+    if own != other:
+        raise RequestError(
+            f"the model has a vocabulary of {own:,} tokens, the draft one of {other:,}",
+            where="speculation",
+            remedy="use a draft of the same family",
+        )
+    return fastest_runner(draft, [num_blocks] * len(draft.config.distinct_windows))
+
+
+def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:
+    """The draft that `runner` computes, from `draft_runner`."""
+    if draft is None:
+        return Draft(sequences, runner, SharedCache(sequences), _INT8_COST)
+    windows = decoder.config.distinct_windows
+    table = windows.index(None) if None in windows else len(windows) - 1
+    cache = OwnCache(sequences, runner, draft.config, table)
+    return Draft(sequences, runner, cache, _size(draft) / _size(decoder))
+
+
+def _size(decoder: Decoder) -> int:
+    return sum(parameter.numel() for parameter in decoder.parameters())

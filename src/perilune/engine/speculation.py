@@ -1,0 +1,177 @@
+"""Speculation: a step computes several tokens of one sample, if a proposer can guess them.
+
+At a small batch size a step takes as long as reading the weights, and a few more tokens cost little. A
+proposer guesses the next tokens of a sample. The step computes the logits after each of them, and the sampler
+draws as always. The first token that differs from the guess ends the step of the sample, and the keys and
+values of the other guesses are overwritten later.
+
+Leviathan et al. ("Fast inference from transformers via speculative decoding", ICML 2023) accept a guess with
+a probability that keeps the distribution. Here the random number of a position is fixed (`random.py`), so a
+guess is accepted if it is the drawn token. The samples are the same with and without speculation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.engine.blocks import BLOCK
+from perilune.engine.sequences import Rows, Sequences
+from perilune.engine.step import Counters, Proposal
+from perilune.errors import RequestError
+from perilune.models.decoder import Decoder
+
+Tokens = NDArray[np.int64]
+
+_WEIGHTS_IN_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
+_PRIOR = 1.0, 2.0  # accepted and tried guesses that a new sample is credited with
+_MEMORY = 0.98  # a step keeps this share of the counts, so that a sample that stopped tries again
+_LONGEST_MATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """How to guess the next tokens.
+
+    Attributes:
+        method: "lookup" continues the text as after an earlier occurrence of its last tokens (Saxena, "Prompt
+            lookup decoding", 2023). "draft" samples from a cheaper model.
+        tokens: most tokens to propose for a sample in one step, at most 16.
+        adaptive: propose fewer tokens, or none, where verifying them takes longer than it saves.
+        draft: the cheaper model: another decoder with the same vocabulary, or None for the model itself with
+            matrices in int8.
+        match: with "lookup", fewest equal tokens that count as an occurrence.
+
+    Raises:
+        RequestError: when a number is out of its range, or a draft is given for "lookup".
+    """
+
+    method: Literal["lookup", "draft"] = "lookup"
+    tokens: int = 10
+    adaptive: bool = True
+    draft: Decoder | None = None
+    match: int = 2
+
+    def __post_init__(self) -> None:
+        for name, most in (("tokens", BLOCK), ("match", _LONGEST_MATCH)):
+            if not 1 <= getattr(self, name) <= most:
+                raise RequestError(
+                    f"{name} is {getattr(self, name)}", where="speculation", remedy=f"give 1 to {most}"
+                )
+        if self.method not in {"lookup", "draft"}:
+            raise RequestError(
+                f"method is {self.method!r}", where="speculation", remedy="give 'lookup' or 'draft'"
+            )
+        if self.draft is not None and self.method != "draft":
+            raise RequestError("lookup uses no draft", where="speculation", remedy="set method to 'draft'")
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of samples.
+
+    Attributes:
+        cost: time to guess one token, as a share of a step that computes one token.
+    """
+
+    @property
+    def cost(self) -> float: ...
+
+    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
+        """At most `most` int64[B] tokens for each of `rows` int64[B], which have room for them."""
+        ...
+
+
+class Speculation:
+    """Decides how many tokens are proposed, by the share of earlier guesses of a sample that were accepted.
+
+    Args:
+        counters: counts proposed and accepted tokens.
+    """
+
+    def __init__(
+        self, sequences: Sequences, settings: SpeculationSettings, proposer: Proposer, counters: Counters
+    ) -> None:
+        self._sequences, self._settings, self._proposer = sequences, settings, proposer
+        self._counters = counters
+        self._arrival = np.zeros(len(sequences.entries), dtype=np.int64)  # of the sample that is counted
+        self._accepted, self._tried = np.zeros((2, len(sequences.entries)))
+
+    def most(self, rows: Rows) -> Tokens:
+        """int64[B], the number of tokens to propose for each of the decoding `rows`.
+
+        With R tokens computed in the time of reading the weights, a step of B samples takes B + R units, and
+        a guess one more, beside the time to guess it. The number maximises the expected tokens per unit.
+        """
+        sequences, batch = self._sequences, len(rows)
+        room: Tokens = np.minimum(sequences.limit[rows] - sequences.length[rows] - 1, self._settings.tokens)
+        if not self._settings.adaptive:
+            return room
+        new = rows[self._arrival[rows] != sequences.arrival[rows]]
+        self._arrival[new] = sequences.arrival[new]
+        self._accepted[new] = self._tried[new] = 0
+        self._accepted[rows] *= _MEMORY
+        self._tried[rows] *= _MEMORY
+        rate = (self._accepted[rows] + _PRIOR[0]) / (self._tried[rows] + _PRIOR[1])
+        cost = batch / (batch + _WEIGHTS_IN_ROWS) + self._proposer.cost
+        counts = np.arange(self._settings.tokens + 1)
+        gain = np.cumsum(rate[:, None] ** counts, axis=1) / (1 + counts * cost)
+        most: Tokens = np.minimum(gain.argmax(axis=1), room)
+        return most
+
+    def propose(self, rows: Rows, most: Tokens) -> list[Proposal]:
+        """Guesses for those of `rows` that have any."""
+        rows, most = rows[most > 0], most[most > 0]
+        if not len(rows):
+            return []
+        guesses = self._proposer.propose(rows, most)
+        self._counters.proposed_tokens += sum(map(len, guesses))
+        return [
+            Proposal(row, tokens) for row, tokens in zip(rows.tolist(), guesses, strict=True) if len(tokens)
+        ]
+
+    def accepts(self, proposal: Proposal, at: int) -> bool:
+        """Whether guess number `at` is the token that was drawn in its place, and the sample goes on."""
+        row = proposal.row
+        if at >= len(proposal.tokens):
+            return False
+        accepted = bool(self._sequences.last_tokens(np.array([row]))[0] == proposal.tokens[at])
+        self._tried[row] += 1
+        self._accepted[row] += accepted
+        self._counters.accepted_tokens += accepted
+        return accepted and self._sequences.entries[row] is not None
+
+
+class Lookup:
+    """Proposes what followed the longest earlier occurrence of the last tokens, the latest of several."""
+
+    cost = 0.0
+
+    def __init__(self, sequences: Sequences, match: int) -> None:
+        self._sequences, self._match = sequences, match
+
+    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
+        sequences = self._sequences
+        return [
+            look_up(sequences.tokens[row, : sequences.length[row]], count, self._match)
+            for row, count in zip(rows.tolist(), most.tolist(), strict=True)
+        ]
+
+
+def look_up(tokens: NDArray[np.int32], count: int, match: int) -> Tokens:
+    """`count` tokens that may follow `tokens` int32[T], or none.
+
+    A continuation that reaches the end of `tokens` is repeated, because the text repeats itself.
+    """
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    length = 1
+    while length < min(_LONGEST_MATCH, len(tokens)) and len(ends):
+        longer = ends[(ends >= length) & (tokens[ends - length] == tokens[-1 - length])]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    if length < match or not len(ends):
+        return np.zeros(0, dtype=np.int64)
+    return np.resize(tokens[ends[-1] + 1 :], count).astype(np.int64)
