@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.engine.decode_step import GatheredAttention
 from perilune.engine.engine import Engine
-from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
+from perilune.engine.graph_runner import GraphRunner
+from perilune.engine.native_runner import NativeRunner
+from perilune.engine.request import Delta, Request, SamplingParams
+from perilune.engine.runner import TorchRunner
 from perilune.engine.speculation import SpeculationSettings, look_up
 from perilune.errors import RequestError
 from perilune.models import kernels
-from perilune.models.config.decoder_config import PRESETS
+from perilune.models.adapters.files import Adapter
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -31,8 +40,9 @@ def make(seed: int = 0, **changes: Any) -> Decoder:
     return decoder
 
 
-DECODER = make()
+DECODER, OTHER = make(), make(1)
 ALWAYS = SpeculationSettings(match=1, adaptive=False)
+INT8 = SpeculationSettings("draft", tokens=4, adaptive=False)
 
 
 def engine(
@@ -52,7 +62,9 @@ def repeating(seed: int, length: int) -> list[int]:
     return tokens[:length]
 
 
-def finish(engine: Engine, requests: list[Request], between: int = 0) -> dict[tuple[int, int], list[Delta]]:
+def finish(
+    engine: Engine, requests: list[Request], between: int = 0, *, stream: bool = True
+) -> dict[tuple[int, int], list[Delta]]:
     """The deltas of every sample, of requests that arrive `between` steps apart."""
     found: dict[tuple[int, int], list[Delta]] = {}
     numbers: dict[int, int] = {}
@@ -60,16 +72,20 @@ def finish(engine: Engine, requests: list[Request], between: int = 0) -> dict[tu
     while waiting or engine.unfinished:
         if waiting:
             number, request = waiting.pop(0)
-            numbers[engine.add(request)] = number
+            numbers[engine.add(request, stream=stream)] = number
         for _ in range(between if waiting else 1):
             for delta in engine.step():
-                found.setdefault((numbers[delta.request_id], delta.sample), []).append(delta)
+                number = numbers.get(delta.request_id, 0)
+                found.setdefault((number, delta.sample), []).append(delta)
     return found
 
 
 def facts(deltas: list[Delta]) -> list[Any]:
     return [
-        (d.token_ids, d.logprobs, d.policy_version, d.text, d.finish_reason, d.raw_logprobs, d.top_logprobs)
+        (
+            (d.token_ids, d.logprobs, d.policy_version, d.text, d.finish_reason, d.raw_logprobs),
+            (d.top_logprobs, None if d.routed_experts is None else d.routed_experts.tolist()),
+        )
         for d in deltas
     ]
 
@@ -107,31 +123,35 @@ class Oracle:
     cost = 0.0
 
     def __init__(self, engine: Engine, known: dict[tuple[int, int], list[Delta]]) -> None:
-        self._sequences, self._known = engine._sequences, known
+        self._sequences, self._known, self._first = engine._sequences, known, engine._next_id
 
     def propose(self, rows: Any, most: Any) -> list[Any]:
         return [self._guess(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
     def _guess(self, row: int, count: int) -> Any:
         sequences = self._sequences
-        deltas = self._known[sequences.entries[row].id, int(sequences.sample[row])]  # type: ignore[union-attr]
+        number = sequences.entries[row].id - self._first  # type: ignore[union-attr]
+        deltas = self._known[number, int(sequences.sample[row])]
         drawn = sequences.length[row] - sequences.prompt_length[row]
-        guesses = np.array([delta.token_ids[0] for delta in deltas][drawn : drawn + count], dtype=np.int64)
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        guesses = np.array(tokens[drawn : drawn + count], dtype=np.int64)
         wrong = (np.arange(drawn, drawn + len(guesses)) * 2654435761 >> 7) % 4 == 0
-        return np.where(wrong, (guesses + 1) % CONFIG.vocab_size, guesses)
+        return np.where(wrong, (guesses + 1) % sequences.vocab_size, guesses)
 
 
-def with_oracle(asked: list[Request], between: int = 0, **options: Any) -> tuple[Engine, Engine]:
-    """Engines with and without guesses that are mostly right, after the same requests."""
-    slow, fast = engine(None, **options), engine(ALWAYS, **options)
-    expected = finish(slow, asked, between)
+def check(
+    slow: Engine, fast: Engine, asked: list[Request], between: int = 0, *, stream: bool = True
+) -> dict[tuple[int, int], list[Delta]]:
+    """Guesses that are mostly right change nothing; the deltas."""
+    expected = finish(slow, asked, between, stream=stream)
+    fast.speculate(ALWAYS)
     fast._scheduler.speculation._proposer = Oracle(fast, expected)  # type: ignore[union-attr]
-    assert same(finish(fast, asked, between), expected)
-    return slow, fast
+    assert same(finish(fast, asked, between, stream=stream), expected)
+    return expected
 
 
 @exact
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(requests, min_size=1, max_size=5),
     st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 2, "token_budget": 5}]),
@@ -140,8 +160,170 @@ def with_oracle(asked: list[Request], between: int = 0, **options: Any) -> tuple
 def test_samples_are_the_same_whatever_is_guessed(
     asked: list[Request], room: dict[str, int], between: int
 ) -> None:
-    with_oracle(asked, between, **room)
-    for speculation in (ALWAYS, SpeculationSettings("draft", tokens=3, adaptive=False)):
-        assert same(
-            finish(engine(speculation, **room), asked, between), finish(engine(None, **room), asked, between)
-        )
+    plain = check(engine(None, **room), engine(None, **room), asked, between)
+    for speculation in (ALWAYS, INT8, SpeculationSettings("draft", draft=OTHER, adaptive=False)):
+        assert same(finish(engine(speculation, **room), asked, between), plain)
+
+
+MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 3, 48, dense_layers=(1,)))
+GEMMA = CONFIG.replace(
+    architecture="gemma3_text", windows=(40, None, 40), num_layers=3, local_rope=Rope(10.0)
+)
+BACKENDS: dict[str, tuple[DecoderConfig, Any]] = {
+    "int8 weights and cache": (CONFIG, partial(NativeRunner, weights="int8", cache="int8")),
+    "bfloat16": (CONFIG, partial(NativeRunner, weights="bfloat16")),
+    "torch": (CONFIG, TorchRunner),
+    "windows": (GEMMA, NativeRunner),
+    "windows in torch": (GEMMA, TorchRunner),
+    "experts": (MIXTURE, NativeRunner),
+}
+
+
+@exact
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_cache(name: str) -> None:
+    """With prefixes found in the cache, forks, preemption and experts recorded."""
+    config, runner = BACKENDS[name]
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    slow, fast, drafted = (engine(None, decoder, cache_tokens=448, runner=runner) for _ in range(3))
+    if config.experts is not None:
+        for one in (slow, fast, drafted):
+            one.record_routes()
+    shared = repeating(0, 100)
+    asked = [
+        Request(shared + repeating(seed, 20 * seed), SamplingParams(40, 0.5), (seed, 0, 0), 3)
+        for seed in range(3)
+    ]
+    expected = check(slow, fast, asked, stream=False)
+    if runner is not TorchRunner:
+        drafted.speculate(INT8)
+        assert same(finish(drafted, asked, stream=False), expected)
+    again = check(slow, fast, asked[:1])
+    assert fast.counters.cached_tokens > 0
+    assert max(slow.counters.preemptions, fast.counters.preemptions) > 0
+    assert again[0, 0][0].cached_tokens >= 96
+
+
+@exact
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("speculation", [INT8, replace(INT8, draft=OTHER)])
+def test_weights_change_between_two_tokens(speculation: SpeculationSettings, recompute: bool) -> None:
+    request = Request(repeating(0, 30), SamplingParams(30, 0.3))
+    fast, slow = (engine(of, make()) for of in (speculation, None))
+    fast.add(request)
+    before = [delta for _ in range(4) for delta in fast.step()]
+    slow.add(request)
+    for _ in before:
+        slow.step()
+    for one in (fast, slow):
+        one.update_weights(make(1).state_dict(), 7, recompute=recompute)
+    assert facts(finish(fast, [])[0, 0]) == facts(finish(slow, [])[0, 0])
+    assert fast.counters.accepted_tokens > 0 or not recompute
+
+
+@exact
+def test_adapters() -> None:
+    generator = torch.Generator().manual_seed(0)
+    name = "model.layers.0.mlp.down_proj"
+    out, inner = DECODER.get_submodule(name).weight.shape
+    pair = torch.randn(4, inner, generator=generator), torch.randn(out, 4, generator=generator)
+    slow, fast = engine(None), engine(None)
+    for one in (slow, fast):
+        one.add_adapter("poet", Adapter({name: pair}, 0.5))
+    asked = [Request(repeating(0, 30), SamplingParams(20, 0.5), n=2, adapter=of) for of in (None, "poet")]
+    found = check(slow, fast, asked)
+    assert facts(found[0, 0]) != facts(found[1, 0])
+    drafted = engine(INT8)
+    drafted.add_adapter("poet", Adapter({name: pair}, 0.5))
+    assert same(finish(drafted, asked), found)
+
+
+@exact
+def test_a_constraint_and_resumed_samples() -> None:
+    pytest.importorskip("llguidance")
+    from perilune.engine.constraints import Constraints
+
+    constraint = Constraints(TOKENIZER, CONFIG.vocab_size, (1,)).regex("(ab|[0-9]+,)*")
+    asked = [
+        Request([5, 6], SamplingParams(24, 0.7, stop_token_ids=(1,)), n=2, constraint=constraint),
+        Request([5, 6, 7, 8], SamplingParams(9, stop=("b",)), position=2, first_sample=3),
+    ]
+    check(engine(None), engine(None), asked)
+
+
+@exact
+def test_a_draft_with_the_same_weights_is_always_right() -> None:
+    """Which holds only if its cache has every token: of prompts, forks, preempted samples and later turns."""
+    one = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=320)
+    for turn in range(2):
+        asked = [
+            Request(repeating(seed, 50 + 30 * turn), SamplingParams(33), (seed, 0, 0), 2) for seed in range(3)
+        ]
+        finish(one, asked)
+    assert one.counters.preemptions > 0
+    assert one.counters.accepted_tokens == one.counters.proposed_tokens > 200
+
+
+@exact
+def test_it_stops_where_guesses_are_wrong_and_goes_on_where_they_are_right() -> None:
+    one = engine(SpeculationSettings("draft", draft=OTHER))
+    finish(one, [Request(repeating(0, 30), SamplingParams(200))])
+    assert one.counters.proposed_tokens < 100
+    one = engine(SpeculationSettings("draft"))
+    finish(one, [Request(repeating(0, 30), SamplingParams(200, 0.3))])
+    assert one.counters.steps < 120
+    assert one.counters.sampled_tokens == 200
+    alone = one.counters.proposed_tokens
+    finish(one, [Request(repeating(0, 30), SamplingParams(25, 0.3), n=8)])
+    assert one.counters.proposed_tokens - alone < alone
+
+
+def test_a_lookup_takes_the_longest_match_and_then_the_latest() -> None:
+    text = np.array([1, 2, 3, 9, 2, 3, 8, 7, 3, 6, 1, 2, 3], dtype=np.int32)
+    assert look_up(text, 3, 2).tolist() == [9, 2, 3]
+    assert look_up(text[4:], 2, 2).tolist() == [8, 7]
+    assert look_up(text[:9], 2, 1).tolist() == [8, 7]
+    assert look_up(text[:9], 2, 2).tolist() == []
+    assert look_up(np.array([4, 5, 6, 5, 6], dtype=np.int32), 5, 2).tolist() == [5, 6, 5, 6, 5]
+    assert look_up(np.array([5], dtype=np.int32), 5, 1).tolist() == []
+
+
+def test_a_guess_that_breaks_the_model_breaks_no_sample() -> None:
+    """The embedding of a token is not a number; it is guessed, and never drawn."""
+    asked = [Request([5, 6, 7], SamplingParams(20, logit_bias={9: -100.0}), n=2)]
+    decoder = make(tie_word_embeddings=False)
+    with torch.no_grad():
+        decoder.model.embed_tokens.weight[9] = torch.nan
+    one = engine(ALWAYS, decoder)
+    expected = finish(engine(None, decoder), asked)
+    oracle = Oracle(one, expected)
+    one._scheduler.speculation._proposer = oracle  # type: ignore[union-attr]
+    right = oracle._guess
+    oracle._guess = lambda row, count: np.append(right(row, count)[: count - 1], 9)  # type: ignore[method-assign]
+    assert same(finish(one, asked), expected)
+    assert not any(delta.failure for deltas in expected.values() for delta in deltas)
+    assert one.counters.proposed_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 17}, "tokens is 17"),
+        ({"match": 0}, "match is 0"),
+        ({"draft": DECODER}, "lookup uses no draft"),
+        ({"method": "draft", "draft": make(vocab_size=64)}, "98 tokens, the draft one of 64"),
+        ({"method": "draft", "draft": make(max_position_embeddings=64)}, "has 64 positions, the engine 512"),
+    ],
+)
+def test_impossible_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine(SpeculationSettings(**options))
+
+
+def test_runners_that_cannot_speculate_exactly() -> None:
+    graphs = partial(GraphRunner, attention=GatheredAttention)
+    with pytest.raises(RequestError, match="with GraphRunner, the bits of a token depend"):
+        engine(ALWAYS, runner=graphs)
+    with pytest.raises(RequestError, match="TorchRunner cannot draft with int8"):
+        engine(INT8, runner=TorchRunner)

@@ -7,6 +7,7 @@ records the result. The rest of this module adds and removes requests and update
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,8 @@ from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import TOKEN_BUDGET, window_blocks
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import TransformersModel
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -486,6 +489,9 @@ class Engine:
             if step is None:
                 return
             logits = self._run(step)
+            if step.proposals and not logits[:, 0].isfinite().all():
+                self._stop_speculating()
+                return
             drawn = self._draw(logits, step.rows, step.logits_of)
             sources, targets = self._scheduler.commit(step, drawn.token_ids, drawn.logprobs, self.version)
             if sources.size:
@@ -517,23 +523,26 @@ class Engine:
         self._scheduler.new_weights(self.version, recompute=True)
         self._runner.clear()
 
+    def _stop_speculating(self) -> None:
+        """Compute again without guesses: one whose result is not finite may have spoiled the others."""
+        _log.warning("speculation is off: the model's results are not finite, perhaps for a guessed token")
+        self._scheduler.speculation = None
+        self._clear()
+
     def _verify(self, proposals: Sequence[Proposal], logits: Tensor) -> None:
         """Draw on after each guess that is the drawn token."""
         assert self._scheduler.speculation is not None
         accepts = self._scheduler.speculation.accepts
-        finite = bool(logits[:, 0].isfinite().all())  # else those of a row are all not finite
         for at in itertools.count():
             proposals = [proposal for proposal in proposals if accepts(proposal, at)]
             if not proposals:
-                break
+                return
             rows = np.array([proposal.row for proposal in proposals])
             logits_of = np.array([proposal.logits + at + 1 for proposal in proposals])
             drawn = self._draw(logits, rows, logits_of)
             self._scheduler.append(rows, drawn.token_ids, drawn.logprobs, self.version)
             if not self._deliver(rows, drawn):
                 return
-        if not finite:  # after a guess that was not drawn
-            self._clear()
 
     def _run(self, step: Step) -> Tensor:
         if self._offload is None:

@@ -27,7 +27,7 @@ from perilune.models.decoder import Decoder
 Tokens = NDArray[np.int64]
 
 _WEIGHTS_IN_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
-_PRIOR = 1.0, 2.0  # accepted and tried guesses that a new sample is credited with
+_PRIOR = 3.0, 4.0  # accepted and tried guesses that a new sample is credited with
 _MEMORY = 0.98  # a step keeps this share of the counts, so that a sample that stopped tries again
 _LONGEST_MATCH = 8
 
