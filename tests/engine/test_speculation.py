@@ -266,6 +266,21 @@ def test_a_draft_with_the_same_weights_is_always_right() -> None:
 
 
 @exact
+def test_an_engine_that_sleeps_speculates_afterwards() -> None:
+    request = Request(repeating(0, 30), SamplingParams(30), n=2)
+    one = engine(INT8)
+    one.add(request)
+    for _ in range(3):
+        one.step()
+    one.sleep()
+    one.wake_up()
+    before = one.counters.accepted_tokens
+    finish(one, [])
+    assert one.counters.accepted_tokens - before > 20
+    assert same(finish(one, [request]), finish(engine(None), [request]))
+
+
+@exact
 def test_it_stops_where_guesses_are_wrong_and_goes_on_where_they_are_right() -> None:
     one = engine(SpeculationSettings("draft", draft=OTHER))
     finish(one, [Request(repeating(0, 30), SamplingParams(200))])

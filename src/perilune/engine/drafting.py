@@ -7,6 +7,7 @@ top-k, top-p and min-p. So a draft that agrees with the model guesses the drawn 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -171,32 +172,52 @@ def _tables(sequences: Sequences, rows: Rows) -> Blocks:
     return tables
 
 
-def draft_runner(runner: Runner, decoder: Decoder, draft: Decoder | None, num_blocks: int) -> Runner:
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """The engine that a draft guesses for.
+
+    Attributes:
+        runner, decoder: of the model.
+        num_blocks: blocks of the largest pool.
+        positions: most tokens of a sample with its prompt.
+    """
+
+    runner: Runner
+    decoder: Decoder
+    num_blocks: int
+    positions: int
+
+
+def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
     """A runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
 
-    Args:
-        runner: the runner of the model, `decoder`.
-        num_blocks: blocks of the model's largest pool.
-
     Raises:
-        RequestError: when the vocabularies differ, or the C kernels do not compute the model.
+        RequestError: when the draft has another vocabulary or fewer positions, or the C kernels do not
+            compute the model.
     """
     if draft is None:
-        if not isinstance(runner, NativeRunner):
+        if not isinstance(place.runner, NativeRunner):
             raise RequestError(
-                f"{type(runner).__name__} cannot draft with int8 weights",
+                f"{type(place.runner).__name__} cannot draft with int8 weights",
                 where="speculation",
                 remedy="give a draft model, or set method to 'lookup'",
             )
-        return NativeRunner(decoder, runner.cache.num_blocks, "int8", runner.cache)
-    own, other = decoder.config.vocab_size, draft.config.vocab_size
+        return NativeRunner(place.decoder, place.runner.cache.num_blocks, "int8", place.runner.cache)
+    own, other = place.decoder.config.vocab_size, draft.config.vocab_size
     if own != other:
         raise RequestError(
             f"the model has a vocabulary of {own:,} tokens, the draft one of {other:,}",
             where="speculation",
             remedy="use a draft of the same family",
         )
-    return fastest_runner(draft, [num_blocks] * len(draft.config.distinct_windows))
+    few = draft.config.max_position_embeddings
+    if few < place.positions:
+        raise RequestError(
+            f"the draft has {few:,} positions, the engine {place.positions:,}",
+            where="speculation",
+            remedy="use a draft with more positions, or give the engine fewer cache_tokens",
+        )
+    return fastest_runner(draft, [place.num_blocks] * len(draft.config.distinct_windows))
 
 
 def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:

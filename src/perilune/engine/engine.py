@@ -20,7 +20,7 @@ from torch import Tensor
 from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
-from perilune.engine.drafting import draft_runner, make_draft
+from perilune.engine.drafting import DraftPlace, draft_runner, make_draft
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
@@ -117,8 +117,7 @@ class Engine:
         self._pools = BlockPools(self._num_blocks, windows, store=self._offload)
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
-        if self._speculation is not None:
-            self._scheduler.speculation = self._speculate(self._speculation)
+        self._scheduler.speculation = self._speculate()
         self._sampler = Sampler(self._sequences)
         self._outputs = OutputProcessor(self._sequences, self._tokenizer, self._routes)
 
@@ -166,23 +165,21 @@ class Engine:
                 where="speculation",
                 remedy="turn it off, or sample on a CPU from a model that Perilune computes itself",
             )
-        self._draft = None
-        if settings.method == "draft":
-            self._draft = self._make_draft(settings.draft)
         self._speculation = settings
+        self._draft = self._make_draft()
         self._open()
 
-    def _make_draft(self, draft: Decoder | None) -> Runner:
-        if draft is not None and draft.config.max_position_embeddings < self.positions:
-            few = draft.config.max_position_embeddings
-            raise RequestError(
-                f"the draft has {few:,} positions, the engine {self.positions:,}",
-                where="speculation",
-                remedy="use a draft with more positions, or give the engine fewer cache_tokens",
-            )
-        return draft_runner(self._runner, self._source, draft, max(self._num_blocks))
+    def _make_draft(self) -> Runner | None:
+        settings = self._speculation
+        if settings is None or settings.method != "draft":
+            return None
+        place = DraftPlace(self._runner, self._source, max(self._num_blocks), self.positions)
+        return draft_runner(settings.draft, place)
 
-    def _speculate(self, settings: SpeculationSettings) -> Speculation:
+    def _speculate(self) -> Speculation | None:
+        settings = self._speculation
+        if settings is None:
+            return None
         proposer: Proposer = Lookup(self._sequences, settings.match)
         if self._draft is not None:
             proposer = make_draft(self._sequences, self._draft, self._source, settings.draft)
@@ -466,6 +463,7 @@ class Engine:
             raise RequestError("an engine that records routes cannot sleep")
         self.reset_prefix_cache(recompute=True)
         self._runner = SleepingRunner()
+        self._draft = self._scheduler.speculation = None
 
     def wake_up(self) -> None:
         """Allocate the cache again and copy the decoder's weights, unless the engine is awake."""
@@ -476,6 +474,8 @@ class Engine:
             self.prepare_adapters()
         if self._offload is not None:
             self._offload.attach(block_contents(self._runner))
+        self._draft = self._make_draft()
+        self._scheduler.speculation = self._speculate()
 
     # -- a step ------------------------------------------------------------------------------------------
 
