@@ -19,7 +19,7 @@ from perilune.control.machines.budget import DAY, today
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import allow_renting, panic
 from perilune.control.queries.explanation import explain
-from perilune.control.queries.lookup import attempts_of
+from perilune.control.queries.lookup import attempts_of, placed_attempts
 from perilune.control.record.store import Attempt, Event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings
@@ -32,6 +32,9 @@ from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
+from perilune.ui.overview import facts_of, placements_of
+from perilune.ui.provenance import provenance_of
+from perilune.ui.view import ExperimentView, StageView
 
 
 @pytest.fixture
@@ -152,6 +155,15 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
     all_gone(control, fleet, cloud)
+
+    stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
+    view = ExperimentView("drill", 0, "", (stage,), tuple(placed_attempts(control, [run.id])))
+    first, second = placements_of(view)
+    assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
+    assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
+    machines = {one.epoch: one for one in fleet.all(gone=True)}
+    assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
+    assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4g}")
 
 
 def test_a_machine_that_dies_costs_what_had_not_come_home(

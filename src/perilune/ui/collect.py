@@ -24,12 +24,14 @@ from perilune.ui.health import StageHealth, healths_of
 from perilune.ui.overview import (
     Fact,
     Notice,
+    Placement,
     Stage,
     day,
     describe_stage,
     facts_of,
     machine_sentence,
     notices_of,
+    placements_of,
     state_of,
     summaries_of,
 )
@@ -115,6 +117,7 @@ class ReportData:
     timed_evaluations: list[TimedEvaluation]
     hardware: Hardware | None
     machine_sentence: str
+    placements: list[Placement]
     provenance: Provenance
     footer: str
     library: EpisodeLibrary
@@ -171,6 +174,7 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
         ],
         hardware=hardware_of([(stage.name, attempt) for stage, attempt in pairs]),
         machine_sentence=machine_sentence(stages, provenance),
+        placements=placements_of(view),
         provenance=provenance,
         footer=f"Written by Perilune {perilune.__version__} on {day(time.time())}."
         " This file is self-contained and loads nothing from other places.",

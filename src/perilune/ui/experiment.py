@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from perilune.control.queries.lookup import StageStatus, find_experiment, find_run, stage_statuses
+from perilune.control.queries.lookup import (
+    StageStatus,
+    find_experiment,
+    find_run,
+    placed_attempts,
+    stage_statuses,
+)
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -54,7 +60,8 @@ def experiment_view(control: Control, experiment_id: str, statuses: Sequence[Sta
     """An experiment and the stages in `statuses`."""
     name, seed, recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
     stages = tuple(stage_view(control, one) for one in statuses)
-    return ExperimentView(name, seed, recipe, stages)
+    placed = placed_attempts(control, [one.run_id for one in statuses if one.run_id])
+    return ExperimentView(name, seed, recipe, stages, tuple(placed))
 
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time

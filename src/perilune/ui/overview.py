@@ -40,6 +40,29 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """One attempt of a stage: where it ran, for how long, and what that has cost.
+
+    Attributes:
+        placement: as in the template, with the host or the kind of machine.
+        machines: number of machines that were rented for it.
+        price: of these machines together per hour.
+        seconds: from the decision to start it to its end, or until now.
+        cost: so far; None if nothing was rented.
+    """
+
+    stage: str
+    attempt: int
+    placement: str
+    machines: int
+    state: str
+    cause: str
+    seconds: float
+    price: float
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
     """A notice above the results: `kind` is "failed", "active", "warning" or "damage"."""
 
@@ -81,6 +104,28 @@ def describe_stage(stage: StageView, attempt: Attempt, names: Collection[str]) -
         spec=readable(attempt.job),
         log=attempt.log_tail(),
     )
+
+
+def placements_of(view: ExperimentView) -> list[Placement]:
+    """All attempts in the order of their stages; empty if each stage ran on this machine at the first try."""
+    names = {stage.run_id: stage.name for stage in view.stages}
+    order = list(names)
+    if all(one.number == 1 and one.placement == "local" for one in view.placed):
+        return []
+    return [
+        Placement(
+            stage=names[one.run_id],
+            attempt=one.number,
+            placement=one.placement,
+            machines=one.machines,
+            state=one.state,
+            cause=one.cause,
+            seconds=(one.ended or time.time()) - one.began,
+            price=one.price,
+            cost=one.cost,
+        )
+        for one in sorted(view.placed, key=lambda one: (order.index(one.run_id), one.number))
+    ]
 
 
 def state_of(stages: Sequence[StageView]) -> str:
@@ -164,6 +209,9 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
     seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
     if seconds:
         facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
+    costs = [one.cost for one in view.placed if one.cost is not None]
+    if costs:
+        facts.append(("Cost", f"{sum(costs):.4g}", f"of rented machines, {len(costs)} attempts"))
     if date := date_of(attempts):
         day, _, clock = date.partition(", ")
         facts.append(("Date", day, clock))

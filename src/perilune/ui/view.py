@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perilune.errors import RequestError
 from perilune.files import read_json
+
+if TYPE_CHECKING:
+    from perilune.control.queries.lookup import Placed
 
 SEARCH_DEPTH = 5  # levels to search; a home has runs/<run>/attempts/<n>
 
@@ -35,12 +39,19 @@ class StageView:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentView:
-    """An experiment: `recipe` is the resolved recipe as YAML, `stages` are in the order of execution."""
+    """An experiment.
+
+    Attributes:
+        recipe: the resolved recipe as YAML.
+        stages: in the order of execution.
+        placed: all attempts of the stages, with their machines; empty for a folder outside a home.
+    """
 
     name: str
     seed: int
     recipe: str
     stages: tuple[StageView, ...]
+    placed: tuple[Placed, ...] = ()
 
 
 def view_folder(path: Path) -> ExperimentView:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
-from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage
+from perilune.control.machines.budget import accrued
+from perilune.control.record.store import Attempt, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES, Control
 from perilune.errors import RequestError
@@ -260,6 +261,54 @@ def attempts_of(control: Control, run_id: str) -> list[Attempt]:
     with control.store.snapshot() as session:
         query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
         return list(session.scalars(query))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where an attempt ran, how it ended, and what its rented machines have cost.
+
+    Attributes:
+        machines: number of machines that were rented for it.
+        price: of these machines together, in currency units per hour.
+        cost: so far, in currency units; None if nothing was rented.
+        began, ended: in seconds since 1970; `ended` is None while it is live.
+    """
+
+    run_id: str
+    number: int
+    placement: str
+    state: str
+    cause: str
+    machines: int
+    price: float
+    cost: float | None
+    began: float
+    ended: float | None
+
+
+def placed_attempts(control: Control, run_ids: Collection[str]) -> list[Placed]:
+    """The attempts of runs, in order of run and number."""
+    with control.store.snapshot() as session:
+        tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
+        rented: dict[tuple[str, int], list[Machine]] = {}
+        for one in session.scalars(select(Machine).where(Machine.run_id.in_(run_ids))):
+            rented.setdefault((one.run_id, one.epoch), []).append(one)
+        return [_placed(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries]
+
+
+def _placed(attempt: Attempt, rented: Sequence[Machine]) -> Placed:
+    return Placed(
+        run_id=attempt.run_id,
+        number=attempt.number,
+        placement=attempt.placement,
+        state=attempt.state,
+        cause=attempt.cause,
+        machines=len(rented),
+        price=sum(one.price for one in rented),
+        cost=sum(map(accrued, rented)) if rented else None,
+        began=attempt.created,
+        ended=attempt.ended,
+    )
 
 
 def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:

@@ -2,7 +2,7 @@
 "use strict";
 
 const Course = ((data) => {
-  const { section, part } = Page;
+  const { section, part, table } = Page;
   const percent = { format: Format.percent, tick: Format.percentTick };
   const unit = { domain: [0, 1], ...percent };
 
@@ -498,6 +498,9 @@ const Course = ((data) => {
     ["other", 7],
   ];
 
+  const clock = { time: true, format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") };
+  const spent = ({ totals }) => PARTS.reduce((sum, [name]) => sum + (totals[name] || 0), 0);
+
   function time() {
     const nodes = [];
     const timed = data.stages.filter((stage) => stage.seconds !== null);
@@ -511,9 +514,7 @@ const Course = ((data) => {
           rowHeight: 28,
           x: {
             domain: [0, total || 1],
-            time: true,
-            format: Format.seconds,
-            tick: (value) => (value ? Format.seconds(value) : "0"),
+            ...clock,
             label: "time in stages, end to end",
           },
           rows: timed.map((stage) => {
@@ -543,7 +544,7 @@ const Course = ((data) => {
       .filter((one) => one.totals)
       .sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
     if (split.length) {
-      const longest = Math.max(...split.map((one) => PARTS.reduce((sum, [name]) => sum + (one.totals[name] || 0), 0)));
+      const longest = Math.max(...split.map(spent));
       nodes.push(
         Charts.rows({
           key: "split",
@@ -552,13 +553,11 @@ const Course = ((data) => {
           rowHeight: 30,
           x: {
             domain: [0, longest * 1.02 || 1],
-            time: true,
-            format: Format.seconds,
-            tick: (value) => (value ? Format.seconds(value) : "0"),
+            ...clock,
           },
           rows: split.map((one) => {
             let from = 0;
-            const total = PARTS.reduce((sum, [name]) => sum + (one.totals[name] || 0), 0);
+            const total = spent(one);
             return {
               label: one.stage,
               value: Format.seconds(total),
@@ -589,7 +588,7 @@ const Course = ((data) => {
                 mode: "stacked",
                 total: true,
                 x: { centers: step, width, label: "step", name: "step", integer: true, format: Format.integer },
-                y: { format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") },
+                y: clock,
                 series: parts.map(([name, index]) => ({ name, values: training.timings[name], color: index })),
               })
             : null,
@@ -621,6 +620,7 @@ const Course = ((data) => {
       "Time and machine",
       data.machine_sentence,
       h("div", { class: "tiles two" }, nodes),
+      machines(),
       perStep.some(Boolean) ? [part("Step by step"), h("div", { class: "tiles two" }, perStep)] : null,
       hardware.some(Boolean)
         ? [part("Hardware", data.hardware.note), h("div", { class: "tiles two" }, hardware)]
@@ -628,13 +628,28 @@ const Course = ((data) => {
     );
   }
 
+  // Where each attempt ran and what it has cost; null if all ran here at the first try.
+  function machines() {
+    if (!data.placements.length) return null;
+    const columns = [
+      { name: "Stage", header: true, value: (row) => [row.stage, h("small", {}, `attempt ${row.attempt}`)] },
+      { name: "Where", text: true, value: (row) => [row.placement, row.machines > 1 && h("small", {}, `${row.machines} machines`)] },
+      { name: "Outcome", text: true, value: (row) => [row.state, h("small", {}, row.cause)] },
+      { name: "Time", value: (row) => Format.seconds(row.seconds) },
+      { name: "Price per hour", value: (row) => Format.number(row.price || null) },
+      { name: "Cost", value: (row) => Format.number(row.cost) },
+    ];
+    return [
+      part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
+      table(columns, data.placements, "Machines and cost"),
+    ];
+  }
+
   function hardwareCharts({ columns, bands }) {
     const axis = {
       label: "time in stages, end to end",
       name: "at",
-      time: true,
-      format: Format.seconds,
-      tick: (value) => (value ? Format.seconds(value) : "0"),
+      ...clock,
     };
     const percentOf = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
     const gpus = Object.keys(columns)

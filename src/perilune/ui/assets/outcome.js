@@ -79,21 +79,11 @@ const Outcome = ((data) => {
       { name: "Time", value: (row) => Format.seconds(row.seconds) },
     ];
     const differences = data.comparisons.filter((comparison) => Object.keys(comparison.differences).length);
-    const largest = Math.max(
-      0.05,
-      ...differences.flatMap((comparison) =>
-        Object.values(comparison.differences).flatMap(([, low, high]) => [Math.abs(low), Math.abs(high)]),
-      ),
+    const bounds = differences.flatMap((comparison) =>
+      Object.values(comparison.differences).flatMap(([, low, high]) => [low, high]),
     );
-    const lowest = Math.min(
-      0,
-      ...differences.flatMap((comparison) => Object.values(comparison.differences).map(([, low]) => low)),
-    );
-    const highest = Math.max(
-      0,
-      ...differences.flatMap((comparison) => Object.values(comparison.differences).map(([, , high]) => high)),
-    );
-    const pad = largest * 0.06;
+    const [lowest, highest] = [Math.min(0, ...bounds), Math.max(0, ...bounds)];
+    const pad = 0.06 * Math.max(0.05, highest, -lowest);
     const forest = differences.map((comparison) =>
       Charts.rows({
         key: "differences",
@@ -224,7 +214,7 @@ const Outcome = ((data) => {
           { name: comparison.before_label, color: 7, hollow: true },
           { name: comparison.after_label, color: 1 },
         ],
-        x: { domain: [0, 1], format: Format.percent, tick: Format.percentTick },
+        x: unit,
         rows: comparison.contributions.map((one) => {
           const [from, to] = pick(one);
           const isKnown = from !== null && to !== null;
@@ -251,8 +241,7 @@ const Outcome = ((data) => {
       rowHeight: 46,
       x: {
         domain: [low, Math.max(before, middle, after) * 1.04],
-        format: Format.percent,
-        tick: Format.percentTick,
+        ...percent,
         zero: true,
       },
       rows: [

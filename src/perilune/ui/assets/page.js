@@ -142,13 +142,16 @@ const Page = (() => {
   function theme() {
     const button = document.getElementById("theme");
     const order = ["auto", "light", "dark"];
-    let current = "auto";
-    try {
-      const stored = localStorage.getItem("perilune-theme");
-      if (order.includes(stored)) current = stored;
-    } catch {
-      // a file opened in a strict browser has no storage; the choice then lasts as long as the page
-    }
+    // A file opened in a strict browser has no storage; the choice then lasts as long as the page.
+    const stored = (verb, ...given) => {
+      try {
+        return localStorage[verb]("perilune-theme", ...given);
+      } catch {
+        return null;
+      }
+    };
+    let current = stored("getItem");
+    if (!order.includes(current)) [current] = order;
     const apply = () => {
       if (current === "auto") delete document.documentElement.dataset.theme;
       else document.documentElement.dataset.theme = current;
@@ -157,11 +160,7 @@ const Page = (() => {
     };
     button.addEventListener("click", () => {
       current = order[(order.indexOf(current) + 1) % order.length];
-      try {
-        localStorage.setItem("perilune-theme", current);
-      } catch {
-        // as above
-      }
+      stored("setItem", current);
       apply();
     });
     apply();
