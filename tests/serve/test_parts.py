@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.parts import Parts, PartsReader
+from perilune.serve.tool_formats import FORMATS, format_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-MARKS = [
-    "<think>",
-    "</think>",
-    CALL,
-    "<tool_call>",
-    "</tool_call>",
-    "<tool",
-    "<",
-    " ",
-    "\n",
-    "text",
-    "{",
-    "é",
-]
+COMMON = ["<think>", "</think>", " ", "\n", "text", "{", "}", "[", "]", "(", '"', "\\", "é", ";"]
+MARKS = {
+    "hermes": [CALL, "<tool_call>", "</tool_call>", "<tool", "<"],
+    "mistral": [
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": "]}"}}]',
+        '[TOOL_CALLS]add[ARGS]{"a": 1}',
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]abc",
+        "add",
+        '{"a": "\\""}',
+        "[TOOL",
+    ],
+    "llama3_json": [
+        '{"name": "add", "parameters": {"a": "}"}}',
+        "<|python_tag|>",
+        '{"a": 1}',
+        "<|py",
+        "; ",
+        '{"name": ',
+    ],
+    "pythonic": ["[add(a=1), sub(b='(]')]", "[add(", "a=1", "'", ")]", "[f()]", "[1]", ", "],
+}
 
 
-def read(pieces: list[str], *, tools: bool = True, reasoning: bool = True, opened: bool = False) -> Parts:
-    reader = PartsReader(tools=tools, reasoning=reasoning, opened=opened)
+def read(
+    pieces: list[str], *, calls: str | None = "hermes", reasoning: bool = True, opened: bool = False
+) -> Parts:
+    """All parts, texts of one kind that follow each other joined."""
+    reader = PartsReader(calls=FORMATS[calls] if calls else None, reasoning=reasoning, opened=opened)
     whole = Parts()
     for place, piece in enumerate(pieces):
-        parts = reader.feed(piece, last=place == len(pieces) - 1)
-        whole.reasoning += parts.reasoning
-        whole.content += parts.content
-        whole.calls += parts.calls
+        for kind, one in reader.feed(piece, last=place == len(pieces) - 1).items:
+            if isinstance(one, str) and whole.items and whole.items[-1][0] == kind:
+                whole.items[-1] = (kind, whole.items[-1][1] + one)  # type: ignore[operator, assignment]
+            else:
+                whole.items.append((kind, one))  # type: ignore[arg-type]
     return whole
 
 
@@ -58,6 +75,93 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
     assert all((name, json.loads(arguments)) == ("add", {"a": 1}) for name, arguments in parts.calls)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "calls"),
+    [
+        ("mistral", 'I add. [TOOL_CALLS] [{"name": "add", "arguments": {"a": "[TOOL]]"}, "id": "1a"}]',
+         "I add.", [("add", {"a": "[TOOL]]"})]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[CALL_ID]x1[ARGS]{"b": {}}', "",
+         [("add", {"a": 1}), ("sub", {"b": {}})]),
+        ("mistral", '[TOOL_CALLS]add{"a": 1}', "", [("add", {"a": 1})]),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{a: 1}', '[TOOL_CALLS]add[ARGS]{a: 1}', []),
+        ("mistral", '[TOOL_CALLS][{"name": "add"}, 3]', '[TOOL_CALLS][{"name": "add"}, 3]', []),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": ', '[TOOL_CALLS]add[ARGS]{"a": ', []),
+        ("mistral", '[{"name": "add"}]', '[{"name": "add"}]', []),
+        ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": "\\"}"}}; {"name": "b"}',
+         "", [("add", {"a": '"}'}), ("b", {})]),
+        ("llama3_json", '\n{"name": "add", "arguments": {"a": 1}}', "", [("add", {"a": 1})]),
+        ("llama3_json", '{"answer": 5}', '{"answer": 5}', []),
+        ("llama3_json", 'Call {"name": "add"}', 'Call {"name": "add"}', []),
+        ("llama3_json", '{"name": "add", "parameters": [1]}', '{"name": "add", "parameters": [1]}', []),
+        ("pythonic", "[add(a=-1, b=[None, 'x)]'], c={'k': True}), math.sub()]", "",
+         [("add", {"a": -1, "b": [None, "x)]"], "c": {"k": True}}), ("math.sub", {})]),
+        ("pythonic", "[1, 2]", "[1, 2]", []),
+        ("pythonic", "[add(1)]", "[add(1)]", []),
+        ("pythonic", "[add(a=open('f'))]", "[add(a=open('f'))]", []),
+        ("pythonic", "[add(a={1, 2})]", "[add(a={1, 2})]", []),
+        ("pythonic", "[add(a=1e999)]", "[add(a=1e999)]", []),
+        ("pythonic", "[add(**x)]", "[add(**x)]", []),
+        ("pythonic", "See [add(a=1)]", "See [add(a=1)]", []),
+    ],
+)  # fmt: skip
+def test_calls_of_other_families(kind: str, text: str, content: str, calls: list[Any]) -> None:
+    parts = read([text], calls=kind)
+    assert (parts.content, [(name, json.loads(given)) for name, given in parts.calls]) == (content, calls)
+
+
+@pytest.mark.parametrize("text", ["[f(a=" + "-" * 60_000 + "1)]", "[f(a=" + "[" * 50_000, "[f(a=" * 20_000])
+def test_a_call_that_is_deep_or_long_is_content(text: str) -> None:
+    assert read([text], calls="pythonic").content == text
+
+
+def test_a_long_call_in_many_pieces_takes_linear_time() -> None:
+    import time
+
+    text = json.dumps({"name": "write", "parameters": {"text": "{[" * 50_000}})
+    began = time.process_time()
+    (call,) = read([text[start : start + 4] for start in range(0, len(text), 4)], calls="llama3_json").calls
+    assert json.loads(call[1]) == {"text": "{[" * 50_000}
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_written_calls_are_read(kind: str) -> None:
+    calls = [("add", '{"a": 1, "b": "\\"it\'s\\" [x]"}'), ("sub", "{}")]
+    assert read([FORMATS[kind].write(calls)], calls=kind).calls == calls
+    about = FORMATS[kind].describe([{"name": "add"}], "Be brief.")
+    assert about.startswith("Be brief.\n\nYou may call these tools:\n")
+    assert '"add"' in about
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (None, "hermes"),
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<|start_header_id|>ipython ... {{ '<|python_tag|>' }}", "llama3_json"),
+        ("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}", "llama3_json"),
+        ("in the format of [func_name1(params_name1=params_value1...), func_name2(params)]", "pythonic"),
+    ],
+)
+def test_the_template_shows_the_format(template: str | None, kind: str) -> None:
+    assert format_of(template).name == kind
+
+
+def test_control_tokens_of_calls_are_visible() -> None:
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    mark = tokenizer._backend.token_to_id("[TOOL_CALLS]")
+    sampled = [mark, *tokenizer.encode("é[TOOL_CALLS]"), tokenizer.eos_token_id]
+    assert tokenizer.decode(sampled) == "é[TOOL_CALLS]"
+    shown = tokenizer.showing(FORMATS["mistral"].marks)
+    assert shown.decode(sampled) == "[TOOL_CALLS]é[TOOL_CALLS]"
+    assert shown.boundaries.is_text(mark)
+    assert not tokenizer.boundaries.is_text(mark)
+    assert mark not in shown.encode("[TOOL_CALLS]")  # a user's text never becomes the token
+    assert tokenizer.showing(("[none]",)) is tokenizer
+
+
 def test_reasoning_that_the_prompt_has_begun() -> None:
     parts = read(["so 5", "</thi", "nk>", "\n5"], opened=True)
     assert (parts.reasoning, parts.content) == ("so 5", "5")
@@ -65,19 +169,21 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
 
 def test_what_is_not_asked_for_is_content() -> None:
     text = f"<think>x</think>{CALL}"
-    assert read([text], tools=False, reasoning=False).content == text
-    assert read([text], tools=False).content == CALL
+    assert read([text], calls=None, reasoning=False).content == text
+    assert read([text], calls=None).content == CALL
     assert read([text], reasoning=False).content == "<think>x</think>"
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.lists(st.sampled_from(MARKS), max_size=12), st.data())
-def test_pieces_give_the_parts_of_the_whole(words: list[str], data: st.DataObject) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_pieces_give_the_parts_of_the_whole(kind: str, data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.sampled_from([*COMMON, *MARKS[kind], *MARKS[kind]]), max_size=12))
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
     pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    tools, reasoning, opened = (data.draw(st.booleans()) for _ in range(3))
-    options = {"tools": tools, "reasoning": reasoning, "opened": opened}
+    reasoning, opened, with_calls = (data.draw(st.booleans()) for _ in range(3))
+    options: Any = {"calls": kind if with_calls else None, "reasoning": reasoning, "opened": opened}
     assert read(pieces, **options) == read([text], **options)
-    if not tools and not reasoning:
+    if not with_calls and not reasoning:
         assert read([text], **options).content == text

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 import torch.nn.functional as F
+from fastapi.testclient import TestClient
 from served import Served, served
 
 from perilune.data.tool_calls import describe_tools
@@ -18,6 +19,9 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.app import make_app
+from perilune.serve.guard import BodyLimits
+from perilune.serve.server import Settings, _service
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
@@ -157,15 +161,29 @@ def test_a_bad_request_is_refused(server: Served, path: str, body: dict[str, Any
 
 
 def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
+    """Tools as a variable, and earlier calls as they are, with arguments as an object."""
     template = (
-        "{% if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} "
-        "{% endfor %}in <tool_call>{% endif %}"
-        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+        "{% if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}"
+        "as [TOOL_CALLS]{% endif %}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.id }} {{ call.function.arguments.a }}{% endfor %}"
+        "{{ message.tool_call_id or '' }}\n{% endfor %}"
     )
     tokenizer = TOKENIZER.with_chat_template(template, where="test")
     save_checkpoint(tmp_path / "tools", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
-    with served(tmp_path / "tools") as server, server.http() as http:
-        asked = http.post("/tokenize", json={"messages": ASKED, "tools": TOOLS}).json()["tokens"]
-        alone = http.post("/tokenize", json={"messages": ASKED}).json()["tokens"]
-    assert TOKENIZER.decode(asked) == "TOOLS add in <tool_call>[user] 2+3?\n"
-    assert TOKENIZER.decode(alone) == "[user] 2+3?\n"
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+        ],
+    }
+    result = {"role": "tool", "tool_call_id": "a1", "content": "5"}
+    service, _ = _service(Settings(tmp_path / "tools", "tools"), print)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20))
+    with TestClient(app, base_url="http://127.0.0.1") as http:
+        asked = http.post("/tokenize", json={"messages": [*ASKED, called, result], "tools": TOOLS}).json()
+        alone = http.post("/tokenize", json={"messages": ASKED}).json()
+    expected = "TOOLS add as [TOOL_CALLS][user] 2+3?\n[assistant] a1 7\n[tool] 5a1\n"
+    assert TOKENIZER.decode(asked["tokens"]) == expected
+    assert TOKENIZER.decode(alone["tokens"]) == "[user] 2+3?\n"
+    assert service.model.tool_format.name == "mistral"

@@ -17,7 +17,8 @@ from perilune.models.native import ops
 from perilune.serve.app import make_app
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
-from perilune.serve.service import ServedModel, Service
+from perilune.serve.model import ServedModel
+from perilune.serve.service import Service
 
 VOCABULARY = 98
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}

@@ -14,6 +14,7 @@ from typing import Any
 
 from perilune.engine.request import Delta
 from perilune.serve.parts import PartsReader
+from perilune.serve.tool_formats import FORMATS
 
 DONE = b"data: [DONE]\n\n"
 
@@ -74,6 +75,7 @@ class Answer:
         logprobs: include log-probs.
         with_ids: include token ids and policy versions.
         parts: makes what splits the text of a choice of a chat; None for text that is all content.
+        new_id: makes the id of a tool call.
 
     Attributes:
         reasoning_begun: whether the prompt ends with the beginning of the reasoning.
@@ -88,7 +90,9 @@ class Answer:
         logprobs: bool,
         with_ids: bool,
         parts: Callable[..., PartsReader] | None = None,
+        new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
+        self._new_id = new_id
         self.reasoning_begun = False
         self._make_reader = parts
         self._readers: dict[int, PartsReader] = {}
@@ -158,7 +162,7 @@ class Answer:
             said["tool_calls"] = [
                 {
                     "index": self._calls[index] + place,
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "id": self._new_id(),
                     "type": "function",
                     "function": {"name": name, "arguments": arguments},
                 }

@@ -1,8 +1,7 @@
 """Splits the text of an answer into reasoning, content and tool calls, while it is streamed or whole.
 
-Reasoning stands in <think> ... </think> at the beginning, as in DeepSeek-R1 and Qwen3; tool calls stand in
-<tool_call> ... </tool_call>, as in Hermes and Qwen. Text that may still become a mark is held back. A call
-that is malformed or not closed stays content.
+Reasoning stands in <think> ... </think> at the beginning, as in DeepSeek-R1 and Qwen3. Text that may still
+become a mark or a call is held back. A call that is malformed or incomplete is content.
 """
 
 from __future__ import annotations
@@ -10,37 +9,63 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perilune.data.tool_calls import ToolCall, read_calls
+from perilune.data.tool_calls import ToolCall
+from perilune.serve.tool_formats import Brackets, ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
-CALL, CALLED = "<tool_call>", "</tool_call>"
+
+Kind = Literal["reasoning", "content"]
 
 
 @dataclass(slots=True)
 class Parts:
-    """New parts of an answer."""
+    """New parts of an answer.
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    Attributes:
+        items: texts with their kinds, and calls, in the order of the answer.
+    """
+
+    items: list[tuple[Kind, str] | tuple[Literal["call"], ToolCall]] = field(default_factory=list)
+
+    def add(self, kind: Kind, text: str) -> None:
+        """Add a text, unless it is empty."""
+        if text:
+            self.items.append((kind, text))
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(one for kind, one in self.items if kind == "reasoning" and isinstance(one, str))
+
+    @property
+    def content(self) -> str:
+        """All content."""
+        return "".join(one for kind, one in self.items if kind == "content" and isinstance(one, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """All calls."""
+        return [one for _, one in self.items if isinstance(one, tuple)]
 
 
 class PartsReader:
     """Reads the text of one choice, piece by piece.
 
     Args:
-        tools: whether calls are read; otherwise they are content.
+        calls: the format of calls; None if calls are content.
         reasoning: whether reasoning is read; otherwise it is content.
         opened: whether the prompt ends with the beginning of the reasoning.
     """
 
-    def __init__(self, *, tools: bool, reasoning: bool, opened: bool = False) -> None:
-        self._tools = tools
+    def __init__(self, *, calls: ToolFormat | None, reasoning: bool, opened: bool = False) -> None:
+        self._format = calls
         self._state: Literal["start", "reasoning", "content"] = "content"
         if reasoning:
             self._state = "reasoning" if opened else "start"
         self._held = ""
         self._fresh = False  # nothing but white space since the reasoning or the last call
+        self._at_start = True  # no content but white space so far
+        self._brackets = Brackets(calls.quotes) if calls is not None else Brackets()
 
     def feed(self, text: str, *, last: bool) -> Parts:
         """The parts that follow from more text; `last` gives up what was held back."""
@@ -64,41 +89,41 @@ class PartsReader:
     def _reason(self, parts: Parts, last: bool) -> None:
         thought, mark, rest = self._held.partition(THOUGHT)
         if mark:
-            parts.reasoning, self._held, self._state, self._fresh = thought, rest, "content", True
+            parts.add("reasoning", thought)
+            self._held, self._state, self._fresh = rest, "content", True
             return
         held = "" if last else _may_begin(thought, THOUGHT)
-        parts.reasoning, self._held = thought.removesuffix(held), held
-
-    def _answer(self, parts: Parts, last: bool) -> None:
-        while self._tools and CALL in self._held:
-            before, _, rest = self._held.partition(CALL)
-            inside, mark, after = rest.partition(CALLED)
-            if not mark:
-                break
-            read = read_calls(f"{CALL}{inside}{CALLED}")
-            if read is None:
-                parts.content += self._said(f"{before}{CALL}{inside}{CALLED}")
-            else:
-                parts.content += self._said(before.rstrip())
-                parts.calls += read[1]
-                self._fresh = True
-            self._held = after
-        text = self._held
-        held = "" if last or not self._tools else _undecided(text)
-        parts.content += self._said(text.removesuffix(held))
+        parts.add("reasoning", thought.removesuffix(held))
         self._held = held
 
-    def _said(self, text: str) -> str:
-        """Content without the white space after reasoning or a call."""
+    def _answer(self, parts: Parts, last: bool) -> None:
+        if self._format is None:
+            self._say(parts, self._held)
+            self._held = ""
+            return
+        while self._held:
+            start = self._format.begin(self._held, at_start=self._at_start)
+            before = self._held[:start]
+            found = self._format.read(self._held[start:], self._brackets) if start < len(self._held) else None
+            if found is None:
+                # White space before a call belongs to it.
+                said = self._held if last else before.rstrip()
+                self._say(parts, said)
+                self._held = self._held[len(said) :]
+                return
+            end = start + found.length
+            self._say(parts, before.rstrip() if found.calls else self._held[:end])
+            self._held, self._brackets = self._held[end:], Brackets(self._format.quotes)
+            if found.calls:
+                parts.items += [("call", call) for call in found.calls]
+                self._fresh = True
+
+    def _say(self, parts: Parts, text: str) -> None:
+        """Add content without the white space after reasoning or a call."""
         text = text.lstrip() if self._fresh else text
         self._fresh = self._fresh and not text
-        return text
-
-
-def _undecided(text: str) -> str:
-    """The end of `text` that belongs to a call or may, with the white space before it."""
-    call = text[text.find(CALL) :] if CALL in text else _may_begin(text, CALL)
-    return text[len(text.removesuffix(call).rstrip()) :]
+        self._at_start = self._at_start and not text.strip()
+        parts.add("content", text)
 
 
 def _may_begin(text: str, mark: str) -> str:

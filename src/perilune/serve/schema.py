@@ -7,6 +7,7 @@ refused unless their value has no effect.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -21,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from perilune.data.tool_calls import write_call
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import check_values
+from perilune.serve.tool_formats import ToolFormat
 
 MOST_CHOICES = 256  # samples of one request
 MOST_STOPS = 16
@@ -287,6 +288,20 @@ class CalledTool(_Body):
     function: CalledFunction
     index: int | None = None
 
+    @property
+    def document(self) -> dict[str, Any]:
+        """The call as chat templates expect it: with its arguments as an object, if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        given = arguments if isinstance(arguments, dict) else self.function.arguments
+        return {
+            "id": self.id,
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": given},
+        }
+
 
 class Message(_Body):
     """One message of a conversation. Earlier reasoning is left out of the prompt."""
@@ -300,13 +315,27 @@ class Message(_Body):
     refusal: str | None = None
 
     @property
-    def document(self) -> dict[str, str]:
-        """The message as chat templates expect it, with its calls as text."""
+    def text(self) -> str:
+        """The content in one piece."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        calls = [write_call((call.function.name, call.function.arguments)) for call in self.tool_calls or ()]
-        text = "\n".join(filter(None, [text, *calls]))
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    @property
+    def characters(self) -> int:
+        """The length of all texts in it."""
+        calls = [call.function for call in self.tool_calls or ()]
+        return len(self.role) + len(self.text) + sum(len(one.name) + len(one.arguments) for one in calls)
+
+    def document(self, calls_as_text: ToolFormat | None) -> dict[str, Any]:
+        """The message as chat templates expect it, with its calls in a format as text, or as they are."""
+        named = {"name": self.name} if self.name else {}
+        if calls_as_text is not None:
+            calls = [(call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+            written = calls_as_text.write(calls) if calls else ""
+            return {"role": self.role, "content": "\n".join(filter(None, [self.text, written])), **named}
+        called = {"tool_calls": [call.document for call in self.tool_calls]} if self.tool_calls else {}
+        of_call = {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
+        return {"role": self.role, "content": self.text, **named, **called, **of_call}
 
 
 class DetokenizeBody(_Body):

@@ -29,7 +29,9 @@ from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.control import Control, control_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
-from perilune.serve.service import ServedModel, Service
+from perilune.serve.model import ServedModel
+from perilune.serve.service import Service
+from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
 from perilune.serve.weights import MOST_CHUNK, WeightUpdates, weight_routes
 
 _BACKLOG = 2048  # connections that wait to be accepted
@@ -61,6 +63,7 @@ class Settings:
         adapters_from: folder from which clients may load adapters; None for none.
         control: whether clients may pause the server, put it to sleep and empty its prefix cache.
         reasoning: whether the text in <think> ... </think> is returned apart.
+        tool_format: how the model writes tool calls; None to find it in the chat template.
     """
 
     checkpoint: Path
@@ -83,6 +86,7 @@ class Settings:
     adapters_from: Path | None = None
     control: bool = False
     reasoning: bool = False
+    tool_format: ToolFormatName | None = None
 
 
 def serve(
@@ -114,6 +118,13 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
     loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
     if isinstance(loaded, TransformersModel):
         notify(loaded.notice)
+    template = tokenizer.chat_template
+    calls = (
+        FORMATS[settings.tool_format]
+        if settings.tool_format
+        else format_of(None if template is None else template.source)
+    )
+    tokenizer = tokenizer.showing(calls.marks)
     config = loaded.config
     engine = Engine(
         loaded, slots=settings.slots, cache_tokens=settings.cache_tokens or None, tokenizer=tokenizer
@@ -135,6 +146,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         end_tokens=tuple(end for end in dict.fromkeys(ends) if end < config.vocab_size),
         adapters=dict(settings.adapters),
         reasoning=settings.reasoning,
+        tool_format=calls,
     )
 
     def figures() -> dict[str, float]:

@@ -6,22 +6,17 @@ import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import chain
-from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from perilune.data.tool_calls import describe_tools
 from perilune.engine.request import Request as EngineRequest
 from perilune.engine.request import SamplingParams
-from perilune.errors import RequestError, WorkFailedError
-from perilune.models.text.spelled_tokens import Rendered
+from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_body
@@ -29,16 +24,17 @@ from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
 from perilune.serve.exchange import Exchange
 from perilune.serve.gate import Gate
-from perilune.serve.lanes import LONG, Lanes
+from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
-from perilune.serve.parts import CALL, THINK, PartsReader
+from perilune.serve.model import ServedModel
+from perilune.serve.parts import THINK, PartsReader
+from perilune.serve.prompts import Conversation, Prompts
 from perilune.serve.responses import Disconnected, EventStream, while_connected
 from perilune.serve.schema import (
     MOST_CHOICES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
     Sampling,
     TokenizeBody,
 )
@@ -48,42 +44,6 @@ if TYPE_CHECKING:
 
 _KEPT_SCHEMAS = 64  # compiled grammars
 _MOST_SCHEMA = 1 << 17  # characters
-_CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """The model that is served.
-
-    Attributes:
-        name: its name in requests.
-        context: most tokens of prompt and answer together, limited by positions and cache.
-        end_tokens: tokens that end an answer.
-        adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.
-        reasoning: whether the text in <think> ... </think> is returned apart, as `reasoning_content`.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    vocab_size: int
-    context: int
-    end_tokens: tuple[int, ...]
-    adapters: dict[str, Path] = field(default_factory=dict)
-    reasoning: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that a request may give as `model`."""
-        return self.name, *self.adapters
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages to continue, with the tools that the model is shown and variables of the chat template."""
-
-    messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]]
-    variables: Mapping[str, Any]
 
 
 class Service:
@@ -106,9 +66,9 @@ class Service:
         thread.on_restart = self.metrics.restarted
         self.draining = False
         self.answering = 0  # requests whose answers are not sent completely
-        self._aborted = ""  # the reason, once all requests were aborted
         self._entering = 0  # samples that are not submitted to the engine yet
         self._lanes = Lanes()
+        self.prompts = Prompts(model, self._lanes)
         self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
         self._spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
@@ -118,10 +78,8 @@ class Service:
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
-        self._aborted = reason
         self.thread.abort_all(reason)
-        if self.model.tokenizer.chat_template is not None:
-            self.model.tokenizer.chat_template.interrupt()
+        self.prompts.stop(reason)
 
     def figures(self) -> dict[str, float]:
         """Current metrics of the engine and the server."""
@@ -138,7 +96,7 @@ class Service:
         conversation = Conversation(body.messages, body.usable_tools, body.chat_template_kwargs)
 
         async def encode() -> list[list[int]]:
-            return [await self._encoded(conversation, len(data))]
+            return [await self.prompts.conversation(conversation, len(data))]
 
         answer = self._answer(body, chat=True, logprobs=body.logprobs)
         return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
@@ -150,10 +108,10 @@ class Service:
         if body.messages is not None:
             tools = [tool.document for tool in body.tools]
             conversation = Conversation(body.messages, tools, body.chat_template_kwargs)
-            tokens = await self._encoded(conversation, len(data))
+            tokens = await self.prompts.conversation(conversation, len(data))
         else:
             prompt = body.prompt or ""
-            self._check_characters(len(prompt), "prompt")
+            self.prompts.check_characters(len(prompt), "prompt")
             encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
             tokens = await self._lanes.short_or_long(len(data), encode)
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
@@ -168,18 +126,6 @@ class Service:
         decode = partial(self.model.tokenizer.decode, body.tokens)
         return JSONResponse({"prompt": await self._lanes.short_or_long(len(data), decode)})
 
-    async def _encoded(self, conversation: Conversation, size: int) -> list[int]:
-        """The tokens of a conversation from a body of `size` bytes."""
-        tokenizer = self.model.tokenizer
-        messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
-        if tokenizer.chat_template is None:
-            return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
-        rendered = await self._lanes.template(lambda: self._rendered(messages, conversation))
-        size = len(rendered[0].text)
-        self._check_characters(size, "messages")
-        (tokens,) = await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))
-        return tokens
-
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         data = await request.body()
@@ -188,69 +134,14 @@ class Service:
             raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
 
         async def encode() -> list[list[int]]:
-            return await self._lanes.short_or_long(
-                len(data), lambda: [self._prompt_ids(prompt, body.max_tokens) for prompt in body.prompts]
-            )
+            return await self.prompts.texts(body.prompts, len(data), body.max_tokens)
 
         answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
 
-    def _messages(self, conversation: Conversation) -> list[dict[str, str]]:
-        messages = [message.document for message in conversation.messages]
-        if conversation.tools and not self._template_knows_tools:
-            first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-            system = describe_tools((tool["function"] for tool in conversation.tools), first)
-            messages.insert(0, {"role": "system", "content": system})
-        self._check_characters(sum(map(len, chain(*map(dict.values, messages)))), "messages")
-        return messages
-
-    def _rendered(self, messages: list[dict[str, str]], conversation: Conversation) -> list[Rendered]:
-        if self._aborted:
-            raise WorkFailedError(self._aborted)
-        variables = dict(conversation.variables)
-        if conversation.tools and self._template_knows_tools:
-            variables["tools"] = conversation.tools
-        return self.model.tokenizer.render_pieces([messages], **variables)
-
-    @cached_property
-    def _template_knows_tools(self) -> bool:
-        """Whether the chat template shows tools, and calls in the format that is read."""
-        template = self.model.tokenizer.chat_template
-        return template is not None and "tools" in template.source and CALL in template.source
-
-    def _prompt_ids(self, prompt: str | list[int], max_tokens: int) -> list[int]:
-        if isinstance(prompt, str):
-            self._check_characters(len(prompt), "prompt")
-            prompt = self.model.tokenizer.encode_text_prompt(prompt)
-        self._tokens_left(len(prompt), max_tokens, "prompt")
-        return prompt
-
-    def _check_characters(self, found: int, param: str) -> None:
-        """Refuse a text that cannot fit before encoding it, which takes seconds for long texts."""
-        most = max(_CHARACTERS_A_TOKEN * self.model.context, LONG)
-        if found > most:
-            raise ApiError(
-                400,
-                f"the prompt has {found:,} characters; the context has {self.model.context:,} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-
-    def _tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
-        """Tokens that are left for an answer after a prompt of `prompt` tokens."""
-        room = self.model.context - prompt
-        if room < 1 or (max_tokens is not None and max_tokens > room):
-            more = "" if max_tokens is None else f", and max_tokens is {max_tokens}"
-            raise ApiError(
-                400,
-                f"the context has {self.model.context} tokens; the prompt has {prompt}{more}",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return room
-
     def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
         tools = isinstance(body, ChatBody) and bool(body.usable_tools)
+        calls = self.model.tool_format if tools else None
         reasoning = chat and self.model.reasoning
         return Answer(
             body.model,
@@ -258,7 +149,8 @@ class Service:
             chat=chat,
             logprobs=logprobs,
             with_ids=body.return_token_ids,
-            parts=partial(PartsReader, tools=tools, reasoning=reasoning) if tools or reasoning else None,
+            parts=partial(PartsReader, calls=calls, reasoning=reasoning) if tools or reasoning else None,
+            new_id=self.model.tool_format.new_id,
         )
 
     async def _complete(  # noqa: PLR0917
@@ -342,7 +234,7 @@ class Service:
         constraint: Constraint | None,
     ) -> list[EngineRequest]:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        room = self._tokens_left(max(map(len, prompts)), max_tokens, param)
+        room = self.prompts.tokens_left(max(map(len, prompts)), max_tokens, param)
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         adapter = None if body.model == self.model.name else body.model

@@ -83,6 +83,10 @@ Reasoning = Annotated[
     bool,
     typer.Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
 ]
+ToolFormat = Annotated[
+    Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"],
+    typer.Option(help="How the model writes tool calls. auto finds it in the chat template."),
+]
 WeightUpdates = Annotated[
     bool,
     typer.Option("--weight-updates", help="Let clients replace the weights, with `perilune push`."),
@@ -112,6 +116,7 @@ def serve(
     weight_updates: WeightUpdates = False,
     control: Control = False,
     reasoning: Reasoning = False,
+    tool_format: ToolFormat = "auto",
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -155,6 +160,7 @@ def serve(
         control=control,
         adapters_from=adapters_from,
         reasoning=reasoning,
+        tool_format=None if tool_format == "auto" else tool_format,
         adapters=dict(map(_adapter, adapter or [])),
     )
     run_server(

@@ -7,6 +7,8 @@ spelled out in a question or an answer is five characters, not the token that en
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +64,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # special tokens in a text are encoded as text
-        self._backend = backend
+        self._backend = self._decoder = backend
         self._config = dict(config)
         self._where = where
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -187,6 +189,19 @@ class Tokenizer:
         """
         return Tokenizer(self._backend, self._config, chat_template=template, where=where)
 
+    def showing(self, marks: Sequence[str]) -> Tokenizer:
+        """The same tokenizer, but `decode` keeps these special tokens; those it does not have are ignored."""
+        document = json.loads(self._backend.to_str())
+        hidden = [one for one in document["added_tokens"] if one["special"] and one["content"] in marks]
+        if not hidden:
+            return self
+        for token in hidden:
+            token["special"] = False
+        shown = copy.copy(self)
+        shown.__dict__.pop("boundaries", None)
+        shown._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
+        return shown
+
     def save(self, path: Path | str) -> None:
         """Write tokenizer.json, tokenizer_config.json and, when there is one, chat_template.jinja."""
         folder = Path(path)
@@ -221,13 +236,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` (any sequence of integers, also numpy) without special tokens."""
-        text: str = self._backend.decode([int(token) for token in token_ids], skip_special_tokens=True)
+        text: str = self._decoder.decode([int(token) for token in token_ids], skip_special_tokens=True)
         return text
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """`decode` for many sequences."""
         ids = [[int(token) for token in sequence] for sequence in sequences]
-        texts: list[str] = self._backend.decode_batch(ids, skip_special_tokens=True)
+        texts: list[str] = self._decoder.decode_batch(ids, skip_special_tokens=True)
         return texts
 
     def token_text(self, token_id: int) -> str:
@@ -238,7 +253,7 @@ class Tokenizer:
     @cached_property
     def boundaries(self) -> Boundaries:
         """Where characters end between tokens."""
-        return Boundaries(self._backend)
+        return Boundaries(self._decoder)
 
     def token_bytes(self) -> list[bytes | None]:
         """The bytes of each token by id; None for control tokens.

@@ -1,0 +1,37 @@
+"""The model that the server serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.tool_formats import FORMATS, ToolFormat
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that is served.
+
+    Attributes:
+        name: its name in requests.
+        context: most tokens of prompt and answer together, limited by positions and cache.
+        end_tokens: tokens that end an answer.
+        adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.
+        reasoning: whether the text in <think> ... </think> is returned apart, as `reasoning_content`.
+        tool_format: how the model writes tool calls.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    context: int
+    end_tokens: tuple[int, ...]
+    adapters: dict[str, Path] = field(default_factory=dict)
+    reasoning: bool = False
+    tool_format: ToolFormat = FORMATS["hermes"]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a request may give as `model`."""
+        return self.name, *self.adapters

@@ -1,0 +1,116 @@
+"""Turns prompts and conversations into tokens, in threads that do not hold up the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.errors import WorkFailedError
+from perilune.models.text.spelled_tokens import Rendered
+from perilune.serve.errors import ApiError
+from perilune.serve.lanes import LONG, Lanes
+from perilune.serve.model import ServedModel
+from perilune.serve.schema import Message
+
+_CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages to continue, with the tools that the model is shown and variables of the chat template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any]
+
+
+class Prompts:
+    """Encodes the prompts of one model."""
+
+    def __init__(self, model: ServedModel, lanes: Lanes) -> None:
+        self.model, self._lanes = model, lanes
+        self._stopped = ""  # the reason, once no more templates are rendered
+
+    def stop(self, reason: str) -> None:
+        """Render no more templates; `reason` is the error."""
+        self._stopped = reason
+        if self.model.tokenizer.chat_template is not None:
+            self.model.tokenizer.chat_template.interrupt()
+
+    async def conversation(self, conversation: Conversation, size: int) -> list[int]:
+        """The tokens of a conversation from a body of `size` bytes."""
+        tokenizer = self.model.tokenizer
+        messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
+        if tokenizer.chat_template is None:
+            return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
+        rendered = await self._lanes.template(lambda: self._rendered(messages, conversation))
+        size = len(rendered[0].text)
+        self.check_characters(size, "messages")
+        (tokens,) = await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))
+        return tokens
+
+    async def texts(
+        self, prompts: Sequence[str | list[int]], size: int, max_tokens: int | None, param: str = "prompt"
+    ) -> list[list[int]]:
+        """The tokens of prompts from a body of `size` bytes, checked to leave `max_tokens` for an answer."""
+        return await self._lanes.short_or_long(
+            size, lambda: [self._text(prompt, max_tokens, param) for prompt in prompts]
+        )
+
+    def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        calls = self.model.tool_format
+        as_text = None if self._template_has("tool_calls") else calls
+        messages = [message.document(as_text) for message in conversation.messages]
+        if conversation.tools and not self._template_has("tools"):
+            first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
+            system = calls.describe((tool["function"] for tool in conversation.tools), first)
+            messages.insert(0, {"role": "system", "content": system})
+        self.check_characters(sum(message.characters for message in conversation.messages), "messages")
+        return messages
+
+    def _rendered(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:
+        if self._stopped:
+            raise WorkFailedError(self._stopped)
+        variables = dict(conversation.variables)
+        if conversation.tools and self._template_has("tools"):
+            variables["tools"] = conversation.tools
+        return self.model.tokenizer.render_pieces([messages], **variables)
+
+    def _template_has(self, variable: str) -> bool:
+        """Whether the chat template shows a variable for tools, and calls in the format that is read."""
+        template = self.model.tokenizer.chat_template
+        if template is None:
+            return False
+        return variable in template.source and self.model.tool_format.is_of(template.source)
+
+    def _text(self, prompt: str | list[int], max_tokens: int | None, param: str) -> list[int]:
+        if isinstance(prompt, str):
+            self.check_characters(len(prompt), param)
+            prompt = self.model.tokenizer.encode_text_prompt(prompt)
+        self.tokens_left(len(prompt), max_tokens, param)
+        return prompt
+
+    def check_characters(self, found: int, param: str) -> None:
+        """Refuse a text that cannot fit before encoding it, which takes seconds for long texts."""
+        most = max(_CHARACTERS_A_TOKEN * self.model.context, LONG)
+        if found > most:
+            raise ApiError(
+                400,
+                f"the prompt has {found:,} characters; the context has {self.model.context:,} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
+        """Tokens that are left for an answer after a prompt of `prompt` tokens."""
+        room = self.model.context - prompt
+        if room < 1 or (max_tokens is not None and max_tokens > room):
+            more = "" if max_tokens is None else f", and max_tokens is {max_tokens}"
+            raise ApiError(
+                400,
+                f"the context has {self.model.context} tokens; the prompt has {prompt}{more}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return room

@@ -1,0 +1,318 @@
+"""The formats in which models write tool calls, and how to read them while the text arrives.
+
+    hermes        <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
+    mistral       [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]              Mistral up to version 7
+                  [TOOL_CALLS]f[ARGS]{"a": 1}                                     Mistral from version 11
+    llama3_json   {"name": "f", "parameters": {"a": 1}}                           Llama 3.1 to 3.3
+    pythonic      [f(a=1), g(b="x")]                                              Llama 3.2 and 4
+
+The names are those of vLLM's tool parsers. The last two stand at the beginning of the content. The arguments
+of a call become canonical JSON. Text that is malformed as a call is content.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from perilune.data.tool_calls import ToolCall, describe_tools, read_calls, write_call
+
+ToolFormatName = Literal["hermes", "mistral", "llama3_json", "pythonic"]
+
+_NAME = r"[A-Za-z_][\w.-]{0,63}"
+_STRUCTURE = re.compile(r"""["'\\{}\[\]()]""")
+_CLOSES = {"}": "{", "]": "[", ")": "("}
+_LONGEST_EXPRESSION = 1 << 16  # characters that Python's parser gets
+
+
+class Brackets:
+    """Finds the end of a bracketed expression in a text that grows. Each character is read once.
+
+    Args:
+        quotes: characters that begin and end strings.
+    """
+
+    def __init__(self, quotes: str = '"') -> None:
+        self._quotes, self._at, self._open = quotes, 0, ""
+        self._quote, self._escaped = "", -1
+
+    def end(self, text: str, start: int) -> int | None:
+        """The end of the expression that begins at `start`; None while it is open, -1 if it is malformed."""
+        self._at = max(self._at, start)
+        for found in _STRUCTURE.finditer(text, self._at):
+            character, place = found[0], found.start()
+            self._at = place + 1
+            if place == self._escaped:
+                continue
+            if self._quote:
+                if character == "\\":
+                    self._escaped = place + 1
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in self._quotes:
+                self._quote = character
+            elif character in _CLOSES:
+                if self._open[-1:] != _CLOSES[character]:
+                    return -1
+                self._open = self._open[:-1]
+                if not self._open:
+                    return self._at
+            elif character in "{[(":
+                self._open += character
+        self._at = max(self._at, len(text))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the beginning of a text is.
+
+    Attributes:
+        length: its characters.
+        calls: the calls in it; none if it is content.
+    """
+
+    length: int
+    calls: Sequence[ToolCall] = ()
+
+
+class ToolFormat(ABC):
+    """One format.
+
+    Attributes:
+        marks: control tokens that must be visible in the text of an answer.
+        quotes: characters that begin and end strings in calls.
+        usage: tells a model without a chat template for tools how to write a call.
+    """
+
+    name: ToolFormatName
+    marks: tuple[str, ...] = ()
+    quotes = '"'
+    usage = ""
+
+    @abstractmethod
+    def begin(self, text: str, *, at_start: bool) -> int:
+        """The index from which `text` is a call or may become one; its length if it is content.
+
+        `at_start` says that only white space and calls came before.
+        """
+
+    @abstractmethod
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        """What stands at the beginning of `text`, where `begin` points to; None while it is undecided."""
+
+    @abstractmethod
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """The text of calls."""
+
+    @abstractmethod
+    def is_of(self, template: str) -> bool:
+        """Whether a chat template shows calls in this format."""
+
+    def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
+        """A system message with a description of tools at its end."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        about = f"You may call these tools:\n{listed}\n{self.usage}"
+        return f"{system}\n\n{about}" if system else about
+
+    def new_id(self) -> str:
+        """An id for a call."""
+        return f"call_{secrets.token_hex(12)}"
+
+
+class Hermes(ToolFormat):
+    name = "hermes"
+    _open, _close = "<tool_call>", "</tool_call>"
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return _find(text, self._open)
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        end = text.find(self._close)
+        if end < 0:
+            return None
+        end += len(self._close)
+        read = read_calls(text[:end])
+        return Found(end, () if read is None else read[1])
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "\n".join(map(write_call, calls))
+
+    def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
+        return describe_tools(tools, system)
+
+    def is_of(self, template: str) -> bool:
+        return self._open in template
+
+
+class Mistral(ToolFormat):
+    name = "mistral"
+    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    usage = 'To call some, write [TOOL_CALLS][{"name": NAME, "arguments": {...}}, ...] at the end.'
+    _head = re.compile(
+        rf"\s*(?:({_NAME})\s*(?:\[CALL_ID\]\w{{1,64}}\s*)?(?:\[ARGS\]\s*)?(?=\{{)|(?=\[[\s{{\]]))"
+    )
+    _longest_head = 256
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return _find(text, self.marks[0])
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        mark = len(self.marks[0])
+        if len(text) < mark:
+            return None
+        head = self._head.match(text, mark)
+        if head is None:
+            return None if len(text) < mark + self._longest_head else Found(mark)
+        end = brackets.end(text, head.end())
+        if end is None:
+            return None
+        if end < 0:
+            return Found(mark)
+        value = _json(text[head.end() : end])
+        calls = [(head[1], value)] if head[1] else [_fields(one, "arguments") for one in _list(value)]
+        return Found(end, _canonical(calls))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        listed = ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {given}}}' for name, given in calls)
+        return f"{self.marks[0]}[{listed}]"
+
+    def new_id(self) -> str:
+        """Nine letters and digits, which Mistral's chat templates demand."""
+        return secrets.token_hex(5)[:9]
+
+    def is_of(self, template: str) -> bool:
+        return self.marks[0] in template
+
+
+class Llama3Json(ToolFormat):
+    name = "llama3_json"
+    usage = 'To call one, write {"name": NAME, "parameters": {...}} and nothing else.'
+    _tag = "<|python_tag|>"  # a control token of Llama, so it is usually not in the text
+    _before = re.compile(rf"[\s;]*(?:{re.escape(_tag)}\s*)?")
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return 0 if at_start else len(text)
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        start = self._before.match(text).end()  # type: ignore[union-attr]
+        rest = text[start : start + len(self._tag)]
+        if self._tag.startswith(rest):
+            return None
+        if rest[0] != "{":
+            return Found(len(text))
+        end = brackets.end(text, start)
+        if end is None:
+            return None
+        value = _json(text[start:end]) if end > 0 else None
+        calls = _canonical([_fields(value, "parameters", "arguments")])
+        return Found(end, calls) if calls else Found(len(text))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {given}}}' for name, given in calls)
+
+    def is_of(self, template: str) -> bool:
+        return self._tag in template or ('"parameters":' in template and "ipython" in template)
+
+
+class Pythonic(ToolFormat):
+    name = "pythonic"
+    quotes = "\"'"
+    usage = "To call some, write [NAME(ARGUMENT=VALUE, ...), ...] and nothing else."
+    _may_begin = re.compile(rf"\s*(?:\[\s*(?:{_NAME}\s*)?)?")
+    _begins = re.compile(rf"\s*(?=\[\s*{_NAME}\s*\()")
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return 0 if at_start else len(text)
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        begun = self._begins.match(text)
+        if begun is None:
+            return None if self._may_begin.fullmatch(text) else Found(len(text))
+        end = brackets.end(text, begun.end())
+        if end is None:
+            return None
+        calls = _canonical(_evaluated(text[begun.end() : end])) if end > 0 else ()
+        return Found(end, calls) if calls else Found(len(text))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        listed = (
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(given).items())})"
+            for name, given in calls
+        )
+        return f"[{', '.join(listed)}]"
+
+    def is_of(self, template: str) -> bool:
+        return "[func_name1(" in template  # of the instructions that Meta gives for this format
+
+
+FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (Hermes(), Mistral(), Pythonic(), Llama3Json())}
+
+
+def format_of(template: str | None) -> ToolFormat:
+    """The format of a chat template; that of Hermes if it shows none."""
+    return next((one for one in FORMATS.values() if one.is_of(template or "")), FORMATS["hermes"])
+
+
+def _find(text: str, mark: str) -> int:
+    """Where `mark` begins in `text`, or may begin at its end; the length of `text` if nowhere."""
+    found = text.find(mark)
+    if found >= 0:
+        return found
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return len(text) - next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [None]
+
+
+def _fields(value: Any, *names: str) -> tuple[Any, Any]:
+    """Name and arguments of a call as a JSON object."""
+    if not isinstance(value, dict):
+        return None, None
+    return value.get("name"), next((value[name] for name in names if name in value), None) or {}
+
+
+def _evaluated(text: str) -> list[tuple[Any, Any]]:
+    """The calls in a list of Python calls, whose arguments are literals."""
+    if len(text) > _LONGEST_EXPRESSION:
+        return []
+    try:
+        listed = ast.parse(text, mode="eval").body
+        calls = listed.elts if isinstance(listed, ast.List) else []
+        return [
+            (ast.unparse(call.func), {one.arg: ast.literal_eval(one.value) for one in call.keywords})
+            if isinstance(call, ast.Call) and not call.args
+            else (None, None)
+            for call in calls
+        ]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return []
+
+
+def _canonical(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
+    """The calls with their arguments as JSON; none if one of them is malformed."""
+    read = []
+    for name, arguments in calls:
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name) or not isinstance(arguments, dict):
+            return ()
+        try:
+            text = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError):  # a set, bytes, or keys of several kinds
+            return ()
+        read.append((name, text))
+    return read
