@@ -17,7 +17,7 @@ from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.serve.engine_thread import EngineThread, Stream, merge
+from perilune.serve.engine_thread import EngineThread, Stream
 
 
 def make(**changes: Any) -> Decoder:
@@ -40,7 +40,7 @@ async def read(stream: Stream) -> dict[int, Delta]:
     while news := await stream.next():
         for choice, delta in news:
             if choice in whole:
-                merge(whole[choice], delta)
+                whole[choice].extend(delta)
             else:
                 whole[choice] = delta
     return whole

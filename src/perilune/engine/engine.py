@@ -27,7 +27,14 @@ from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
 from perilune.engine.routes import RouteStore
-from perilune.engine.runner import AdaptingRunner, Runner, SleepingRunner, block_contents, start_recording
+from perilune.engine.runner import (
+    AdaptingRunner,
+    Runner,
+    SleepingRunner,
+    TorchRunner,
+    block_contents,
+    start_recording,
+)
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
@@ -198,6 +205,12 @@ class Engine:
                 the cache can hold, an unknown adapter, or stop texts without a tokenizer.
         """
         self._limits.check(request, "request")
+        if request.inputs is not None and not isinstance(self._runner, TorchRunner):
+            raise RequestError(
+                f"{type(self._runner).__name__} cannot take input embeddings",
+                where="request",
+                remedy="give Engine runner=TorchRunner",
+            )
         return self._enter(request, stream=stream).id
 
     def step(self) -> list[Delta]:

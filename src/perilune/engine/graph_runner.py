@@ -31,8 +31,8 @@ _COLUMN_STEP = 4  # programs for columns beyond the end of a sequence exit at on
 class GraphRunner(TorchRunner):
     """Computes decoding steps with the kernels of `models/triton_attention.py` and CUDA graphs.
 
-    Steps with prefill or LoRA adapters run without a graph. So do mixtures of experts, because the shapes of
-    their products depend on the tokens.
+    Steps with prefill, LoRA adapters or input embeddings run without a graph. So do mixtures of experts,
+    because the shapes of their products depend on the tokens.
 
     Args:
         decoder: the decoder whose weights are copied. `load_weights` overwrites the copy, so graphs stay
@@ -72,7 +72,7 @@ class GraphRunner(TorchRunner):
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
         count = len(batch.token_ids)
-        if batch.decodes < count or batch.adapters is not None:
+        if batch.decodes < count or batch.adapters is not None or batch.inputs is not None:
             return super().run(batch)
         if self._adapted is not None:
             self._adapted.select(batch)

@@ -56,6 +56,8 @@ class EngineLimits:
             raise RequestError(
                 f"position is {request.position}", where=where, remedy="give 0 to the prompt's length"
             )
+        if request.inputs is not None and request.n != 1:
+            raise RequestError("a request with input embeddings has one sample", where=where, remedy="n = 1")
         if params.stop and not self.has_tokenizer:
             raise RequestError("stop texts need a tokenizer", where=where, remedy="give Engine a tokenizer")
         if params.min_tokens and request.constraint is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from perilune.data.routes import Routes
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from perilune.engine.constraints import Constraint
 
 
@@ -122,6 +124,16 @@ class Prompt:
     key: tuple[int, int, int]
 
 
+class InputEmbeddings(Protocol):
+    """The decoder's inputs for one request, where its tokens alone do not determine them."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """float[stop - start, d], the inputs of these positions of prompt and sample."""
+
+    def draws_from(self, hidden: Tensor) -> None:
+        """Take the hidden state float[d] from which the next token is drawn."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """A request for `n` samples of a prompt.
@@ -138,6 +150,8 @@ class Request:
         constraint: a grammar that the samples must match.
         returns_in: seconds until the next request of its session is expected, for example because a tool is
             running; 0 if unknown. The prefix cache keeps the session longer, and no sample depends on it.
+        inputs: replace the embeddings of the tokens; the input of a token must be known before the step that
+            computes it. Such a request has one sample and shares no prefix. Only `TorchRunner` supports it.
     """
 
     token_ids: list[int]
@@ -149,6 +163,7 @@ class Request:
     adapter: str | None = None
     constraint: Constraint | None = None
     returns_in: float = 0.0
+    inputs: InputEmbeddings | None = None
 
 
 TopLogprobs = list[list[tuple[int, float]]]
@@ -211,3 +226,15 @@ class Delta:
     cached_tokens: int = 0
     failure: PeriluneError | None = None
     routed_experts: Routes | None = None
+
+    def extend(self, later: Delta) -> None:
+        """Append `later`, a delta of the same sample."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.policy_version += later.policy_version
+        self.text += later.text
+        self.finish_reason = later.finish_reason
+        for name in ("raw_logprobs", "top_logprobs"):
+            more = getattr(later, name)
+            if more is not None:
+                setattr(self, name, (getattr(self, name) or []) + more)

@@ -161,8 +161,13 @@ class TorchRunner:
         if self._adapted is not None:
             self._adapted.select(batch)
         hidden = self.decoder(
-            self._tensor(tokens), self._tensor(positions), attention, self._recorder(batch, rows)
+            self._tensor(tokens),
+            self._tensor(positions),
+            attention,
+            self._recorder(batch, rows),
+            self._inputs(batch, tokens),
         )
+        _hand_over(batch, hidden)
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
@@ -181,6 +186,18 @@ class TorchRunner:
             return None
         blocks, offsets = places_of(batch, rows, self._device)
         return self.cache.recorder(list(blocks), offsets)
+
+    def _inputs(self, batch: StepBatch, tokens: NDArray[np.int64]) -> Tensor | None:
+        """The inputs float[N, d] of a batch in which some sequences bring theirs."""
+        if batch.inputs is None:
+            return None
+        x = self.decoder.embed(self._tensor(tokens))
+        bounds, positions = batch.cu_seqlens.tolist(), batch.positions
+        for inputs, start, stop in zip(batch.inputs, bounds, bounds[1:], strict=False):
+            if inputs is not None:
+                first = int(positions[start])
+                x[start:stop] = inputs.rows(first, first + stop - start)
+        return x
 
     def record_routes(self) -> RouteStore:
         return self.cache.record_routes(self.decoder.config)
@@ -202,6 +219,17 @@ class TorchRunner:
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _hand_over(batch: StepBatch, hidden: Tensor) -> None:
+    """Give requests that bring their inputs the hidden states from which their tokens are drawn."""
+    if batch.inputs is None:
+        return
+    sequences = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
+    for sequence, row in zip(sequences.tolist(), batch.logit_rows.tolist(), strict=True):
+        inputs = batch.inputs[sequence]
+        if inputs is not None:
+            inputs.draws_from(hidden[row].clone())
 
 
 def _padded_rows(count: int) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from perilune.engine.blocks import BLOCK, Blocks, blocks_for
 from perilune.engine.pools import BlockPools
+from perilune.engine.request import InputEmbeddings
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.speculation import Speculation
 from perilune.engine.step import Counters, Proposal, Step, StepBatch
@@ -281,7 +282,8 @@ class Scheduler:
             tables = sequences.blocks[:, decoding, : int(sequences.num_blocks[decoding].max())]
             order = _arange(count + 1)
             adapters = self._adapters_of(decoding)
-            batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters)
+            inputs = self._inputs_of(decoding)
+            batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters, inputs)
             return Step(batch, decoding, None, chunks, proposals)
 
         fed = [*self._guesses(proposals), *self._prompts(chunks)]
@@ -307,6 +309,7 @@ class Scheduler:
             sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())],
             np.array(logit_rows, dtype=np.int64),
             self._adapters_of(rows),
+            self._inputs_of(rows),
         )
         one_each = not proposals and len(logit_rows) == len(drawing)
         shared = None if one_each else np.array(logits_of, dtype=np.int64)
@@ -326,6 +329,12 @@ class Scheduler:
     def _adapters_of(self, rows: Rows) -> NDArray[np.int32] | None:
         numbers: NDArray[np.int32] = self.sequences.adapter[rows]
         return numbers if numbers.max(initial=-1) >= 0 else None
+
+    def _inputs_of(self, rows: Rows) -> list[InputEmbeddings | None] | None:
+        if not self.sequences.embedded[rows].any():
+            return None
+        entries = [self.sequences.entries[row] for row in rows.tolist()]
+        return [None if entry is None else entry.request.inputs for entry in entries]
 
     # -- results -----------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class Entry:
     def chain(self, version: int, tokens: NDArray[np.int32]) -> list[bytes]:
         """Digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
         root = root_digest(version, self.adapter)
+        if self.request.inputs is not None:  # of which the tokens say nothing
+            root = root_digest(version, -2 - self.id)
         if self.root != root:
             self.root, self.digests = root, []
             extend_digests(self.digests, root, self.prompt)
@@ -74,6 +76,7 @@ class Sequences:
         top_k, top_p, min_p, repetition_penalty, min_length: options, by row.
         plain: bool, whether temperature is the only option.
         stop_ids: int64[rows, most], padded with -1.
+        embedded: bool, whether the request brings the inputs of its tokens.
     """
 
     def __init__(self, rows: int, vocab_size: int, windows: int = 1) -> None:
@@ -94,6 +97,7 @@ class Sequences:
         self.scale, self.top_p, self.min_p, self.repetition_penalty = np.ones((4, rows), dtype=np.float32)
         self.top_k, self.min_length = np.zeros((2, rows), dtype=np.int64)
         self.plain = np.ones(rows, dtype=np.bool_)
+        self.embedded = np.zeros(rows, dtype=np.bool_)
         self.stop_ids = np.full((rows, 1), -1, dtype=np.int64)
         self._keys = np.zeros((rows, 4), dtype=np.uint64)
         self._first = np.zeros(rows, dtype=np.int64)  # position of the token that random number 0 draws
@@ -123,6 +127,7 @@ class Sequences:
         self.repetition_penalty[row] = params.repetition_penalty
         self.min_length[row] = length + params.min_tokens
         self.plain[row] = params.is_plain and request.constraint is None
+        self.embedded[row] = request.inputs is not None
         stops = set(params.stop_token_ids)
         if request.constraint is not None:
             stops |= set(request.constraint.stop_token_ids)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perilune.engine.blocks import Blocks
+from perilune.engine.request import InputEmbeddings
 from perilune.engine.sequences import Rows
 
 
@@ -24,6 +26,7 @@ class StepBatch:
             16 j .. 16 j + 15 in column j. Columns behind a window or beyond the end are arbitrary.
         logit_rows: int64[R], tokens whose logits are needed.
         adapters: int32[S], the adapter number of each sequence or -1; None when no sequence has one.
+        inputs: the inputs of each sequence, or None where its tokens are embedded; None when all are.
     """
 
     token_ids: NDArray[np.int64]
@@ -33,6 +36,7 @@ class StepBatch:
     block_tables: Blocks
     logit_rows: NDArray[np.int64]
     adapters: NDArray[np.int32] | None = None
+    inputs: Sequence[InputEmbeddings | None] | None = None
 
 
 @dataclass(slots=True, eq=False)

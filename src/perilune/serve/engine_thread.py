@@ -129,7 +129,7 @@ class Stream:
         if waiting is None:
             self._pending[choice] = delta
         else:
-            merge(waiting, delta)
+            waiting.extend(delta)
         if not self.remaining:
             self._ended.set()
         self._changed.set()
@@ -335,16 +335,3 @@ class EngineThread:
         self.failure = error
         self._fail_all()
         self.on_failure(error)
-
-
-def merge(earlier: Delta, later: Delta) -> None:
-    """Append `later` to `earlier`."""
-    earlier.token_ids += later.token_ids
-    earlier.logprobs += later.logprobs
-    earlier.policy_version += later.policy_version
-    earlier.text += later.text
-    earlier.finish_reason = later.finish_reason
-    for name in ("raw_logprobs", "top_logprobs"):
-        more = getattr(later, name)
-        if more is not None:
-            setattr(earlier, name, (getattr(earlier, name) or []) + more)

@@ -307,9 +307,12 @@ class Codebook(nn.Module):
         super().__init__()
         self.cluster_usage = nn.Parameter(torch.ones(size))
         self.embedding_sum = nn.Parameter(torch.zeros(size, dim))
+        self.frozen: Tensor | None = None
 
     def table(self) -> Tensor:
         """float[codes, dim]."""
+        if self.frozen is not None:
+            return self.frozen
         return self.embedding_sum / self.cluster_usage.clamp(min=_LEAST_USAGE)[:, None]
 
 
@@ -398,6 +401,11 @@ class CodecDecoder(nn.Module):
         state.frames = state.frames + latents.shape[1]
         return x[..., 0].clamp(-1, 1)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.pre_conv.conv.weight.device
+
     @torch.no_grad()
     def frozen(self) -> CodecDecoder:
         """A copy for inference with weights in the fastest layout."""
@@ -406,4 +414,6 @@ class CodecDecoder(nn.Module):
             for part in vars(module).values():
                 if isinstance(part, Projection):
                     part.freeze(part, None)
+        for codebook in copy.quantizer.codebooks():
+            codebook.frozen = codebook.table()
         return copy

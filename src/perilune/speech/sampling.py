@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from perilune.engine.request import SamplingParams
+from perilune.engine.sampler import draw
 from perilune.models.config.reader import Reader
 
 _LEAST_FRAMES = 2
@@ -84,3 +90,21 @@ class SpeechSampling:
             "subtalker_top_p": self.rest_top_p,
             "max_new_tokens": self.max_frames,
         }
+
+
+def draw_codes(logits: Tensor, uniform: NDArray[np.float64], sampling: SpeechSampling) -> Tensor:
+    """Codes int64[B] of the code predictor from logits float[B, codes] and random numbers float64[B]."""
+    if not sampling.rest_temperature:
+        return logits.argmax(-1)
+    logits = logits / sampling.rest_temperature
+    best = logits.sort(-1, descending=True).values
+    least = best[:, -1]
+    if sampling.rest_top_k:
+        least = best[:, min(sampling.rest_top_k, best.shape[1]) - 1]
+    if sampling.rest_top_p < 1:
+        kept = best.masked_fill(best < least[:, None], -torch.inf).softmax(-1)
+        before = kept.cumsum(-1) - kept
+        last = (before < sampling.rest_top_p).sum(-1, keepdim=True) - 1
+        least = torch.maximum(least, best.gather(1, last)[:, 0])
+    logprobs = logits.masked_fill(logits < least[:, None], -torch.inf).log_softmax(-1)
+    return draw(logprobs, torch.from_numpy(uniform).to(logits.device))

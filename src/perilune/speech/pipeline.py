@@ -1,0 +1,108 @@
+"""Stages with queues, stepped by one clock.
+
+A stage computes one batch at a time from a queue and feeds the next stage. Each item has a deadline, and the
+pipeline steps the stage whose most urgent item is due first; among equals the later stage goes first. For
+speech the deadline is the playback position: the time at which the listener has heard all samples so far. A
+text model is a pipeline of one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Request
+
+
+class Stage(Protocol):
+    """One step of the way from requests to deltas."""
+
+    def deadline(self) -> float | None:
+        """When the most urgent item of the queue is due, in seconds of the clock; None for an empty queue."""
+
+    def step(self) -> Sequence[Any]:
+        """Compute a batch of the most urgent items of equal shape; returns the items of the next stage."""
+
+    def feed(self, items: Sequence[Any]) -> None:
+        """Add items to the queue."""
+
+    def abort(self, request_id: int) -> None:
+        """Remove a request."""
+
+
+class Pipeline:
+    """Steps `stages`. The first takes requests, and the last returns deltas.
+
+    It has the interface of the engine, so `EngineThread` serves it. Not thread-safe.
+    """
+
+    def __init__(self, engine: Engine, stages: Sequence[Stage]) -> None:
+        self._engine, self.stages = engine, stages
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `step` has work to do."""
+        return any(stage.deadline() is not None for stage in self.stages)
+
+    def add(self, request: Request, *, stream: bool = True) -> int:
+        """Queue `request` and return its id.
+
+        Raises:
+            RequestError: when the engine cannot serve it.
+        """
+        request_id = self._engine.add(request, stream=stream)
+        self.stages[0].feed([(request_id, request)])
+        return request_id
+
+    @torch.inference_mode()
+    def step(self) -> list[Delta]:
+        """Step the most urgent stage; the deltas of the last stage, or none."""
+        due = [
+            (deadline, -i)
+            for i, stage in enumerate(self.stages)
+            if (deadline := stage.deadline()) is not None
+        ]
+        if not due:
+            return []
+        index = -min(due)[1]
+        outputs = self.stages[index].step()
+        if index + 1 == len(self.stages):
+            return list(outputs)
+        self.stages[index + 1].feed(outputs)
+        return []
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request and free what it holds."""
+        self._engine.abort(request_id)
+        for stage in self.stages:
+            stage.abort(request_id)
+
+    def restart(self) -> None:
+        """Restart after a failure without requests.
+
+        Raises:
+            Exception: the failure, if it persists.
+        """
+        self._engine.restart()
+
+
+class EngineStage:
+    """A text model: the engine, which has its own queue and scheduler."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def deadline(self) -> float | None:
+        return 0.0 if self._engine.unfinished else None
+
+    def step(self) -> list[Delta]:
+        return self._engine.step()
+
+    def feed(self, items: Sequence[Any]) -> None:
+        pass
+
+    def abort(self, request_id: int) -> None:
+        pass

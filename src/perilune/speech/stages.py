@@ -1,0 +1,278 @@
+"""The three stages of speech: talker, code predictor, codec decoder. Each batches all utterances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.engine.engine import Engine
+from perilune.engine.random import uniforms
+from perilune.engine.request import Request
+from perilune.engine.runner import TorchRunner
+from perilune.engine.step import StepBatch
+from perilune.models.attention import attend, padded
+from perilune.speech.codec import CodecDecoder, CodecState
+from perilune.speech.sampling import SpeechSampling, draw_codes
+from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
+from perilune.speech.talker import Talker
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """Frames that are decoded together.
+
+    Attributes:
+        first: of the first chunks of an utterance. A small first chunk is heard early; the next ones grow as
+            far as the listener is still busy with those before.
+        later: of all others.
+    """
+
+    first: tuple[int, ...] = (2, 3, 4, 6, 8)
+    later: int = 12
+
+    def of(self, chunk: int) -> int:
+        """Frames of chunk number `chunk`."""
+        return self.first[chunk] if chunk < len(self.first) else self.later
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """The first code of a frame; None after the last frame."""
+
+    stream: SpeechStream
+    first: int | None
+
+
+class TalkerRunner(TorchRunner):
+    """Computes the talker. Of the tokens that are not codes it can draw the end only."""
+
+    def __init__(self, talker: Talker, num_blocks: Sequence[int]) -> None:
+        super().__init__(talker.decoder, num_blocks)
+        config = talker.config
+        tokens = torch.arange(config.talker.vocab_size, device=self._device)
+        self._forbidden = (tokens >= config.codec.codebook_size) & (tokens != config.marks.eos)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> Tensor:
+        return super().run(batch).masked_fill_(self._forbidden, -torch.inf)
+
+
+class TalkerStage:
+    """Draws the first code of each utterance's next frame, on the engine.
+
+    Its queue has the utterances without an end. The engine chooses their batch: it admits, prefills in parts,
+    and decodes all that run.
+    """
+
+    def __init__(self, engine: Engine, codec: CodecDecoder, clock: Clock) -> None:
+        self._engine, self._codec, self._clock = engine, codec, clock
+        self.streams: dict[int, SpeechStream] = {}
+        self.open: Callable[[], int] = lambda: len(self.streams)
+
+    def deadline(self) -> float | None:
+        seconds = self._codec.config.frame_seconds
+        return min((one.heard + len(one.frames) * seconds for one in self.streams.values()), default=None)
+
+    def feed(self, items: Sequence[tuple[int, Request]]) -> None:
+        for request_id, request in items:
+            assert isinstance(request.inputs, FrameInputs)
+            now, times = self._clock(), SpeechTimes(self.open() + 1)
+            state = CodecState.start(1, self._codec.device)
+            self.streams[request_id] = SpeechStream(
+                request_id, request, request.inputs, now, now, times, state
+            )
+
+    def step(self) -> list[Frame]:
+        frames = []
+        for delta in self._engine.step():
+            stream = self.streams[delta.request_id]
+            stream.failure, stream.finish_reason = delta.failure, delta.finish_reason
+            if stream.failure is not None or stream.finish_reason is not None:
+                del self.streams[delta.request_id]
+            if stream.failure is not None or delta.finish_reason == "stop":  # with the token that ends
+                frames.append(Frame(stream, None))
+            else:
+                frames.append(Frame(stream, delta.token_ids[0]))
+            if not stream.times.first_code:
+                stream.times.first_code = self._clock() - stream.arrived
+        return frames
+
+    def abort(self, request_id: int) -> None:
+        self.streams.pop(request_id, None)
+
+
+class PredictorStage:
+    """Draws the other codes of each frame, one code of all frames at a time.
+
+    A frame that has begun is due at once: the talker needs it for the next one.
+    """
+
+    def __init__(self, talker: Talker, sampling: SpeechSampling) -> None:
+        self._talker, self._sampling = talker, sampling
+        self._queue: list[Frame] = []
+
+    def deadline(self) -> float | None:
+        return float("-inf") if self._queue else None
+
+    def feed(self, items: Sequence[Frame]) -> None:
+        self._queue += items
+
+    def step(self) -> list[SpeechStream]:
+        frames, self._queue = self._queue, []
+        begun = [frame for frame in frames if frame.first is not None]
+        if begun:
+            codes = self._complete(begun)
+            for frame, row, embedded in zip(begun, codes, self._talker.embed_frames(codes), strict=True):
+                frame.stream.frames.append(row)
+                frame.stream.inputs.add(embedded)
+        return [frame.stream for frame in frames]
+
+    def _complete(self, frames: Sequence[Frame]) -> Tensor:
+        """int64[B, Q], the codes of all frames."""
+        talker, predictor = self._talker, self._talker.predictor
+        hidden = torch.stack([frame.stream.inputs.hidden for frame in frames])  # type: ignore[misc]
+        first = torch.tensor([frame.first for frame in frames], device=hidden.device)
+        groups, count = talker.config.code_groups, len(frames)
+        cache = FrameAttention(talker, count, hidden)
+        draws = _draws(frames, groups - 1)
+        inputs = torch.stack([hidden, talker.embed_codec(first)], dim=1)
+        codes = [first]
+        for code in range(1, groups):
+            new = inputs.shape[1]
+            positions = torch.arange(cache.length, cache.length + new, device=hidden.device).repeat(count)
+            out = predictor.hidden(inputs.flatten(0, 1), positions, cache).view(count, new, -1)[:, -1]
+            cache.length += new
+            codes.append(draw_codes(predictor.out[code - 1](out), draws[:, code - 1], self._sampling))
+            if code + 1 < groups:
+                inputs = predictor.embeddings[code - 1](codes[-1])[:, None]
+        return torch.stack(codes, dim=1)
+
+    def abort(self, request_id: int) -> None:
+        self._queue = [frame for frame in self._queue if frame.stream.id != request_id]
+
+
+def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
+    """Random numbers float64[B, codes], which depend on the request and the frame only."""
+    keys = np.array(
+        [(key[0], key[1] + 1, key[2], 0) for key in (f.stream.request.key for f in frames)], np.uint64
+    )
+    first = np.array([frame.stream.inputs.frames * codes for frame in frames])
+    return uniforms(keys, first[:, None] + np.arange(codes))
+
+
+class FrameAttention:
+    """Attention of B frames that are computed in step, with their keys and values.
+
+    Attributes:
+        length: positions of each frame so far.
+    """
+
+    def __init__(self, talker: Talker, frames: int, like: Tensor) -> None:
+        config = talker.config.predictor
+        shape = frames, config.num_kv_heads, padded(talker.config.code_groups), config.head_dim
+        self._cache = [[like.new_zeros(shape) for _ in range(2)] for _ in range(config.num_layers)]
+        self.length = 0
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+        keys, values = self._cache[layer]
+        frames, kv_heads, columns, size = keys.shape
+        new, group = len(q) // frames, q.shape[1] // kv_heads
+        for cache, x in ((keys, k), (values, v)):
+            cache[:, :, self.length : self.length + new] = x.view(frames, new, kv_heads, size).transpose(1, 2)
+        at = torch.arange(self.length, self.length + new, device=q.device).repeat(group)
+        mask = q.new_zeros(1, group * new, columns)
+        mask.masked_fill_(torch.arange(columns, device=q.device) > at[:, None], -torch.inf)
+        q = q.view(frames, new, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * new, size)
+        out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask)
+        out = out.view(frames, kv_heads, group, new, size).permute(0, 3, 1, 2, 4)
+        return out.reshape(frames * new, kv_heads * group, size)
+
+
+@dataclass(slots=True, eq=False)
+class DecoderStage:
+    """Decodes chunks of frames to samples.
+
+    A stream is ready when it has the frames of its next chunk, or its last frames. All that are ready and
+    have as many frames as the most urgent one's chunk are decoded together. The codec is causal, so a last
+    chunk is filled with any codes and cut.
+
+    Attributes:
+        streams: utterances with frames to decode or an end to report.
+        budget: most utterances of a batch.
+    """
+
+    codec: CodecDecoder
+    clock: Clock
+    chunks: ChunkSizes
+    budget: int = 64
+    streams: dict[int, SpeechStream] = field(default_factory=dict)
+
+    def deadline(self) -> float | None:
+        return min((one.heard for one in self._ready()), default=None)
+
+    def feed(self, items: Sequence[SpeechStream]) -> None:
+        self.streams.update((stream.id, stream) for stream in items)
+
+    def _ready(self) -> list[SpeechStream]:
+        return [
+            one
+            for one in self.streams.values()
+            if _has_ended(one) or len(one.frames) >= self.chunks.of(one.chunks)
+        ]
+
+    def step(self) -> list[SpeechDelta]:
+        ready = sorted(self._ready(), key=lambda one: one.heard)
+        size, started = self.chunks.of(ready[0].chunks), ready[0].chunks > 0
+        batch = [
+            one
+            for one in ready
+            if (one.chunks > 0) == started and (_has_ended(one) or len(one.frames) >= size)
+        ][: self.budget]
+        decoded = self._decode([one for one in batch if one.frames], size)
+        return [self._delta(one, decoded.get(one.id)) for one in batch]
+
+    def _decode(self, batch: Sequence[SpeechStream], size: int) -> dict[int, Tensor]:
+        """The samples float[N] of the next `size` frames of each stream, by its id."""
+        if not batch:
+            return {}
+        taken = [one.frames[:size] for one in batch]
+        padding = [frames[-1:] * (size - len(frames)) for frames in taken]
+        codes = torch.stack([torch.stack(own + more) for own, more in zip(taken, padding, strict=True)])
+        state = CodecState.join([one.state for one in batch])
+        samples = self.codec(codes, state)
+        decoded = {}
+        for one, own, after, row in zip(batch, taken, state.split(), samples, strict=True):
+            del one.frames[: len(own)]
+            one.state, one.chunks = after, one.chunks + 1
+            decoded[one.id] = row[: len(own) * self.codec.config.frame]
+        return decoded
+
+    def _delta(self, stream: SpeechStream, samples: Tensor | None) -> SpeechDelta:
+        now, times = self.clock(), stream.times
+        delta = SpeechDelta(stream.id, 0, [], [], [], failure=stream.failure)
+        if samples is not None:
+            delta.audio = [samples.cpu().numpy()]
+            if times.audio == 0:
+                times.first_audio, stream.heard = now - stream.arrived, now
+            elif now > stream.heard:
+                times.underruns, stream.heard = times.underruns + 1, now
+            seconds = len(samples) / self.codec.config.sample_rate
+            times.audio, stream.heard = times.audio + seconds, stream.heard + seconds
+        if _has_ended(stream) and not stream.frames:
+            del self.streams[stream.id]
+            times.seconds = now - stream.arrived
+            delta.finish_reason, delta.times = stream.finish_reason, times
+        return delta
+
+    def abort(self, request_id: int) -> None:
+        self.streams.pop(request_id, None)
+
+
+def _has_ended(stream: SpeechStream) -> bool:
+    return stream.finish_reason is not None or stream.failure is not None

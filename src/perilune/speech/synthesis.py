@@ -1,0 +1,107 @@
+"""A speech model ready to speak: requests for utterances, and the pipeline that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Delta, Request
+from perilune.errors import RequestError
+from perilune.speech.folder import SpeechModel
+from perilune.speech.pipeline import Pipeline
+from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.stages import (
+    ChunkSizes,
+    Clock,
+    DecoderStage,
+    PredictorStage,
+    TalkerRunner,
+    TalkerStage,
+)
+from perilune.speech.stream import FrameInputs, Samples, SpeechDelta
+
+_TOKENS_A_CHARACTER = 4  # of text, at most; bytes of UTF-8
+
+
+class Speaker:
+    """Speaks with one model.
+
+    Args:
+        slots: utterances that are computed at a time; others wait.
+        cache_tokens: size of the talker's KV cache in positions of all utterances.
+        chunks: frames that are decoded together.
+        clock: seconds; deadlines and measured times are on it.
+
+    Attributes:
+        pipeline: takes the requests that `request` makes.
+        engine: the talker's.
+    """
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        *,
+        slots: int = 16,
+        cache_tokens: int | None = None,
+        chunks: ChunkSizes | None = None,
+        clock: Clock = perf_counter,
+    ) -> None:
+        self.config, self.sampling = model.config, model.sampling
+        self._tokenizer, self._talker = model.tokenizer, model.talker.frozen()
+        codec = model.codec.frozen()
+        self.engine = Engine(
+            self._talker.decoder,
+            slots=slots,
+            cache_tokens=cache_tokens,
+            runner=lambda _, num_blocks: TalkerRunner(self._talker, num_blocks),
+        )
+        talker = TalkerStage(self.engine, codec, clock)
+        decoder = DecoderStage(codec, clock, chunks or ChunkSizes())
+        talker.open = lambda: len(talker.streams.keys() | decoder.streams.keys())
+        self.open = talker.open
+        self.pipeline = Pipeline(self.engine, [talker, PredictorStage(self._talker, self.sampling), decoder])
+
+    @torch.inference_mode()
+    def request(self, utterance: Utterance, seed: int) -> Request:
+        """The request for `utterance`. May be called beside the pipeline's thread.
+
+        Raises:
+            RequestError: when the model cannot say it, or it is too long.
+        """
+        room = self.engine.positions
+        if len(utterance.text) > _TOKENS_A_CHARACTER * room:
+            raise RequestError(
+                f"the text has {len(utterance.text):,} characters", where="input", remedy="shorten it"
+            )
+        inputs = FrameInputs(talker_prompt(self._talker, self._tokenizer, utterance))
+        frames = min(self.sampling.max_frames, room - len(inputs))
+        if frames < 2:
+            message = f"the text takes {len(inputs)} of the model's {room} positions"
+            raise RequestError(message, where="input", remedy="shorten it")
+        params = replace(self.sampling, max_frames=frames).params(self.config.marks.eos)
+        return Request([self.config.marks.pad] * len(inputs), params, (seed, 0, 0), inputs=inputs)
+
+    def say(self, utterances: Sequence[Utterance], seed: int = 0) -> list[Samples]:
+        """The samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i."""
+        ids = [self.pipeline.add(self.request(one, seed + i)) for i, one in enumerate(utterances)]
+        parts: dict[int, list[Samples]] = {request_id: [] for request_id in ids}
+        while self.pipeline.unfinished:
+            for delta in self.pipeline.step():
+                if delta.failure is not None:
+                    raise delta.failure
+                parts[delta.request_id] += _audio(delta)
+        return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
+
+    def warm_up(self) -> None:
+        """Say one word, so that the first request does not pay for what is made on first use."""
+        self.say([Utterance("a")])
+
+
+def _audio(delta: Delta) -> Sequence[Samples]:
+    assert isinstance(delta, SpeechDelta)
+    return delta.audio

@@ -1,0 +1,173 @@
+"""The pipeline: what it says is what the modules say one by one, in every batch and order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from speech_cases import small_model
+
+from perilune.engine.engine import Engine
+from perilune.engine.request import Request, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.errors import RequestError
+from perilune.models.attention import PackedAttention
+from perilune.speech.folder import SpeechModel
+from perilune.speech.pipeline import EngineStage, Pipeline
+from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.sampling import SpeechSampling
+from perilune.speech.stages import ChunkSizes
+from perilune.speech.stream import SpeechDelta
+from perilune.speech.synthesis import Speaker
+
+TEXTS = ["one two", "a rather longer sentence", "x"]
+FRAMES = 14
+UTTERANCES = [
+    Utterance(text, speaker, streamed_text=text == "x")
+    for text, speaker in zip(TEXTS, ["ada", None, "owen"], strict=True)
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> SpeechModel:
+    model = small_model()
+    model.sampling = SpeechSampling(max_frames=FRAMES)
+    return model
+
+
+@torch.inference_mode()
+def said_plainly(model: SpeechModel, utterance: Utterance, frames: int) -> np.ndarray:
+    """Greedy speech without engine, cache or stages: each code from the whole sequence before it."""
+    talker, marks = model.talker, model.config.marks
+    prompt = talker_prompt(talker, model.tokenizer, utterance)
+    rows, codes = prompt.inputs, torch.zeros(0, 4, dtype=torch.long)
+    for frame in range(frames):
+        length = len(rows)
+        hidden = talker(rows, torch.arange(length), PackedAttention(torch.tensor([0, length])))[-1:]
+        logits = talker.logits(hidden)[0]
+        logits[32:][torch.arange(32, len(logits)) != marks.eos] = -torch.inf
+        if frame < 2:
+            logits[marks.eos] = -torch.inf
+        first = int(logits.argmax())
+        if first == marks.eos:
+            break
+        row = torch.tensor([[first, 0, 0, 0]])
+        for code in range(1, 4):
+            row[0, code] = talker.predictor(hidden, talker.embed_codec(row[:, 0]), row)[0, code - 1].argmax()
+        codes = torch.cat([codes, row])
+        rows = torch.cat([rows, talker.embed_frames(row) + prompt.text_of(frame)])
+    return model.codec(codes[None])[0].numpy()
+
+
+def test_the_stages_say_what_the_modules_say(model: SpeechModel) -> None:
+    greedy = SpeechSampling(temperature=0, rest_temperature=0, repetition_penalty=1, max_frames=FRAMES)
+    alone = SpeechModel(model.talker, model.codec, model.tokenizer, greedy)
+    said = Speaker(alone).say(UTTERANCES)
+    assert len({one.tobytes() for one in said}) == len(said)
+    for utterance, samples in zip(UTTERANCES, said, strict=True):
+        expected = said_plainly(model, utterance, FRAMES)
+        assert samples.shape == expected.shape
+        np.testing.assert_allclose(samples, expected, atol=1e-4)
+
+
+def test_an_utterance_does_not_depend_on_its_batch(model: SpeechModel) -> None:
+    together = Speaker(model).say(UTTERANCES, seed=5)
+    tight = Speaker(model, slots=2, cache_tokens=96, chunks=ChunkSizes((3,), 5)).say(UTTERANCES, seed=5)
+    speaker = Speaker(model)
+    for i, utterance in enumerate(UTTERANCES):
+        assert np.array_equal(together[i], speaker.say([utterance], seed=5 + i)[0])
+        assert np.array_equal(together[i], tight[i])
+    assert not np.array_equal(together[0], speaker.say(UTTERANCES[:1], seed=6)[0])
+
+
+def test_preempted_utterances_are_computed_again(model: SpeechModel) -> None:
+    roomy, scarce = Speaker(model), Speaker(model, slots=4, cache_tokens=96)
+    assert all(
+        np.array_equal(*pair) for pair in zip(roomy.say(UTTERANCES), scarce.say(UTTERANCES), strict=True)
+    )
+    assert scarce.engine.counters.preemptions > 0
+
+
+def test_times_follow_the_listener(model: SpeechModel) -> None:
+    now = 0.0
+    speaker = Speaker(model, clock=lambda: now, chunks=ChunkSizes((2, 4), 6))
+    frame, ids = model.config.codec.frame_seconds, []
+    for i, utterance in enumerate(UTTERANCES[:2]):
+        ids.append(speaker.pipeline.add(speaker.request(utterance, seed=i)))
+    heard: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    ends: dict[int, SpeechDelta] = {}
+    while speaker.pipeline.unfinished:
+        now += frame / 8
+        for delta in speaker.pipeline.step():
+            assert isinstance(delta, SpeechDelta)
+            heard[delta.request_id] += [len(part) for part in delta.audio]
+            if delta.times is not None:
+                ends[delta.request_id] = delta
+    assert [sizes[:2] for sizes in heard.values()] == [[2 * 40, 4 * 40]] * 2  # small first
+    for request_id, end in ends.items():
+        assert end.times is not None
+        assert end.times.streams in (1, 2)
+        assert 0 < end.times.first_code < end.times.first_audio < end.times.seconds
+        assert end.times.audio == pytest.approx(sum(heard[request_id]) / 2000)
+        assert end.times.underruns == 0
+    speaker.say([UTTERANCES[0]])
+    assert speaker.open() == 0
+
+
+def test_slow_stages_are_counted_as_underruns(model: SpeechModel) -> None:
+    now = 0.0
+    speaker = Speaker(model, clock=lambda: now)
+    speaker.pipeline.add(speaker.request(UTTERANCES[0], seed=0))
+    deltas = []
+    while speaker.pipeline.unfinished:
+        now += model.config.codec.frame_seconds  # three or four steps a frame
+        deltas += speaker.pipeline.step()
+    assert deltas[-1].times.underruns >= 1
+    assert deltas[-1].times.real_time_factor > 1
+
+
+def test_an_aborted_utterance_leaves_nothing(model: SpeechModel) -> None:
+    speaker = Speaker(model)
+    ids = [speaker.pipeline.add(speaker.request(one, seed=i)) for i, one in enumerate(UTTERANCES)]
+    for _ in range(12):
+        speaker.pipeline.step()
+    for request_id in ids:
+        speaker.pipeline.abort(request_id)
+    assert not speaker.pipeline.unfinished
+    assert not speaker.engine.unfinished
+    assert speaker.engine.cache_use == 0
+
+
+def test_a_text_model_is_a_pipeline_of_one_stage(model: SpeechModel) -> None:
+    decoder = model.talker.decoder
+    engines = [Engine(decoder, slots=4, runner=TorchRunner) for _ in range(2)]
+    pipeline = Pipeline(engines[0], [EngineStage(engines[0])])
+    request = Request([1, 2, 3], SamplingParams(max_tokens=6), (7, 0, 0))
+    pipeline.add(request)
+    tokens = []
+    while pipeline.unfinished:
+        tokens += [token for delta in pipeline.step() for token in delta.token_ids]
+    assert tokens == [token for delta in engines[1].stream(request) for token in delta.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("utterance", "where"),
+    [
+        (Utterance(""), "input"),
+        (Utterance("x" * 300), "input"),
+        (Utterance("x" * 100_000), "input"),
+        (Utterance("hi", speaker="bob"), "speaker"),
+        (Utterance("hi", language="klingon"), "language"),
+    ],
+)
+def test_what_cannot_be_said_is_refused(model: SpeechModel, utterance: Utterance, where: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        Speaker(model).request(utterance, seed=0)
+    assert refused.value.where == where
+
+
+def test_only_the_torch_runner_takes_input_embeddings(model: SpeechModel) -> None:
+    speaker = Speaker(model)
+    request = speaker.request(UTTERANCES[0], seed=0)
+    with pytest.raises(RequestError, match="input embeddings"):
+        Engine(model.talker.decoder, runner=lambda decoder, blocks: object()).add(request)  # type: ignore[arg-type, return-value]
