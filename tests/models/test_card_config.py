@@ -106,7 +106,8 @@ def test_parameters_are_those_of_transformers(kind: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(kind, options) for kind, options in CONFIGS if kind in DECODER_FAMILIES]
+    ("kind", "options"),
+    [(kind, options) for kind, options in CONFIGS if kind in DECODER_FAMILIES],
 )
 def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[str, Any]) -> None:
     """What the decoder can compute, the card can read: the same parameters, windows and cache."""
@@ -117,7 +118,8 @@ def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[st
     assert card.parameters == sum(parameter.numel() for parameter in decoder.parameters())
     assert not card.notes
     assert [layer.mixer.window for layer in card.layers] == list(map(config.window, range(config.num_layers)))
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    heads, size = config.cached_heads
+    token = (1 if config.latent else 2) * config.num_layers * heads * size
     assert card.cache_bytes(10, 4) == 4 * token * 10
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
-from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.layer_kinds import Experts, Latent
 from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 128)
@@ -28,6 +28,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
     architecture = draw(st.sampled_from(list(DECODER_FAMILIES)))
     options = DECODER_FAMILIES[architecture].options
     kv_heads, layers = draw(st.integers(1, 4)), draw(st.integers(1, 50))
+    latent = draw(latents(options)) if "kv_lora_rank" in options else None
 
     def option(key: str, values: st.SearchStrategy[Any], default: Any = None) -> Any:
         return draw(values) if key in options else default
@@ -44,9 +45,9 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         hidden_size=draw(st.integers(1, 8192)),
         intermediate_size=mixture.intermediate_size if one_size else draw(st.integers(1, 8192)),
         num_layers=layers,
-        num_heads=kv_heads * draw(st.integers(1, 4)),
+        num_heads=kv_heads * (1 if latent else draw(st.integers(1, 4))),
         num_kv_heads=kv_heads,
-        head_dim=4 * draw(st.integers(1, 32)),
+        head_dim=latent.key_size + latent.rotary_size if latent else 4 * draw(st.integers(1, 32)),
         rope=replace(draw(ropes), fraction=fraction),
         local_rope=option("rope_local_base_freq", ropes),
         windows=draw(windows(architecture, layers)),
@@ -58,6 +59,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         mlp_bias=option("mlp_bias", st.booleans(), False),
         logit_softcap=option("final_logit_softcapping", st.sampled_from([None, 30.0])),
         experts=mixture,
+        latent=latent,
         bos_token_id=draw(st.sampled_from([None, 0, 5])),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3, unique=True))),
     )
@@ -97,6 +99,13 @@ def experts(draw: st.DrawFn, layers: int, options: frozenset[str]) -> Experts:
         groups_per_token=kept,
         scale=draw(st.sampled_from([1.0, 2.5])) if "routed_scaling_factor" in options else 1.0,
     )
+
+
+@st.composite
+def latents(draw: st.DrawFn, options: frozenset[str]) -> Latent:
+    rank, half, key_size, value_size = draw(st.tuples(*[st.integers(1, 200)] * 4))
+    interleaved = "rope_interleave" not in options or draw(st.booleans())
+    return Latent(rank, 2 * half, key_size, value_size, draw(st.sampled_from([None, 7])), interleaved)
 
 
 @given(configs())
@@ -213,6 +222,16 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
 def test_what_cannot_work_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         DecoderConfig.from_hf(raw(**changes))
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
+    kimi = {"model_type": "kimi_k2", **sizes, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    config = DecoderConfig.from_hf(kimi)
+    assert config.architecture == "deepseek_v3"
+    assert config.latent == Latent(512, 64, 128, 128, 1536)
+    assert config.experts is not None
+    assert config.experts.count == 256
 
 
 @pytest.mark.parametrize("value", [[], "text", None, 3])

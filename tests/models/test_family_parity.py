@@ -66,7 +66,36 @@ def mixtral(draw: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-FAMILIES = {"glm4_moe": glm4_moe, "qwen2_moe": qwen2_moe, "mixtral": mixtral, "olmoe": experts}
+def latent(draw: random.Random) -> dict[str, Any]:
+    """Latent attention, with DeepSeek's factors on rotary embeddings."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+        "mscale": 1.0, "mscale_all_dim": draw.choice([0.7, 1.0]),
+    }  # fmt: skip
+    return {
+        "num_key_value_heads": None, "head_dim": 8, "kv_lora_rank": 24,
+        "q_lora_rank": draw.choice([None, 20]), "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "attention_bias": draw.random() < 0.5,
+        "rope_parameters": draw.choice([None, rope]),
+    }  # fmt: skip
+
+
+def deepseek_v2(draw: random.Random) -> dict[str, Any]:
+    return latent(draw) | routed(draw) | {"norm_topk_prob": False, "topk_method": "greedy"}
+
+
+def deepseek_v3(draw: random.Random) -> dict[str, Any]:
+    return latent(draw) | routed(draw) | {"rope_interleave": draw.random() < 0.7}
+
+
+FAMILIES = {
+    "glm4_moe": glm4_moe,
+    "qwen2_moe": qwen2_moe,
+    "mixtral": mixtral,
+    "olmoe": experts,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+}
 CASES = [(kind, seed) for kind in FAMILIES for seed in range(2)]
 
 

@@ -94,6 +94,7 @@ WITH = {
     "QK norm": {"model_type": "qwen3", **SMALL},
     "MoE": {"model_type": "qwen3_moe", **EXPERTS, **SMALL},
 }
+WITH["MLA"] = {"model_type": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 2, **SMALL}
 WITHOUT = {"model_type": "llama", **SMALL}
 ALWAYS_CALLED = {"GQA", "SWA"}  # the same function computes models without them
 

@@ -37,7 +37,8 @@ class PagedCache:
 
     Attributes:
         keys: [blocks, KV, D, 16] for each layer; a key is a column, because products read columns.
-        values: [blocks, KV, 16, D] for each layer.
+        values: [blocks, KV, 16, D] for each layer; empty in latent attention.
+        rank: elements at the beginning of a key that are the value too, in latent attention; otherwise 0.
         key_scales, value_scales: float32[blocks, KV, 16] for each layer of an int8 cache, with one scale per
             token and head; otherwise empty.
         table_of: the index of the block table of each layer, which is the index of its window.
@@ -52,19 +53,25 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks = tuple(num_blocks)
-        self.heads, self.size = config.num_kv_heads, config.head_dim
+        self.heads, self.size = config.cached_heads
+        self.rank = 0 if config.latent is None else config.latent.rank
         self.dtype, self.device = dtype, torch.device(device)
         windows = [config.window(layer) for layer in range(config.num_layers)]
         self.table_of = tuple(config.distinct_windows.index(window) for window in windows)
         self.keys, self._keys_by_table = self._make((self.size, BLOCK), dtype)
-        self.values, self._values_by_table = self._make((BLOCK, self.size), dtype)
-        self._parts = [*self._keys_by_table, *self._values_by_table]
+        self.values: list[Tensor] = []
+        self._parts = [*self._keys_by_table]
+        if not self.rank:
+            self.values, values_by_table = self._make((BLOCK, self.size), dtype)
+            self._parts += values_by_table
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         if dtype == torch.int8:
             self.key_scales, scale_keys = self._make((BLOCK,), torch.float32)
-            self.value_scales, scale_values = self._make((BLOCK,), torch.float32)
-            self._parts += [*scale_keys, *scale_values]
+            self._parts += scale_keys
+            if not self.rank:
+                self.value_scales, scale_values = self._make((BLOCK,), torch.float32)
+                self._parts += scale_values
         self.routes: RouteStore | None = None
 
     def record_routes(self, config: DecoderConfig) -> RouteStore:
@@ -83,28 +90,35 @@ class PagedCache:
         return RouteRecorder(self.routes, tables[self.routes.table] * BLOCK + offsets)
 
     def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
-        """Store keys and values float[N, KV, D]."""
+        """Store keys float[N, KV, D] and values float[N, KV, E]."""
         if self.dtype == torch.int8:
             k, self.key_scales[layer][places.blocks, :, places.offsets] = _in_steps(k)
-            v, self.value_scales[layer][places.blocks, :, places.offsets] = _in_steps(v)
         self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.dtype)
+        if self.rank:
+            return
+        if self.dtype == torch.int8:
+            v, self.value_scales[layer][places.blocks, :, places.offsets] = _in_steps(v)
         self.values[layer].view(-1, self.size).index_copy_(
             0, places.value_rows, v.reshape(-1, self.size).to(self.dtype)
         )
 
     def gather(self, layer: int, table: Table) -> tuple[Tensor, Tensor]:
-        """Keys and values float[S * KV, T, D] in the order of positions."""
+        """Keys float[S * KV, T, D] and values [..., E] in the order of positions."""
         keys = self.keys[layer].view(-1, BLOCK).index_select(0, table.key_rows)
-        values = self.values[layer].view(-1, BLOCK * self.size).index_select(0, table.value_blocks)
         keys = keys.view(-1, self.size, table.columns).transpose(1, 2)
+        if self.dtype == torch.int8:
+            keys = keys * self._scales(self.key_scales[layer], table)
+        if self.rank:
+            return keys, keys[..., : self.rank]
+        values = self.values[layer].view(-1, BLOCK * self.size).index_select(0, table.value_blocks)
         values = values.view(-1, table.columns, self.size)
-        if self.dtype != torch.int8:
-            return keys, values
-        scales = (
-            of[layer].view(-1, BLOCK)[table.value_blocks] for of in (self.key_scales, self.value_scales)
-        )
-        of_keys, of_values = (of.view(-1, table.columns, 1) for of in scales)
-        return keys * of_keys, values * of_values
+        if self.dtype == torch.int8:
+            values = values * self._scales(self.value_scales[layer], table)
+        return keys, values
+
+    def _scales(self, scales: Tensor, table: Table) -> Tensor:
+        """float32[S * KV, T, 1] from float32[blocks, KV, 16]."""
+        return scales.view(-1, BLOCK)[table.value_blocks].view(-1, table.columns, 1)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks int32[W, C] over other blocks, in all layers of each window."""
@@ -267,7 +281,7 @@ class PagedAttention:
         parts = self._parts[window]
         if len(parts) == 1 and parts[0].whole == len(q):
             return parts[0](layer, q, self._cache)
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], v.shape[-1])
         for part in parts:
             part.into(out, layer, q, self._cache)
         return out
@@ -295,7 +309,7 @@ class _Part:
             self._tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
 
     def __call__(self, layer: int, q: Tensor, cache: PagedCache) -> Tensor:
-        """float[S * M, H, D]."""
+        """float[S * M, H, E]."""
         sequences, heads, group, count, size = self._shape
         q = q[: self.whole] if self._tokens is None else q.index_select(0, self._tokens)
         if count > 1:
@@ -308,8 +322,8 @@ class _Part:
             self._mask,
         )
         if count > 1:
-            out = out.reshape(sequences, heads * group, count, size).transpose(1, 2)
-        return out.reshape(-1, heads * group, size)
+            out = out.reshape(sequences, heads * group, count, -1).transpose(1, 2)
+        return out.reshape(-1, heads * group, values.shape[-1])
 
     def into(self, out: Tensor, layer: int, q: Tensor, cache: PagedCache) -> None:
         """Write the outputs to the rows of their tokens."""

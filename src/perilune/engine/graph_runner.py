@@ -21,6 +21,7 @@ from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.attention import Attention
+from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.narrow import NarrowKind
 
@@ -45,7 +46,7 @@ class GraphRunner(TorchRunner):
         attention: attention of decoding samples.
 
     Raises:
-        RequestError: when Triton is not installed.
+        RequestError: when Triton is not installed, or `supports` does not accept the model.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class GraphRunner(TorchRunner):
         cache: CacheKind | None = None,
         attention: DecodeAttention = TritonAttention,
     ) -> None:
+        if not supports(decoder.config):
+            raise RequestError(
+                f"the kernels of this runner do not compute {decoder.config.architecture}",
+                remedy="use TorchRunner, which `fastest_runner` chooses by itself",
+            )
         if attention is TritonAttention and find_spec("triton") is None:
             raise RequestError(
                 "decoding on a GPU needs Triton, which is not installed",
@@ -88,6 +94,11 @@ class GraphRunner(TorchRunner):
         if not batch.decodes:
             return super()._attention(batch, rows)
         return MixedAttention(self.cache, batch, rows, self._attend)
+
+
+def supports(config: DecoderConfig) -> bool:
+    """Whether the kernels compute the attention of this model: not that of latent vectors."""
+    return config.latent is None
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:

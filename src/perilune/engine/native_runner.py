@@ -14,6 +14,7 @@ from perilune.engine.native_attention import DescribedStep, describe_cache
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.decoder import Decoder, capped
 from perilune.models.native import decoder as native
@@ -44,6 +45,11 @@ class NativeRunner:
         cache: CacheKind | PagedCache | None = None,
     ) -> None:
         self._kind = weights or weight_kind(decoder)
+        if not native.supports(decoder.config, self._kind):
+            raise RequestError(
+                f"the C kernels do not compute this {decoder.config.architecture} model",
+                remedy="use TorchRunner, which `fastest_runner` chooses by itself",
+            )
         if not isinstance(cache, PagedCache):
             kind = cache or ("bfloat16" if "bfloat16" in (weights, _dtype(decoder)) else "float32")
             cache = PagedCache(decoder.config, num_blocks, getattr(torch, kind))

@@ -177,7 +177,7 @@ class TorchRunner:
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
         """The attention of the batch, with the arithmetic of the learner."""
-        if is_native(self.decoder.model.norm.weight, self.cache.size):
+        if is_native(self.decoder.model.norm.weight, self.cache.size) and not self.cache.rank:
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from perilune.engine import graph_runner
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner, weight_kind
 from perilune.engine.runner import Runner, TorchRunner
@@ -16,7 +17,7 @@ from perilune.models.transformers_model import TransformersModel
 
 
 def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> Runner:
-    """CUDA graphs on a GPU; on a CPU the C kernels if they support the sizes, otherwise torch.
+    """CUDA graphs on a GPU and the C kernels on a CPU if they support the model, otherwise torch.
 
     A `TransformersModel` is computed by transformers.
 
@@ -26,7 +27,7 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[in
     if isinstance(decoder, TransformersModel):
         return TransformersRunner(decoder, num_blocks)
     weight = decoder.model.norm.weight
-    if weight.device.type == "cuda":
+    if weight.device.type == "cuda" and graph_runner.supports(decoder.config):
         return GraphRunner(decoder, num_blocks)
     on_cpu = weight.device.type == "cpu" and decoder.dtype in {torch.float32, torch.bfloat16}
     if on_cpu and supports(decoder.config, weight_kind(decoder)):

@@ -43,12 +43,12 @@ class Attention(Protocol):
     Args:
         layer: index of the layer.
         q: float[N, H, D], after the rotary embedding, scaled for scores of q k^T / sqrt(D).
-        k, v: float[N, KV, D]; H is a multiple of KV.
+        k, v: float[N, KV, D] and float[N, KV, E]; H is a multiple of KV.
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
 
     Returns:
-        float[N, H, D].
+        float[N, H, E].
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor: ...
@@ -59,12 +59,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         q: float[R, M, D].
-        k, v: float[R, T, D], T a multiple of 16; finite even where masked.
+        k, v: float[R, T, D] and float[R, T, E], T a multiple of 16; finite even where masked.
         mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, otherwise -inf. Each query must
             see a key. The column of a key is its position in the sequence, minus a multiple of 192.
 
     Returns:
-        float[R, M, D].
+        float[R, M, E].
     """
     if q.device.type == "cuda":
         return fused(q, k, v, mask)
@@ -118,7 +118,7 @@ class PackedAttention:
         self._in_order = Spans(starts, lengths, of, prefixes)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        if is_native(q, q.shape[-1]):
+        if is_native(q, q.shape[-1]) and v.shape == k.shape:
             attended: Tensor = _Native.apply(q, k, v, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
         if self._long is not None and q.device.type != "cpu":
@@ -228,7 +228,7 @@ class _Layout:
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
         parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
         outs = [block(of_q, of_k, of_v) for block, of_q, of_k, of_v in parts]
-        return self._queries.unpad(outs).view(q.shape)
+        return self._queries.unpad(outs).view(*q.shape[:2], -1)
 
 
 def _per_head(tokens: Tensor, heads: int) -> Tensor:
@@ -322,21 +322,24 @@ class _Block:
             self._chunks.append((slice(start, stop), columns, mask))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """float[S * H * L, D] from float[S * H * L, D] and float[S * KV * T, D]."""
-        size = q.shape[-1]
-        k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, size)
+        """float[S * H * L, E] from float[S * H * L, D] and float[S * KV * T, D] and [..., E]."""
+        size, out_size = q.shape[-1], v.shape[-1]
+        k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, out_size)
         if not self._exact:
-            k, v = (x.repeat_interleave(self._group, dim=0).view(*self._shape[:2], -1, size) for x in (k, v))
+            k, v = (x.repeat_interleave(self._group, dim=0) for x in (k, v))
+            k, v = (x.view(*self._shape[:2], *x.shape[1:]) for x in (k, v))
             ((_, columns, mask),) = self._chunks  # longer sequences are computed one by one
             k, v = k[:, :, columns], v[:, :, columns]
-            return F.scaled_dot_product_attention(q.view(self._shape), k, v, attn_mask=mask).view(-1, size)
+            out = F.scaled_dot_product_attention(q.view(self._shape), k, v, attn_mask=mask)
+            return out.reshape(-1, out_size)
         if len(self._chunks) == 1:
             _, columns, mask = self._chunks[0]
-            return attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask).view(-1, size)
+            out = attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask)
+            return out.reshape(-1, out_size)
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
         for rows, columns, mask in self._chunks:
             chunk = q[:, :, rows].flatten(1, 2), k[:, columns], v[:, columns], mask
             out = checkpoint(attend, *chunk, use_reentrant=False) if q.requires_grad else attend(*chunk)
-            outs.append(out.view(self._sets, self._group, -1, size))
-        return torch.cat(outs, dim=2).view(-1, size)
+            outs.append(out.view(self._sets, self._group, -1, out_size))
+        return torch.cat(outs, dim=2).view(-1, out_size)

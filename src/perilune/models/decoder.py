@@ -22,6 +22,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate_part
+from perilune.models.latent import LatentAttention
 from perilune.models.layers import Projection, RMSNorm, copied_in_place, named_maps
 from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rotary import inverse_frequencies, magnitude
@@ -81,7 +82,11 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn: SelfAttention | LatentAttention
+        if config.latent is None:
+            self.self_attn = SelfAttention(config, layer)
+        else:
+            self.self_attn = LatentAttention(config, config.latent, layer)
         self._feed_forward = config.family.module("mlp")
         if config.experts is not None and config.is_sparse(layer):
             index = sum(config.is_sparse(before) for before in range(layer))
@@ -162,7 +167,7 @@ class Decoder(nn.Module):
         # Not buffers, so that they stay float32 when the model is cast.
         ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
         self.inverse_frequencies = {
-            rope: inverse_frequencies(rope, rope.width(config.head_dim)) for rope in ropes
+            rope: inverse_frequencies(rope, rope.width(config.rotary_size)) for rope in ropes
         }
 
     def forward(

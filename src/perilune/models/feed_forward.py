@@ -93,7 +93,8 @@ class MixtureOfExperts(nn.Module):
     def _choose(self, logits: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.corrects:
             return route_by_sigmoid(logits, self.mixture, self.correction, given)
-        return route(logits, self.mixture.per_token, self.mixture.normalised, given)
+        weights, chosen = route(logits, self.mixture.per_token, self.mixture.normalised, given)
+        return (weights if self.mixture.scale == 1 else weights * self.mixture.scale), chosen
 
     @property
     def correction(self) -> Tensor:

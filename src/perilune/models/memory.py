@@ -204,6 +204,10 @@ def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str
     d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     attention = {"q_proj": d + queries, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
+    if config.latent is not None:
+        attention = {"o_proj": config.num_heads * config.latent.value_size + d}
+        if config.latent.query_rank is None:
+            attention["q_proj"] = d + queries
     sides = config.num_layers * sum(size for name, size in attention.items() if name in targets)
     for layer in range(config.num_layers):
         count, inner = 1, config.intermediate_size

@@ -10,7 +10,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.models.config.families import DECODER_FAMILIES, Architecture, Family
-from perilune.models.config.layer_kinds import Experts, read_experts, read_windows
+from perilune.models.config.layer_kinds import Experts, Latent, read_experts, read_latent, read_windows
 from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
@@ -33,6 +33,8 @@ class DecoderConfig:
         mlp_bias: the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
         experts: the mixture of experts, if any.
+        latent: latent attention, if any. A head then has `latent.key_size` and `latent.rotary_size` elements,
+            and each query head has its own keys and values.
 
     Raises:
         RequestError: when the values do not describe a possible model.
@@ -57,6 +59,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     logit_softcap: float | None = None
     experts: Experts | None = None
+    latent: Latent | None = None
     max_position_embeddings: int = 4096
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -69,13 +72,11 @@ class DecoderConfig:
             raise _impossible(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
-        if self.head_dim % 2:
-            raise _impossible(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
-        for rope in filter(None, (self.rope, self.local_rope)):
-            width = rope.width(self.head_dim)
-            partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
-            if partial or width % 2 or not 0 < width <= self.head_dim:
-                raise _impossible(f"rotary embeddings of {rope.fraction:g} of {self.head_dim} elements")
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        elif "kv_lora_rank" in self.family.options:
+            raise _impossible(f"a {self.architecture} model needs the sizes of latent attention")
+        self._check_rotary()
         for name, key in _OPTIONS.items():
             if getattr(self, name) and key not in self.family.options:
                 raise _impossible(f"a {self.architecture} model has no {name}")
@@ -87,6 +88,16 @@ class DecoderConfig:
             self._check_windows()
         if self.experts is not None:
             self._check_experts(self.experts)
+
+    def _check_rotary(self) -> None:
+        if self.head_dim % 2 and self.latent is None:
+            raise _impossible(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
+        for rope in filter(None, (self.rope, self.local_rope)):
+            size = self.rotary_size
+            width = rope.width(size)
+            partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
+            if partial or width % 2 or not 0 < width <= size:
+                raise _impossible(f"rotary embeddings of {rope.fraction:g} of {size} elements")
 
     def _check_experts(self, experts: Experts) -> None:
         if flaw := experts.flaw():
@@ -103,6 +114,14 @@ class DecoderConfig:
             raise _impossible(f"only the first layers of a {self.architecture} model are dense")
         if "n_shared_experts" in self.family.options and experts.shared_size % experts.intermediate_size:
             raise _impossible("the width of shared experts is not a multiple of an expert's")
+
+    def _check_latent(self, latent: Latent) -> None:
+        for name in ("rank", "rotary_size", "key_size", "value_size"):
+            _positive(f"latent.{name}", getattr(latent, name))
+        if latent.query_rank is not None:
+            _positive("latent.query_rank", latent.query_rank)
+        if (self.num_kv_heads, self.head_dim) != (self.num_heads, latent.key_size + latent.rotary_size):
+            raise _impossible("heads of latent attention have their own keys, of key_size + rotary_size")
 
     def _check_windows(self) -> None:
         if len(self.windows) != self.num_layers:
@@ -134,6 +153,18 @@ class DecoderConfig:
         """How queries and keys are normalised: "head" by head, over the "full" width, or "" for not."""
         kind = self.family.qk_norm
         return kind if kind in {"", "head", "full"} else "head" if self.use_qk_norm else ""
+
+    @property
+    def rotary_size(self) -> int:
+        """How many elements of a head the rotary embedding turns."""
+        return self.head_dim if self.latent is None else self.latent.rotary_size
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """The number of keys of a token that the engine caches, and their size."""
+        if self.latent is not None:
+            return 1, self.latent.rank + self.latent.rotary_size
+        return self.num_kv_heads, self.head_dim
 
     @property
     def sliding_window(self) -> int | None:
@@ -175,7 +206,10 @@ class DecoderConfig:
         _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers, options = read.integer("num_hidden_layers"), family.options
+        latent = read_latent(read, options) if "kv_lora_rank" in options else None
         head_dim = read.integer("head_dim", hidden_size // max(heads, 1))
+        if latent is not None:
+            head_dim = latent.key_size + latent.rotary_size
         scalar = (
             read.integer("query_pre_attn_scalar", head_dim) if "query_pre_attn_scalar" in options else None
         )
@@ -188,7 +222,7 @@ class DecoderConfig:
             intermediate_size=read.integer("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=read.integer("num_key_value_heads", heads),
+            num_kv_heads=heads if latent else read.integer("num_key_value_heads", heads),
             head_dim=head_dim,
             rope=rope,
             local_rope=local_rope,
@@ -200,7 +234,8 @@ class DecoderConfig:
             use_qk_norm="use_qk_norm" in options and read.boolean("use_qk_norm", False),
             mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
             logit_softcap=read.optional_number(softcap) if softcap in options else None,
-            experts=read_experts(read, layers) if "num_experts" in options else None,
+            experts=read_experts(read, family, layers) if "num_experts" in options else None,
+            latent=latent,
             max_position_embeddings=read.integer("max_position_embeddings", 2048),
             initializer_range=read.number("initializer_range", 0.02),
             bos_token_id=next(iter(read.integers("bos_token_id")), None),
@@ -226,7 +261,7 @@ class DecoderConfig:
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": self.rotary_size if self.latent else self.head_dim,
             _activation_key(self.family): self.family.activation,
             "rope_theta": self.rope.theta,
             "rope_scaling": scaling_to_hf(self.rope.scaling),
@@ -263,6 +298,16 @@ class DecoderConfig:
             raw["layer_types"] = [
                 "sliding_attention" if window else "full_attention" for window in self.windows
             ]
+        if self.latent is not None:
+            raw |= {
+                "kv_lora_rank": self.latent.rank,
+                "q_lora_rank": self.latent.query_rank,
+                "qk_rope_head_dim": self.latent.rotary_size,
+                "qk_nope_head_dim": self.latent.key_size,
+                "v_head_dim": self.latent.value_size,
+                "rope_interleave": self.latent.interleaved,
+                "first_k_dense_replace": self.num_layers,
+            }
         if self.experts is not None:
             raw |= {
                 "num_experts": self.experts.count,
@@ -302,6 +347,7 @@ _OPTIONS = {
     "mlp_bias": "mlp_bias",
     "logit_softcap": "final_logit_softcapping",
     "experts": "num_experts",
+    "latent": "kv_lora_rank",
 }
 
 

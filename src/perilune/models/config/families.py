@@ -25,6 +25,8 @@ Architecture = Literal[
     "olmoe",
     "gemma3_text",
     "glm4_moe",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
 """The `model_type` of a family that the decoder computes."""
 
@@ -128,8 +130,47 @@ _MISTRAL = Family(
     windows="all",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
+_LATENT_OPTIONS = frozenset(
+    {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias"}
+)
 _DEEPSEEK = Family(
-    mlp_bias=False, defaults={"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    "DeepseekV3ForCausalLM",
+    options=_ROUTED_OPTIONS | _LATENT_OPTIONS | {"rope_interleave"},
+    mlp_bias=False,
+    router="sigmoid",
+    correction=True,
+    names={"num_experts": "n_routed_experts"},
+    defaults={
+        "num_experts": 256,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
+)
+_DEEPSEEK_V2 = Family(
+    "DeepseekV2ForCausalLM",
+    options=_ROUTED_OPTIONS | _LATENT_OPTIONS | {"mlp_bias"},
+    names={"num_experts": "n_routed_experts"},
+    defaults={
+        **_DEEPSEEK.defaults,
+        "num_experts": 64,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+    },
 )
 _QWEN_NEXT = Family(
     qk_norm="head",
@@ -296,7 +337,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows="all",
             defaults=_TIED | {"use_bias": True},
         ),
-        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v2": _DEEPSEEK_V2,
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": Family(
@@ -339,6 +380,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """By `model_type`."""
+
+SAME_FAMILY: Mapping[str, Architecture] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Other names of families that the decoder computes; transformers does not know them."""
 
 DECODER_FAMILIES: Mapping[Architecture, Family] = MappingProxyType(
     {name: FAMILIES[name] for name in get_args(Architecture)}

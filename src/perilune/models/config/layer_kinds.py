@@ -1,8 +1,8 @@
-"""Differences between the layers of one decoder: sliding windows and experts."""
+"""What layers are made of beside plain attention: sliding windows, latent attention and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from perilune.models.config.families import Family
@@ -49,6 +49,38 @@ class Experts:
         if self.per_token > eligible:
             return f"{self.per_token} of {eligible} experts per token"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention (`models.latent`).
+
+    Attributes:
+        rank: size of the vector per token from which keys and values are projected.
+        rotary_size: size of the rotary part of a query, and of the rotary key that all heads share.
+        key_size, value_size: of one head, without the rotary part.
+        query_rank: size of the vector from which queries are projected; None when it is the input.
+        interleaved: rotations turn pairs of neighbours instead of pairs across the halves of a head.
+    """
+
+    rank: int
+    rotary_size: int
+    key_size: int
+    value_size: int
+    query_rank: int | None = None
+    interleaved: bool = True
+
+
+def read_latent(read: Reader, options: Collection[str]) -> Latent:
+    """The sizes of latent attention."""
+    return Latent(
+        rank=read.count("kv_lora_rank"),
+        rotary_size=read.count("qk_rope_head_dim"),
+        key_size=read.count("qk_nope_head_dim"),
+        value_size=read.count("v_head_dim"),
+        query_rank=None if read.raw.get("q_lora_rank") is None else read.count("q_lora_rank"),
+        interleaved="rope_interleave" not in options or read.boolean("rope_interleave", True),
+    )
 
 
 def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
@@ -108,11 +140,12 @@ def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None,
     return windows if any(windows) else ()
 
 
-def read_experts(read: Reader, layers: int) -> Experts:
+def read_experts(read: Reader, family: Family, layers: int) -> Experts:
     """The mixture of experts of a model with `layers` layers."""
     if layers > MOST_LAYERS:
         raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS} with experts")
-    read.reject("topk_method", "noaux_tc", "the implemented choice of experts is noaux_tc")
+    method = "noaux_tc" if family.correction else "greedy"
+    read.reject("topk_method", method, f"the implemented choice of experts is {method}")
     # Transformers 5 also writes num_local_experts.
     count = read.integer("num_local_experts" if "num_local_experts" in read.raw else "num_experts", 128)
     inner = read.integer("moe_intermediate_size", 768)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import DECODER_FAMILIES, Architecture
+from perilune.models.config.families import DECODER_FAMILIES, SAME_FAMILY, Architecture
 
 _LARGEST = 2**31
 
@@ -40,7 +40,7 @@ class Reader:
         """The family that `model_type` names."""
         kind = self.raw.get("model_type")
         for architecture in DECODER_FAMILIES:
-            if kind == architecture:
+            if kind == architecture or SAME_FAMILY.get(str(kind)) == architecture:
                 return architecture
         if not isinstance(kind, str):
             raise self.wrong("model_type", "give the name of an architecture")

@@ -41,6 +41,7 @@ CONCEPTS = (
         "The cache holds one compressed vector per token and a small rotary key that all heads share. Keys "
         "and values of each head are projections of that vector.",
         "DeepSeek-V2, arXiv 2405.04434",
+        "perilune.models.latent:LatentAttention.forward",
     ),
     Concept(
         "SWA",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
-from perilune.models.decoder import NORM_NAMES, Block, Decoder
+from perilune.models.decoder import NORM_NAMES, Block, Decoder, SelfAttention
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.layers import Projection, RMSNorm
 from perilune.models.native import ops
@@ -54,13 +54,16 @@ class _Model(Structure):
 
 
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
-    """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size."""
+    """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size.
+
+    It does not compute latent attention.
+    """
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
     if not _has_plain_experts(config) or config.rope.fraction != 1:
         return False
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
-    return whole and even and ops.available()
+    return whole and even and config.latent is None and ops.available()
 
 
 def _has_plain_experts(config: DecoderConfig) -> bool:
@@ -145,6 +148,7 @@ class NativeDecoder:
 
     def _layer(self, block: Block) -> _Layer:
         attention, family = block.self_attn, self.config.family
+        assert isinstance(attention, SelfAttention)  # as `supports` requires
         before_attention, after_attention, before_mlp, after_mlp = (
             self._norm(getattr(block, name) if name else None)
             for name in NORM_NAMES[family.pre_norm, family.post_norm]

@@ -1,0 +1,134 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+The keys and values of all heads are projections of one latent vector c per token, k = U c and v = V c, beside
+a rotary key that the heads share. There are two ways to compute it:
+
+* expanded: project k and v of every token and attend as usual;
+* absorbed: since q . (U c) = (U^T q) . c and sum(w V c) = V sum(w c), project queries into the latent space
+  and the result out of it. All heads attend to one key [c, rotary key], whose first part is the value. The
+  cache then holds one vector per token, which is smaller than the keys and values of the heads by an order.
+
+The engine always absorbs. The learner absorbs where results are exact (float32 on a CPU), so that its
+log-probs equal the engine's bit for bit, and expands elsewhere, where scores are cheaper: a product of a key
+takes D = key_size + rotary_size terms, not rank + rotary_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perilune.models.attention import Attention, PackedAttention
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Latent
+from perilune.models.config.rope import YarnScaling
+from perilune.models.kernels import is_exact, linear, pack_weight, rotate
+from perilune.models.layers import Projection, RMSNorm, copied_in_place
+from perilune.models.narrow import NarrowKind
+
+_EPS = 1e-6  # of the norms of latent vectors, whatever that of the model
+
+
+class LatentAttention(nn.Module):
+    """Latent attention under the names of DeepSeek's checkpoints."""
+
+    def __init__(self, config: DecoderConfig, latent: Latent, layer: int) -> None:
+        super().__init__()
+        self.layer, self.heads, self.sizes = layer, config.num_heads, latent
+        hidden, bias = config.hidden_size, config.attention_bias
+        queries = self.heads * (latent.key_size + latent.rotary_size)
+        if latent.query_rank is None:
+            self.q_proj = nn.Linear(hidden, queries, bias=False)
+            self.down_q, self.up_q = None, Projection(self.q_proj)
+        else:
+            self.q_a_proj = nn.Linear(hidden, latent.query_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, _EPS, False)
+            self.q_b_proj = nn.Linear(latent.query_rank, queries, bias=False)
+            self.down_q, self.up_q = Projection(self.q_a_proj), Projection(self.q_b_proj)
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, latent.rank + latent.rotary_size, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent.rank, _EPS, False)
+        self.kv_b_proj = nn.Linear(
+            latent.rank, self.heads * (latent.key_size + latent.value_size), bias=False
+        )
+        self.o_proj = nn.Linear(self.heads * latent.value_size, hidden, bias=bias)
+        self.down_kv, self.out = Projection(self.kv_a_proj_with_mqa), Projection(self.o_proj)
+        keys, values = slice(latent.key_size), slice(latent.key_size, None)
+        self.into_latent = HeadProjection(self.kv_b_proj, self.heads, keys, across=True)
+        self.values_of = HeadProjection(self.kv_b_proj, self.heads, values)
+        scaling = config.rope.scaling
+        self.score_scale = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        sizes = self.sizes
+        q = self.up_q(x if self.down_q is None else self.q_a_layernorm(self.down_q(x)))
+        q, q_rotary = torch.split(q.view(len(x), self.heads, -1), [sizes.key_size, sizes.rotary_size], dim=-1)
+        latent, k_rotary = torch.split(self.down_kv(x), [sizes.rank, sizes.rotary_size], dim=-1)
+        latent = self.kv_a_layernorm(latent)[:, None]
+        rotary = self._rotated(torch.cat([q_rotary, k_rotary[:, None]], dim=1), cos, sin)
+        q_rotary, k_rotary = torch.split(rotary, [self.heads, 1], dim=1)
+        if isinstance(attention, PackedAttention) and not is_exact(x):
+            every = latent.expand(-1, self.heads, -1)
+            keys = self.into_latent.transposed(latent[:, 0])
+            k = torch.cat([keys, k_rotary.expand(-1, self.heads, -1)], dim=-1)
+            q = torch.cat([q, q_rotary], dim=-1) * self.score_scale
+            return self.out(attention(self.layer, q, k, self.values_of(every)).flatten(1))
+        q = torch.cat([self.into_latent(q), q_rotary], dim=-1)
+        # Attention divides by the square root of the size of these queries, which is not that of a head.
+        q = q * (self.score_scale * (q.shape[-1] / (sizes.key_size + sizes.rotary_size)) ** 0.5)
+        k = torch.cat([latent, k_rotary], dim=-1)
+        out = attention(self.layer, q, k, k[..., : sizes.rank])
+        return self.out(self.values_of(out).flatten(1))
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate float[N, heads, D]. Pairs of neighbours are put into the two halves first."""
+        if self.sizes.interleaved:
+            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        return rotate(x, cos, sin)
+
+
+class HeadProjection(Projection):
+    """A linear map for each head, of the inputs of that head: float[N, H, O] of float[N, H, I].
+
+    It is never rounded: its matrices keep the dtype of the model in narrow copies.
+
+    Args:
+        part: a map whose matrix stacks those of the heads.
+        rows: the rows of a head's matrix.
+        across: whether to apply the transpose of those rows.
+    """
+
+    def __init__(self, part: nn.Linear, heads: int, rows: slice, *, across: bool = False) -> None:
+        super().__init__(part, exact=True)
+        self._heads, self._rows, self._across = heads, rows, across
+        self._frozen: Tensor | list[Any] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights = self._matrices()
+        if isinstance(weights, Tensor) and not is_exact(x):
+            return torch.einsum("nhi,hoi->nho", x, weights)
+        return torch.stack([linear(x[:, head], one) for head, one in enumerate(weights)], dim=1)
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """float[N, H, I], the transposed map of each head applied to the same float[N, O]; never exact."""
+        weights = self._matrices()
+        assert isinstance(weights, Tensor)
+        return torch.einsum("no,hoi->nhi", x, weights)
+
+    def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
+        assert isinstance(source, HeadProjection)
+        fresh = source.stacked().detach()
+        if is_exact(fresh):
+            self._frozen = [pack_weight(one)[0] for one in fresh]
+        else:
+            self._frozen = copied_in_place(self._frozen, fresh.clone(memory_format=torch.contiguous_format))
+
+    def stacked(self) -> Tensor:
+        """float[H, O, I] of the current weights."""
+        weight = self.weight_of(self.parts[0])
+        weight = weight.view(self._heads, -1, weight.shape[1])[:, self._rows]
+        return weight.transpose(1, 2) if self._across else weight
+
+    def _matrices(self) -> Tensor | list[Any]:
+        return self.stacked() if self._frozen is None else self._frozen
