@@ -17,7 +17,7 @@ from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.serve.answers import Answer, Spelling
-from perilune.serve.app import make_app
+from perilune.serve.app import make_app, text_routes
 from perilune.serve.guard import BodyLimits
 from perilune.serve.server import Settings, _service
 
@@ -37,7 +37,7 @@ def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
     checkpoint, poet = folders
     settings = Settings(checkpoint, "base", slots=8, adapters=dict([_adapter(f"poet={poet}")]))
     service, _ = _service(settings, print)
-    app = make_app(service, token=None, bodies=BodyLimits(1 << 20))
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as client:
         yield client
 

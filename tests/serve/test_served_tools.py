@@ -19,7 +19,7 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.serve.app import make_app
+from perilune.serve.app import make_app, text_routes
 from perilune.serve.guard import BodyLimits
 from perilune.serve.server import Settings, _service
 
@@ -179,7 +179,7 @@ def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
     }
     result = {"role": "tool", "tool_call_id": "a1", "content": "5"}
     service, _ = _service(Settings(tmp_path / "tools", "tools"), print)
-    app = make_app(service, token=None, bodies=BodyLimits(1 << 20))
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
         asked = http.post("/tokenize", json={"messages": [*ASKED, called, result], "tools": TOOLS}).json()
         alone = http.post("/tokenize", json={"messages": ASKED}).json()

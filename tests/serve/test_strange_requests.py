@@ -14,7 +14,7 @@ from served import CONTEXT, Direct, Served, make_checkpoint, served
 
 from perilune.engine.engine import Engine
 from perilune.models.native import ops
-from perilune.serve.app import make_app
+from perilune.serve.app import make_app, text_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.model import ServedModel
@@ -95,7 +95,8 @@ def test_a_failed_engine_answers_500_and_counts_its_restart(checkpoint: Path) ->
 
     engine._runner.run = fail_once  # type: ignore[method-assign]
     model = ServedModel("m", direct.tokenizer, VOCABULARY, CONTEXT, (1,))
-    app = make_app(Service(model, EngineThread(engine), 8), token=None, bodies=BodyLimits(1 << 20))
+    service = Service(model, EngineThread(engine), 8)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     body = {"model": "m", "prompt": "a", "max_tokens": 4, "seed": 3, "return_token_ids": True}
     with TestClient(app, base_url="http://127.0.0.1") as http:
         failed = http.post("/v1/completions", json=body)

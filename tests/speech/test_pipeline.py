@@ -21,7 +21,7 @@ from perilune.speech.stream import SpeechDelta
 from perilune.speech.synthesis import Speaker
 
 TEXTS = ["one two", "a rather longer sentence", "x"]
-FRAMES = 14
+FRAMES = 12
 UTTERANCES = [
     Utterance(text, speaker, streamed_text=text == "x")
     for text, speaker in zip(TEXTS, ["ada", None, "owen"], strict=True)
@@ -156,7 +156,7 @@ def test_a_text_model_is_a_pipeline_of_one_stage(model: SpeechModel) -> None:
         (Utterance(""), "input"),
         (Utterance("x" * 300), "input"),
         (Utterance("x" * 100_000), "input"),
-        (Utterance("hi", speaker="bob"), "speaker"),
+        (Utterance("hi", speaker="bob"), "voice"),
         (Utterance("hi", language="klingon"), "language"),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.errors import PeriluneError
+from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import (
     answer_error,
     answer_gone,
@@ -24,17 +25,47 @@ from perilune.serve.errors import (
     answer_unexpected,
 )
 from perilune.serve.guard import BodyLimits, Guard
+from perilune.serve.metrics import Metrics
 from perilune.serve.service import Service
 
 
+class AnyService(Protocol):
+    """What answers requests, whatever the model is.
+
+    Attributes:
+        thread: the thread of its engine.
+        answering: requests whose answers are not sent completely.
+        draining: whether the server is shutting down.
+        open_paths: paths that need no token.
+    """
+
+    thread: EngineThread
+    answering: int
+    draining: bool
+    open_paths: frozenset[str]
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts and times."""
+
+    def figures(self) -> Mapping[str, float]:
+        """Current values for /metrics."""
+
+    def abort_all(self, reason: str) -> None:
+        """Stop all requests; their clients get `reason` as the error."""
+
+    def close(self) -> None:
+        """Stop what the service started."""
+
+
 def make_app(
-    service: Service, *, token: str | None, bodies: BodyLimits, optional: Sequence[APIRouter] = ()
+    service: AnyService, *, token: str | None, bodies: BodyLimits, routers: Sequence[APIRouter]
 ) -> FastAPI:
     """The application that answers with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
-        optional: further routes.
+        routers: the routes, besides /health and /metrics.
     """
 
     @asynccontextmanager
@@ -54,10 +85,32 @@ def make_app(
         (Exception, answer_unexpected),
     ):
         app.add_exception_handler(kind, answer)
-    app.add_middleware(Guard, token=token, bodies=bodies, draining=lambda: service.draining)
+    app.add_middleware(
+        Guard,
+        token=token,
+        bodies=bodies,
+        draining=lambda: service.draining,
+        open_paths=service.open_paths,
+    )
     app.add_middleware(_Counted, service=service)
-    for router in optional:
+    for router in routers:
         app.include_router(router)
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        status = "failed" if service.thread.failure else "draining" if service.draining else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return service.metrics.response(service.figures())
+
+    return app
+
+
+def text_routes(service: Service) -> APIRouter:
+    """The routes of a text model."""
+    router = APIRouter()
     started = int(time())
 
     for path, reply in (
@@ -66,9 +119,9 @@ def make_app(
         ("/tokenize", service.tokenize),
         ("/detokenize", service.detokenize),
     ):
-        app.post(path, response_model=None)(reply)
+        router.post(path, response_model=None)(reply)
 
-    @app.get("/v1/models")
+    @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         base = service.model.name
         cards = [
@@ -85,22 +138,13 @@ def make_app(
         ]
         return {"object": "list", "data": cards}
 
-    @app.get("/health", response_model=None)
-    async def health() -> Response:
-        status = "failed" if service.thread.failure else "draining" if service.draining else "ok"
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
-
-    @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        return service.metrics.response(service.figures())
-
-    return app
+    return router
 
 
 class _Counted:
     """Counts requests by route and status; a path that is not served counts as "other"."""
 
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+    def __init__(self, app: ASGIApp, *, service: AnyService) -> None:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

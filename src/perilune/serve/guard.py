@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perilune.serve.address import has_token, is_for_this_machine
 from perilune.serve.errors import ApiError, error_document
 
-_OPEN = frozenset({"/health"})  # needs no token
+HEALTH = "/health"  # needs no token
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,23 @@ class Guard:
     Args:
         token: bearer token of requests, or None if only this machine can connect.
         draining: returns whether the server is shutting down.
+        open_paths: paths that need no token.
     """
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, bodies: BodyLimits, draining: Callable[[], bool]
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        bodies: BodyLimits,
+        draining: Callable[[], bool],
+        open_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._token = None if token is None else token.encode()
         self._bodies = bodies
         self._draining = draining
+        self._open = {HEALTH, *open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +83,7 @@ class Guard:
         if self._token is None:
             if not is_for_this_machine(headers):
                 return _error(403, "this server only answers requests to localhost", code="wrong_host")
-        elif scope["path"] not in _OPEN and not has_token(headers, self._token):
+        elif scope["path"] not in self._open and not has_token(headers, self._token):
             return _error(
                 401,
                 "the token is missing or wrong; send Authorization: Bearer TOKEN",

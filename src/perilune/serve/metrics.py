@@ -9,44 +9,49 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LATELY = 0.2  # weight of the newest answer in the running mean of answer times
 
 
 class Metrics:
-    """Counts and times of one server."""
+    """Counts and times of one server.
+
+    Attributes:
+        registry: where Prometheus finds them.
+        answer_seconds: running mean of the time of an answer.
+    """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._requests = Counter(
-            "perilune_requests", "Requests answered", ["path", "status"], registry=self._registry
+            "perilune_requests", "Requests answered", ["path", "status"], registry=self.registry
         )
         self._disconnects = Counter(
-            "perilune_disconnects", "Answers whose client disconnected", registry=self._registry
+            "perilune_disconnects", "Answers whose client disconnected", registry=self.registry
         )
         self._stalls = Counter(
-            "perilune_stalls", "Connections closed because the client read nothing", registry=self._registry
+            "perilune_stalls", "Connections closed because the client read nothing", registry=self.registry
         )
         self._restarts = Counter(
             "perilune_engine_restarts",
             "Times the engine failed and was restarted",
-            registry=self._registry,
+            registry=self.registry,
         )
-        self._tokens = Counter("perilune_tokens", "Tokens", ["kind"], registry=self._registry)
+        self._tokens = Counter("perilune_tokens", "Tokens", ["kind"], registry=self.registry)
         self._first = Histogram(
             "perilune_first_token_seconds",
             "Seconds from the request to the first token of a stream",
-            buckets=_SECONDS,
-            registry=self._registry,
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self._whole = Histogram(
             "perilune_answer_seconds",
             "Seconds from the request to the end of its answer",
-            buckets=_SECONDS,
-            registry=self._registry,
+            buckets=SECONDS,
+            registry=self.registry,
         )
         self._gauges: dict[str, Gauge] = {}
-        self.answer_seconds = 1.0  # running mean
+        self.answer_seconds = 1.0
 
     def answered(self, path: str, status: int) -> None:
         """Count an answered request."""
@@ -80,6 +85,6 @@ class Metrics:
         """The page, with the current values `now` as gauges."""
         for name, value in now.items():
             if name not in self._gauges:
-                self._gauges[name] = Gauge(f"perilune_{name}", "Current value", registry=self._registry)
+                self._gauges[name] = Gauge(f"perilune_{name}", "Current value", registry=self.registry)
             self._gauges[name].set(value)
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)

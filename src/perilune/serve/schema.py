@@ -29,6 +29,7 @@ from perilune.serve.tool_formats import ToolFormat
 MOST_CHOICES = 256  # samples of one request
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
+DEFAULT_VOICE = "default"  # of a speech model
 NO_EFFECT = frozenset(
     ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier")
 ) | {"store", "user"}
@@ -397,3 +398,18 @@ class TokenizeBody(_Body):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class SpeechBody(_Body):
+    """The body of POST /v1/audio/speech: OpenAI's arguments, and `language`, `seed` and `stream`."""
+
+    model: str
+    input: Text
+    voice: str = DEFAULT_VOICE
+    instructions: str = ""
+    response_format: Literal["wav", "pcm"] = "wav"
+    speed: Annotated[float, Field(ge=1, le=1)] = 1  # no other is implemented
+    stream_format: Literal["audio"] = "audio"
+    language: str = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stream: bool = True

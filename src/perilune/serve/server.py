@@ -24,15 +24,18 @@ from perilune.models.decoder import Decoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
 from perilune.serve.adapters import AdapterLoads, adapter_routes
 from perilune.serve.address import listening, token_of, url_of
-from perilune.serve.app import make_app
+from perilune.serve.app import AnyService, make_app, text_routes
 from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.control import Control, control_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.model import ServedModel
 from perilune.serve.service import Service
+from perilune.serve.speech import SpeechService, speech_routes
 from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
 from perilune.serve.weights import MOST_CHUNK, WeightUpdates, weight_routes
+from perilune.speech.folder import is_speech_folder, load_speech_model
+from perilune.speech.synthesis import Speaker
 
 _BACKLOG = 2048  # connections that wait to be accepted
 _DESCRIPTORS = 16_384  # requested; the system may allow fewer
@@ -103,7 +106,9 @@ def serve(
     """
     token = token_of(settings.host, settings.token_env)
     with listening(settings.host, settings.port) as listener:
-        service, routers = _service(settings, notify)
+        spoken = is_speech_folder(settings.checkpoint)
+        service: AnyService
+        service, routers = _speech_service(settings) if spoken else _service(settings, notify)
         gc.collect()
         gc.freeze()  # later collections, which hold up every request, skip what stays for good
         server = _Server(service, routers, settings, token, lambda: announce(f"{url_of(listener)}/v1"))
@@ -166,7 +171,29 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         }
 
     service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
-    return service, _optional_routes(settings, engine, loaded, service)
+    return service, [text_routes(service), *_optional_routes(settings, engine, loaded, service)]
+
+
+def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]:
+    """Load the speech model in the checkpoint, and create its service and routes."""
+    unsupported = {
+        "--dtype": settings.dtype != "float32",
+        "--adapter": settings.adapters,
+        "--adapters-from": settings.adapters_from,
+        "--offload-memory": settings.offload,
+        "--weight-updates": settings.weight_updates,
+        "--control": settings.control,
+        "--reasoning": settings.reasoning,
+        "--tool-format": settings.tool_format,
+    }
+    given = next((option for option, value in unsupported.items() if value), None)
+    if given is not None:
+        raise RequestError("is not possible with a speech model", where=given, remedy="leave it out")
+    model = load_speech_model(settings.checkpoint).to(_device(settings.device))
+    speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
+    speaker.warm_up()
+    service = SpeechService(settings.name, speaker, settings.slots + settings.max_queue)
+    return service, [speech_routes(service)]
 
 
 def _optional_routes(
@@ -210,14 +237,14 @@ class _Server(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        service: AnyService,
         routers: Sequence[APIRouter],
         settings: Settings,
         token: str | None,
         announce: Callable[[], None],
     ) -> None:
         bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
-        app = make_app(service, token=token, bodies=bodies, optional=routers)
+        app = make_app(service, token=token, bodies=bodies, routers=routers)
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),

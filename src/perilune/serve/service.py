@@ -46,6 +46,12 @@ _KEPT_SCHEMAS = 64  # compiled grammars
 _MOST_SCHEMA = 1 << 17  # characters
 
 
+def queue_is_full(answer_seconds: float) -> ApiError:
+    """The error that asks a client to come back after about one answer."""
+    wait = {"Retry-After": str(min(max(math.ceil(answer_seconds), 1), 30))}
+    return ApiError(429, "the queue is full", code="queue_full", headers=wait)
+
+
 class Service:
     """Answers requests with one engine.
 
@@ -65,6 +71,7 @@ class Service:
         self.metrics, self.gate = Metrics(), Gate()
         thread.on_restart = self.metrics.restarted
         self.draining = False
+        self.open_paths: frozenset[str] = frozenset()
         self.answering = 0  # requests whose answers are not sent completely
         self._entering = 0  # samples that are not submitted to the engine yet
         self._lanes = Lanes()
@@ -222,8 +229,7 @@ class Service:
         busy = self.thread.open_samples + self._entering >= self._most_samples
         # An answer that is sampled but not read yet costs memory only.
         if busy or self.answering >= 2 * self._most_samples:
-            wait = {"Retry-After": str(min(max(math.ceil(self.metrics.answer_seconds), 1), 30))}
-            raise ApiError(429, "the queue is full", code="queue_full", headers=wait)
+            raise queue_is_full(self.metrics.answer_seconds)
 
     def _requests(
         self,

@@ -77,6 +77,11 @@ class SpeechModel:
         """The shape of all parts."""
         return self.talker.config
 
+    def to(self, device: str | torch.device) -> SpeechModel:
+        """This model with its weights on `device`."""
+        self.talker, self.codec = self.talker.to(device), self.codec.to(device)
+        return self
+
 
 def is_speech_folder(path: Path) -> bool:
     """Whether `path` is a folder whose config.json describes a speech model."""

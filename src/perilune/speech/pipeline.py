@@ -53,7 +53,8 @@ class Pipeline:
         Raises:
             RequestError: when the engine cannot serve it.
         """
-        request_id = self._engine.add(request, stream=stream)
+        # The stages after the engine need each token at once.
+        request_id = self._engine.add(request, stream=stream or len(self.stages) > 1)
         self.stages[0].feed([(request_id, request)])
         return request_id
 

@@ -94,7 +94,7 @@ def _voice(config: SpeechConfig, utterance: Utterance) -> list[int]:
     speaker = None if utterance.speaker is None else utterance.speaker.lower()
     language = utterance.language.lower()
     if speaker is not None and speaker not in config.speakers:
-        raise _unknown("speaker", utterance.speaker, config.speakers)
+        raise _unknown("voice", utterance.speaker, config.speakers)
     if language in (AUTO, "chinese") and speaker is not None:
         language = config.dialects.get(speaker, language)
     if language == AUTO:

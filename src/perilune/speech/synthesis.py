@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 
@@ -98,8 +99,11 @@ class Speaker:
         return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
 
     def warm_up(self) -> None:
-        """Say one word, so that the first request does not pay for what is made on first use."""
-        self.say([Utterance("a")])
+        """Say a word, so that the first request does not pay for what is made on first use."""
+        for word in ("a", "1"):
+            with suppress(RequestError):  # the vocabulary may be of words or digits only
+                self.say([Utterance(word)])
+                return
 
 
 def _audio(delta: Delta) -> Sequence[Samples]:

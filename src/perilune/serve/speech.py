@@ -1,0 +1,270 @@
+"""Serves a speech model: /v1/audio/speech as OpenAI's API has it, the voices, and a page with a player."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from functools import partial
+from importlib.resources import files
+from time import perf_counter, time
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from prometheus_client import Counter, Histogram
+from starlette.responses import Response
+
+from perilune.errors import PeriluneError
+from perilune.serve.bodies import read_body
+from perilune.serve.engine_thread import EngineThread, Stream
+from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten
+from perilune.serve.lanes import Lanes
+from perilune.serve.metrics import SECONDS, Metrics
+from perilune.serve.responses import Disconnected, EventStream, while_connected
+from perilune.serve.schema import DEFAULT_VOICE, SpeechBody
+from perilune.serve.service import queue_is_full
+from perilune.speech.prompt import AUTO, Utterance
+from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
+from perilune.speech.synthesis import Speaker
+
+_FACTORS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # bounds of the real-time factor
+_UNKNOWN_SIZE = 0xFFFFFFFF  # of a WAV stream
+_PLAYER = {"/": ("player.html", "text/html"), "/player.js": ("player.js", "text/javascript")} | {
+    "/player.css": ("player.css", "text/css")
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class SpeechMetrics(Metrics):
+    """Counts and times of a server that speaks, by the number of utterances in progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        by_load = partial(Histogram, labelnames=["streams"], registry=self.registry)
+        self._first_code = by_load(
+            "perilune_speech_first_code_seconds", "Seconds to the talker's first code", buckets=SECONDS
+        )
+        self._first_audio = by_load(
+            "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=SECONDS
+        )
+        self._factor = by_load(
+            "perilune_speech_real_time_factor", "Seconds for a second of speech", buckets=_FACTORS
+        )
+        self._underruns = Counter(
+            "perilune_speech_underruns",
+            "Times at which samples came after those before were heard",
+            ["streams"],
+            registry=self.registry,
+        )
+        self._audio = Counter("perilune_speech_seconds", "Seconds of speech", registry=self.registry)
+
+    def spoken(self, times: SpeechTimes) -> None:
+        """Record a finished utterance."""
+        load = str(1 << (times.streams - 1).bit_length())  # 1, 2, 4, 8, ...: at most as many streams
+        self._first_code.labels(load).observe(times.first_code)
+        self._underruns.labels(load).inc(times.underruns)
+        if times.audio:
+            self._first_audio.labels(load).observe(times.first_audio)
+            self._factor.labels(load).observe(times.real_time_factor)
+            self._audio.inc(times.audio)
+
+
+class SpeechService:
+    """Answers requests with one speech model.
+
+    Args:
+        most_streams: utterances in progress or waiting; further requests are refused with 429.
+    """
+
+    def __init__(self, name: str, speaker: Speaker, most_streams: int) -> None:
+        self.name, self.speaker, self._most_streams = name, speaker, most_streams
+        self.thread, self.metrics = EngineThread(speaker.pipeline), SpeechMetrics()
+        self.thread.on_restart = self.metrics.restarted
+        self.draining, self.answering = False, 0
+        self.open_paths = frozenset(_PLAYER)
+        self._entering = 0
+        self._lanes = Lanes()
+
+    def close(self) -> None:
+        """Shut the lanes down."""
+        self._lanes.close()
+
+    def abort_all(self, reason: str) -> None:
+        """Stop all requests; their clients get `reason` as the error."""
+        self.thread.abort_all(reason)
+
+    def figures(self) -> dict[str, float]:
+        """Current values for /metrics."""
+        engine = self.speaker.engine
+        return {
+            "speech_streams": self.speaker.open(),
+            "samples_open": self.thread.open_samples,
+            "samples_running": engine.running,
+            "requests_waiting": engine.waiting,
+            "requests_answering": self.answering,
+            "cache_use": engine.cache_use,
+            "steps": engine.counters.steps,
+            "preemptions": engine.counters.preemptions,
+        }
+
+    async def speak(self, request: Request) -> Response:
+        """Answer POST /v1/audio/speech."""
+        began = perf_counter()
+        data = await request.body()
+        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, SpeechBody))
+        self._admit(body)
+        self.answering += 1
+        handed_on = False
+        try:
+            stream = await while_connected(self._begin(body, len(data)), request.receive)
+            kind = "audio/wav" if body.response_format == "wav" else "audio/pcm"
+            if not body.stream:
+                return await self._whole(stream, body, request, began)
+            handed_on = True
+            pieces = self._pieces(stream, wav=body.response_format == "wav")
+            return AudioStream(pieces, lambda complete: self._finished(stream, complete, began), kind)
+        except Disconnected:
+            self.metrics.disconnected()
+            return Response(status_code=CLIENT_LEFT)
+        finally:
+            if not handed_on:
+                self.answering -= 1
+
+    def _admit(self, body: SpeechBody) -> None:
+        if body.model != self.name:
+            message = f"no model {shorten(body.model)!r}; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        busy = self.thread.open_samples + self._entering >= self._most_streams
+        if busy or self.answering >= 2 * self._most_streams:
+            raise queue_is_full(self.metrics.answer_seconds)
+
+    async def _begin(self, body: SpeechBody, size: int) -> Stream:
+        """Embed the text and submit it to the talker."""
+        self._entering += 1
+        try:
+            voice = None if body.voice == DEFAULT_VOICE else body.voice
+            utterance = Utterance(body.input, voice, body.language, body.instructions)
+            seed = body.seed if body.seed is not None else int(np.random.default_rng().integers(2**63))
+            made = await self._lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
+            return await self.thread.submit([made], in_pieces=True)
+        finally:
+            self._entering -= 1
+
+    async def _whole(self, stream: Stream, body: SpeechBody, request: Request, began: float) -> Response:
+        complete = False
+        try:
+            samples = await while_connected(self._collected(stream), request.receive)
+            complete = True
+        finally:
+            self._close(stream, began)
+        data = b"".join(map(pcm, samples))
+        assert complete
+        if body.response_format == "pcm":
+            return Response(data, media_type="audio/pcm", headers=self._rate)
+        return Response(self._header(len(data)) + data, media_type="audio/wav")
+
+    async def _collected(self, stream: Stream) -> list[Samples]:
+        return [part async for part in self._samples(stream)]
+
+    async def _samples(self, stream: Stream) -> AsyncIterator[Samples]:
+        while deltas := await stream.next():
+            for _, delta in deltas:
+                assert isinstance(delta, SpeechDelta)
+                if delta.times is not None:
+                    self.metrics.spoken(delta.times)
+                for part in delta.audio:
+                    yield part
+
+    async def _pieces(self, stream: Stream, *, wav: bool) -> AsyncIterator[bytes]:
+        if wav:
+            yield self._header(None)
+        try:
+            async for part in self._samples(stream):
+                yield pcm(part)
+        except PeriluneError as error:
+            # The status is sent already. A connection that is cut tells the client that samples are missing.
+            raise ConnectionAbortedError(error.what) from None
+
+    def _finished(self, stream: Stream, complete: bool, began: float) -> None:
+        self.answering -= 1
+        self._close(stream, began)
+        if not complete:
+            self.metrics.disconnected()
+
+    def _close(self, stream: Stream, began: float) -> None:
+        stream.abort()
+        self.metrics.finished(began, prompt=len(stream.requests[0].token_ids), completion=0, cached=0)
+
+    @property
+    def _rate(self) -> dict[str, str]:
+        return {"X-Sample-Rate": str(self.speaker.config.codec.sample_rate)}
+
+    def _header(self, size: int | None) -> bytes:
+        return wav_header(self.speaker.config.codec.sample_rate, size)
+
+    def voices(self) -> dict[str, Any]:
+        """What requests may give as `voice` and `language`."""
+        config = self.speaker.config
+        spoken = [name for name in config.languages if "dialect" not in name]
+        return {
+            "model": self.name,
+            "voices": [DEFAULT_VOICE, *config.speakers],
+            "languages": [AUTO, *spoken],
+            "sample_rate": config.codec.sample_rate,
+        }
+
+
+class AudioStream(EventStream):
+    """Audio in pieces, as they are made."""
+
+    def __init__(self, pieces: AsyncIterator[bytes], finished: Any, kind: str) -> None:
+        self.media_type = kind
+        super().__init__(pieces, finished)
+
+
+def speech_routes(service: SpeechService) -> APIRouter:
+    """The routes of a speech model."""
+    router = APIRouter()
+    started = int(time())
+    router.post("/v1/audio/speech", response_model=None)(service.speak)
+
+    @router.get("/v1/audio/voices")
+    async def voices() -> dict[str, Any]:
+        return service.voices()
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {"id": service.name, "object": "model", "created": started, "owned_by": "perilune"}
+        return {"object": "list", "data": [card]}
+
+    for path, (name, kind) in _PLAYER.items():
+        router.get(path, response_model=None)(partial(_asset, name, kind))
+    return router
+
+
+async def _asset(name: str, kind: str) -> Response:
+    """A file of the player."""
+    data = await asyncio.to_thread((files("perilune.serve") / "player" / name).read_bytes)
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(data, media_type=kind, headers=headers)
+
+
+def pcm(samples: Samples) -> bytes:
+    """16-bit little-endian samples."""
+    return (samples * 32767).round().astype("<i2").tobytes()
+
+
+def wav_header(rate: int, size: int | None) -> bytes:
+    """The header of a WAV file of one channel with 16-bit samples; `size` bytes, None if unknown yet."""
+    whole, data = (_UNKNOWN_SIZE, _UNKNOWN_SIZE) if size is None else (36 + size, size)
+    shape = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
+    return struct.pack("<4sI4s", b"RIFF", whole, b"WAVE") + shape + struct.pack("<4sI", b"data", data)

@@ -1,0 +1,137 @@
+"""`perilune serve` with a speech model: audio, errors, the page, metrics."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import sys
+import wave
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served import Served, served
+
+sys.path.append(str(Path(__file__).parent.parent / "speech"))
+from speech_cases import small_model
+
+from perilune.errors import RequestError
+from perilune.serve.server import Settings, serve
+from perilune.speech.folder import load_speech_model, save_speech_model
+from perilune.speech.prompt import Utterance
+from perilune.speech.sampling import SpeechSampling
+from perilune.speech.synthesis import Speaker
+
+TEXTS = ["one two", "three", "four and five"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = small_model()
+    model.sampling = SpeechSampling(max_frames=20)
+    save_speech_model(tmp_path_factory.mktemp("speech") / "voice", model)
+    return tmp_path_factory.getbasetemp() / "speech0" / "voice"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    with served(folder) as one:
+        yield one
+
+
+def body(text: str, **more: object) -> dict[str, object]:
+    return {"model": "voice", "input": text, "voice": "ada", "seed": 3, "response_format": "pcm", **more}
+
+
+def test_streams_are_what_the_model_says(server: Served, folder: Path) -> None:
+    speaker = Speaker(load_speech_model(folder))
+    said = [speaker.say([Utterance(text, "ada")], seed=3)[0] for text in TEXTS]
+
+    def ask(text: str) -> tuple[int, bytes]:
+        with server.http() as http, http.stream("POST", "/v1/audio/speech", json=body(text)) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["transfer-encoding"] == "chunked"
+            pieces = list(answer.iter_raw())
+            return len(pieces), b"".join(pieces)
+
+    with ThreadPoolExecutor(len(TEXTS)) as threads:
+        answers = list(threads.map(ask, TEXTS))
+    for (pieces, data), samples in zip(answers, said, strict=True):
+        assert np.array_equal(np.frombuffer(data, "<i2"), (samples * 32767).round().astype("<i2"))
+        assert pieces > 1
+    metrics = server.metrics()
+    assert sum(value for name, value in metrics.items() if "real_time_factor_count" in name) >= len(TEXTS)
+    assert sum(value for name, value in metrics.items() if "first_audio_seconds_count" in name) >= len(TEXTS)
+    assert any(name.startswith("speech_underruns_total{streams=") for name in metrics)
+
+
+def test_wav_files_and_streams(server: Served) -> None:
+    with server.http() as http:
+        plain = http.post("/v1/audio/speech", json=body("one", stream=False)).content
+        whole = http.post("/v1/audio/speech", json=body("one", stream=False, response_format="wav"))
+        streamed = http.post("/v1/audio/speech", json=body("one", response_format="wav")).content
+    assert whole.headers["content-type"] == "audio/wav"
+    with wave.open(io.BytesIO(whole.content)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (2000, 1, 2)
+        assert file.readframes(file.getnframes()) == plain
+    assert streamed[44:] == plain
+    assert struct.unpack("<I", streamed[40:44])[0] == 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"input": ""}, 400, "input"),
+        ({"input": "x" * 250}, 400, "input"),
+        ({"input": "日本"}, 400, None),
+        ({"voice": "alloy"}, 400, "voice"),
+        ({"language": "klingon"}, 400, "language"),
+        ({"response_format": "mp3"}, 400, "response_format"),
+        ({"speed": 2}, 400, "speed"),
+        ({"speed": "fast"}, 400, "speed"),
+        ({"unknown": 1}, 400, "unknown"),
+    ],
+)
+def test_errors(server: Served, change: dict[str, object], status: int, param: str | None) -> None:
+    with server.http() as http:
+        answer = http.post("/v1/audio/speech", json=body("one") | change)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_a_client_that_leaves_frees_its_utterance(server: Served) -> None:
+    with (
+        server.http() as http,
+        http.stream("POST", "/v1/audio/speech", json=body("a long sentence to leave")) as left,
+    ):
+        next(left.iter_raw())
+    at_rest = server.at_rest()
+    assert at_rest["speech_streams"] == 0
+
+
+def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
+    with server.http() as http:
+        page = http.get("/")
+        assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+        for name in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+            part = http.get(f"/{name}")
+            assert part.status_code == 200
+            assert "http://" not in part.text
+            assert "https://" not in part.text
+        assert "<script>" not in page.text
+        voices = http.get("/v1/audio/voices").json()
+        assert voices["voices"] == ["default", "ada", "owen"]
+        assert http.get("/v1/models").json()["data"][0]["id"] == "voice"
+
+
+def test_options_of_text_models_are_refused(folder: Path) -> None:
+    settings = Settings(folder, "voice", port=0, weight_updates=True)
+    with pytest.raises(RequestError) as refused:
+        serve(settings, print)
+    assert refused.value.where == "--weight-updates"
