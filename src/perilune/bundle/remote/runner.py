@@ -9,8 +9,8 @@ runs often. A call executes one verb, ends its output with one line of JSON, and
     stop     end the attempt and verify that no process is left
     remove   delete the attempt's files
 
-Another verb, `receive`, takes the attempt's files. It is in receiver.py and store.py, which are sent after
-this file only for that verb.
+Two more verbs use the store of file contents (store.py), and are sent after this file only when they are
+called: `receive` (receiver.py) takes the attempt's files, and `hold` (holder.py) keeps its checkpoints there.
 
 The keeper lives as long as the attempt. It runs the copy of this file in the bundle. It sets the timers that
 end it, writes the claim, runs the bundle's entrypoint (which makes the environment and becomes the worker),
@@ -55,6 +55,8 @@ CLIENT_PATIENCE = 10.0  # seconds until Docker's or Podman's client counts as no
 ENVIRONMENTS = ".environments"  # in the workspace: one folder of environments per container image
 LAST = ("artifacts/manifest.json", "runtime/result.json")  # sent after all files that they list
 UNITS = "artifacts/checkpoints/"  # each folder in it is written and sent as a whole
+STATES = f"{UNITS}step-"  # checkpoints that only resuming needs
+OPTIMIZER = "optimizer"  # folder in a checkpoint: the state of the optimizer
 
 
 class RefusedError(Exception):
@@ -79,6 +81,7 @@ class Attempt:
         self.runner = self.files / "scripts" / "runner.py"
         self.entrypoint = [str(self.files / "scripts" / "entrypoint.sh"), "--epoch", str(epoch)]
         self.contact = self.run / f"contact.{epoch}"
+        self.held = self.run / f"held.{epoch}.json"  # see holder.py
 
     def other(self, epoch: int) -> Attempt:
         """Another attempt of the same run."""
@@ -197,6 +200,9 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     print(json.dumps({"seen": seen}), flush=True)
     if claim is None or not seen["staged"]:
         return {"end": True, "more": False, "units": {}}
+    unfinished = result is None or bool(result.get("cause"))
+    if have["last"] and have.get("rescue") and unfinished and have["bring"] == "final":
+        have["bring"] = "all"  # the machine goes away, and nothing else has what resuming needs
     return pull(attempt.files, have, sys.stdout.buffer, last=bool(have["last"]) and result is not None)
 
 
@@ -220,8 +226,9 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         for path in [attempt.files, *attempt.run.glob("tmp.*")]:
             if path.exists():
                 shutil.rmtree(str(path))
-        with contextlib.suppress(OSError):
-            attempt.contact.unlink()
+        for file in (attempt.contact, attempt.held):
+            with contextlib.suppress(OSError):
+                file.unlink()
     return {"removed": True}
 
 
@@ -232,13 +239,16 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
     """Write frames (a line of JSON, then the bytes that it announces) up to a limit, in order of urgency.
 
     `have` describes the data that the control plane has: {"files": {path: [inode, mtime, bytes, tail]},
-    "units": [names], "limit": n, "folders": [requested folders]}. With `last`, all artifacts are sent, and
-    manifest and result at the end.
+    "units": [names], "limit": n, "folders": [requested folders], "bring": see `stays`}. With `last`, all
+    artifacts are sent, and manifest and result at the end.
     """
     room, more = int(have["limit"]), False
     units: dict[str, dict[str, int]] = {}
+    bring = have.get("bring", "all")
     for path, status in offered(root, have["folders"], last):
-        if path.startswith(UNITS) and path.count("/") > 2:
+        if stays(path, bring) or (bring != "all" and not last and is_unfinished(root, path)):
+            continue
+        if is_in_unit(path):
             name, _, inside = path[len(UNITS) :].partition("/")
             units.setdefault(name, {})[inside] = status.st_size
             if name in have["units"]:
@@ -269,6 +279,23 @@ def offered(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os
     return ((relative, status) for _, relative, status in sorted(found, key=lambda one: one[:2]))
 
 
+def stays(path: str, bring: str) -> bool:
+    """Whether a file stays on its machine. `all` brings everything; `final` brings no checkpoint that only
+    resuming needs; `metrics` brings no checkpoint."""
+    if bring == "all" or not is_in_unit(path):
+        return False
+    return bring == "metrics" or path.startswith(STATES)
+
+
+def is_in_unit(path: str) -> bool:
+    return path.startswith(UNITS) and path.count("/") > 2
+
+
+def is_unfinished(root: Path, path: str) -> bool:
+    """Whether a file is in a checkpoint whose optimizer state may still be deleted, at the end of the task."""
+    return is_in_unit(path) and (root.joinpath(*path.split("/")[:3]) / OPTIMIZER).is_dir()
+
+
 def finished(name: str) -> bool:
     return not name.startswith(".") and not name.endswith((".tmp", ".lock"))
 
@@ -279,7 +306,7 @@ def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
         return 4 + LAST.index(path), 0.0
     if path.startswith("runtime/"):
         return 0, 0.0
-    if path.startswith(UNITS) and path.count("/") > 2:
+    if is_in_unit(path):
         unit = Path(str(root), *path.split("/")[:3])
         return 2, -unit.stat().st_mtime
     return (1, 0.0) if status.st_size < BLOCK else (3, 0.0)

@@ -92,7 +92,9 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
             view.progressed(event.stage, event.done, event.total, event.unit, event.figures)
         case events.StageResumed():
             why = event.message or event.cause
-            view.say(f"[{event.stage}] attempt {event.attempt} resumes from the last checkpoint: {why}")
+            view.say(f"[{event.stage}] attempt {event.attempt} follows attempt {event.attempt - 1}: {why}")
+        case events.StageNotice():
+            view.say(f"[{event.stage}] attempt {event.attempt}: {event.message}")
         case events.StageReused():
             view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
         case events.StageFinished():

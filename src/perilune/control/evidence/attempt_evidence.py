@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from perilune.bundle.remote.runner import stays
 from perilune.bundle.storage import storage_errors
+from perilune.bundle.verify import attested_hashes
 from perilune.execution.log import last_lines
+from perilune.execution.placements.mirror import Bring
 from perilune.execution.verdict import Verdict
 from perilune.files import read_json, sha256_file
 
@@ -28,6 +31,15 @@ def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] =
             if not path.is_file() or path.stat().st_size != entry["size"]:
                 return f"artifacts/{name} is missing or has another size"
     return ""
+
+
+def left_files(attempt: Path, bring: Bring) -> dict[str, str]:
+    """SHA-256 of the artifacts that stayed on the attempt's machine, by path in the bundle."""
+    return {
+        path: sha256
+        for path, sha256 in attested_hashes(attempt).items()
+        if stays(path, bring) and not (attempt / path).exists()
+    }
 
 
 def worker_output(attempt: Path, lines: int = 3) -> str:

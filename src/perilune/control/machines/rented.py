@@ -47,7 +47,8 @@ class RentedPlacement:
     """Runs each attempt on machines rented for it, one per node of its job.
 
     Args:
-        build: makes the placement on a machine from its host and further variables for the worker.
+        build: makes the placement on a machine from its host, further variables for the worker, and whether
+            the machine outlives the attempt.
         launcher: how a worker is started there.
     """
 
@@ -57,7 +58,7 @@ class RentedPlacement:
         self,
         fleet: Fleet,
         rental: Rental,
-        build: Callable[[Host, Mapping[str, str]], Placement],
+        build: Callable[[Host, Mapping[str, str], bool], Placement],
         launcher: str,
     ) -> None:
         self.fleet, self.rental, self._build, self.launcher = fleet, rental, build, launcher
@@ -65,9 +66,9 @@ class RentedPlacement:
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
-    ) -> None:
+    ) -> str:
         """As `Placement.stage`."""
-        self._there(attempt).stage(attempt, bundle, order, previous)
+        return self._there(attempt).stage(attempt, bundle, order, previous)
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`."""
@@ -125,6 +126,7 @@ class RentedPlacement:
         """
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
+        lasting = provider is not None and provider.capabilities.keeps_files and len(rows) == 1
         members: list[Placement | None] = []
         for row in rows:
             if row.state in {MachineState.REQUESTED, MachineState.GONE}:
@@ -134,7 +136,8 @@ class RentedPlacement:
             if found is None or provider is None:
                 raise HostUnreachableError(f"its machine {row.key} has not been listed yet")
             node = self._node(attempt, rows, row.rank)
-            members.append(self._build(provider.host(found), node.variables() if len(rows) > 1 else {}))
+            variables = node.variables() if len(rows) > 1 else {}
+            members.append(self._build(provider.host(found), variables, lasting))
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 
-from perilune.control.evidence.attempt_evidence import evidence_problem
-from perilune.control.evidence.attestation import attest_result
+from perilune.control.evidence.attempt_evidence import evidence_problem, left_files
+from perilune.control.evidence.attestation import attest_removal, attest_result
 from perilune.control.record.conditions import Conditions, cleanup_of
 from perilune.control.record.faults import reached
 from perilune.control.record.home import Home
@@ -121,10 +121,13 @@ class Endings:
                 cause = Cause.ARTIFACT_INVALID
             message = message or str(error)
         reached("finalize.pulled")
-        if cause is Cause.NONE and (problem := evidence_problem(there.directory, verdict)):
+        left = left_files(there.directory, self.placements.bring(attempt.run_id))
+        if cause is Cause.NONE and (problem := evidence_problem(there.directory, verdict, left)):
             if placement.observe(there).unseen:
                 return False  # its machine went away meanwhile, so missing files are not the task's fault
             cause, message = Cause.ARTIFACT_INVALID, problem
+        if left:
+            attest_removal(self.home, attempt.run_id, attempt.number, left)
         if cause is Cause.NONE:
             attest_result(self.home, attempt, there.directory)
             state = AttemptState.SUCCEEDED

@@ -17,6 +17,7 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
+from perilune.bundle.remote.runner import stays
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.attempt_evidence import evidence_problem
@@ -24,13 +25,14 @@ from perilune.control.evidence.attestation import removed_from
 from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
-from perilune.control.record.transitions import RunState
+from perilune.control.record.transitions import AttemptState, RunState
 from perilune.control.runs.current_submission import complete_submission, run_of_stage
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import (
     StageEvent,
     StageFailed,
     StageFinished,
+    StageNotice,
     StageProgress,
     StageResumed,
     StageReused,
@@ -99,8 +101,22 @@ class Control:
 
 
 def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
-    """The stages of a recipe in execution order, with the resources that the template sets."""
+    """The stages of a recipe in execution order, with the resources that the template sets.
+
+    Raises:
+        RequestError: the template cannot run a stage, or leaves a checkpoint behind that a stage takes.
+    """
     where = template or BUILT_IN[LOCAL]
+    tasks = {stage.name: stage.task for stage in recipe.stages}
+    for stage in recipe.stages:
+        for source in stage.consumes.values():
+            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.bring)
+            if left and where.elsewhere:
+                raise RequestError(
+                    f"stage {stage.name} takes the checkpoint of stage {source}, which stays on its machine",
+                    where="bring: metrics in the template",
+                    remedy="bring: final",
+                )
     jobs = {stage.name: where.job(job_for(recipe, stage)) for stage in recipe.stages}
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
@@ -230,7 +246,7 @@ def watch(
 ) -> Iterator[StageEvent]:
     """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed."""
     shown: Any = None
-    attempt = 0
+    attempt, said = 0, ""
     while True:
         run = control.reconciler.one(run_id)
         name = stage or run.stage
@@ -239,6 +255,9 @@ def watch(
             if attempt > 0:
                 yield StageResumed(name, run_id, run.current_epoch, *_why_ended(control, run_id, attempt))
             attempt = run.current_epoch
+        if (message := _notice(control, run)) not in {"", said}:
+            said = message
+            yield StageNotice(name, run_id, attempt, message)
         progress = read_progress(directory)
         if progress is not None and progress != shown:
             shown = progress
@@ -263,6 +282,13 @@ def _last_event(control: Control, run: Run, stage: str) -> StageEvent:
         return StageFinished(stage, run.id, control.summary(run), seconds)
     tail = log_tail(control.directory(run) / "runtime")
     return StageFailed(stage, run.id, run.cause, run.message, tail, run.state == RunState.CANCELLED)
+
+
+def _notice(control: Control, run: Run) -> str:
+    """The message of the live attempt of a run, or ""."""
+    with control.store.snapshot() as session:
+        row = session.get(Attempt, (run.id, run.current_epoch))
+        return "" if row is None or AttemptState(row.state).terminal else row.message
 
 
 def _why_ended(control: Control, run_id: str, attempt: int) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.launchers import process
 from perilune.execution.placements.local import LocalPlacement
+from perilune.execution.placements.mirror import Bring
 from perilune.execution.placements.protocol import Capabilities, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 
@@ -50,12 +51,16 @@ class Placements:
                 return self.local
             case Here() as here:
                 own = Site(workspace=str(self.home.root / "containers"))
-                return RemotePlacement(LocalHost(), here.site or own, template.limits, container)
+                return RemotePlacement(
+                    LocalHost(), here.site or own, template.limits, container, bring=template.bring
+                )
             case OverSsh() as there:
-                key = template.model_dump_json(include={"placement", "launcher", "limits"})
+                key = template.model_dump_json(include={"placement", "launcher", "limits", "bring"})
                 if key not in self._made:
                     host = SshHost(there, self.home.root / "ssh")
-                    self._made[key] = RemotePlacement(host, there.site, template.limits, container)
+                    self._made[key] = RemotePlacement(
+                        host, there.site, template.limits, container, bring=template.bring
+                    )
                 return self._made[key]
             case OnRented() as rental:
                 longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
@@ -63,8 +68,13 @@ class Placements:
                 return RentedPlacement(
                     self.fleet,
                     rental,
-                    lambda host, variables: RemotePlacement(
-                        host, rental.site.with_environment(variables), limits, container
+                    lambda host, variables, lasting: RemotePlacement(
+                        host,
+                        rental.site.with_environment(variables),
+                        limits,
+                        container,
+                        bring=template.bring,
+                        lasting=lasting,
                     ),
                     process.NAME if container is None else container.name,
                 )
@@ -73,6 +83,11 @@ class Placements:
         """The retry policy of a run."""
         template = self._readable(run_id)
         return self.policy if template is None else template.policy()
+
+    def bring(self, run_id: str) -> Bring:
+        """Which checkpoints of a run come home from another machine."""
+        template = self._readable(run_id)
+        return template.bring if template is not None and template.elsewhere else "all"
 
     def turn(self, run_id: str) -> tuple[int | None, int]:
         """Slots of a run's placement (None is unlimited), and the run's priority."""

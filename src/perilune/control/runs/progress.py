@@ -43,10 +43,18 @@ class StageProgress(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageResumed(StageEvent):
-    """Attempt `attempt` continues the work of the one before, which ended with `cause` and `message`."""
+    """Attempt `attempt` follows the one before, which ended with `cause` and `message`."""
 
     attempt: int
     cause: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageNotice(StageEvent):
+    """A message about attempt `attempt` that changes no outcome, such as that it starts from the beginning."""
+
+    attempt: int
     message: str
 
 

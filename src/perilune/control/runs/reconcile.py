@@ -24,7 +24,7 @@ from perilune.control.record.faults import reached
 from perilune.control.record.home import Home, locked
 from perilune.control.record.identity import inherited
 from perilune.control.record.ledger import begun, current, done, intend, operations, started
-from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run
+from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
 from perilune.control.runs.current_submission import LIVE
@@ -287,7 +287,8 @@ class Reconciler:
         }
         bundle, previous = self.home.bundle(run.id), self._restored_from(run)
         try:
-            self.placements.of(attempt.run_id).stage(assignment(self.home, attempt), bundle, order, previous)
+            placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+            starts_over = placement.stage(there, bundle, order, previous)
         except CONNECTION_ERRORS:
             raise
         except PeriluneError as error:
@@ -297,7 +298,11 @@ class Reconciler:
         reached("stage.done")
         with self.store.transaction() as session:
             done(session, key)
-            move_attempt(session, current(session, attempt), AttemptState.STARTING)
+            row = current(session, attempt)
+            if starts_over:
+                row.message = starts_over
+                record(session, "attempt.starts_over", run_id=run.id, epoch=attempt.number, why=starts_over)
+            move_attempt(session, row, AttemptState.STARTING)
         reached("stage.committed")
         return True
 

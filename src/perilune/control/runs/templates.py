@@ -22,6 +22,7 @@ from perilune.errors import RequestError
 from perilune.execution.hosts.ssh import SshSettings
 from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import AttemptLimits
+from perilune.execution.placements.mirror import Bring
 from perilune.execution.placements.remote import Site
 from perilune.files import read_regular
 from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
@@ -105,6 +106,11 @@ class Template(_Section):
     resources: ResourcesChange = Field(ResourcesChange(), description="resources of the machine")
     retry: Retry = Field(Retry(), description="how often a failed run is tried again")
     limits: AttemptLimits = Field(AttemptLimits(), description="time limits of an attempt on another machine")
+    bring: Bring = Field(
+        "final",
+        description="checkpoints that come home from another machine: metrics (none), final (those that training"
+        " finished with), or all (also those to resume from, with the optimizer's moments)",
+    )
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
     price: float | None = Field(
         None,
@@ -136,10 +142,14 @@ class Template(_Section):
         """The container that workers run in; None for plain processes."""
         return None if self.launcher == "process" else self.launcher
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether files come home from another machine, or from a container."""
+        return not isinstance(self.placement, Here) or self.container is not None
+
     def policy(self) -> RetryPolicy:
         """The reconciler's retry policy."""
-        here = isinstance(self.placement, Here) and self.container is None
-        lost_after = RetryPolicy().lost_after if here else self.limits.given_up_after
+        lost_after = self.limits.given_up_after if self.elsewhere else RetryPolicy().lost_after
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 
     def job(self, job: Job) -> Job:

@@ -37,14 +37,15 @@ class GangPlacement:
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
-    ) -> None:
+    ) -> str:
         """As `Placement.stage`; the working copy is made once, with the leading machine."""
 
-        def stage(member: Placement, there: Assignment) -> None:
-            member.stage(there, bundle, order, previous)
+        def stage(member: Placement, there: Assignment) -> str:
+            return member.stage(there, bundle, order, previous)
 
-        self._each(attempt, stage, nodes=range(1))
+        (notice,) = self._each(attempt, stage, nodes=range(1))
         self._each(attempt, stage, nodes=range(1, len(self.members)))
+        return notice
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`, on all machines; it does not affect workers that already run."""

@@ -45,9 +45,10 @@ class LocalPlacement:
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
-    ) -> None:
+    ) -> str:
         """As `Placement.stage`; removes the remains of a killed staging."""
         working_copy(bundle, attempt.directory, order, previous)
+        return ""
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`."""

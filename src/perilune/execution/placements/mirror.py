@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
+from perilune.bundle.remote.runner import stays
 from perilune.bundle.storage import storage_errors
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts.protocol import HostRefusedError
@@ -29,6 +30,9 @@ POLL = 0.05  # seconds
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
 UNITS = "artifacts/checkpoints"
 OBSERVED = ("runtime", "artifacts")
+
+Bring = Literal["metrics", "final", "all"]
+"""Which checkpoints come home: none; those that training finished with; also those to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,19 @@ class Mirror:
 
     Args:
         folders: the folders to transfer.
+        bring: which checkpoints to transfer.
+        rescue: whether an attempt that ends early brings what resuming needs, because its machine goes away.
     """
 
-    def __init__(self, directory: Path, folders: Sequence[str] = OBSERVED) -> None:
-        self.directory, self.folders = directory, folders
+    def __init__(
+        self,
+        directory: Path,
+        folders: Sequence[str] = OBSERVED,
+        bring: Bring = "all",
+        *,
+        rescue: bool = False,
+    ) -> None:
+        self.directory, self.folders, self.bring, self.rescue = directory, folders, bring, rescue
         self._arriving = directory.with_name(f".{directory.name}.arriving")
         self._cursor_file = directory.with_name(f"{directory.name}.pulled.json")
         self._cursor: dict[str, list[Any]] = (
@@ -61,8 +74,9 @@ class Mirror:
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
-        """What the other side needs to know: the files that are here, and the folders to send."""
-        return {"files": self._cursor, "units": self._units(), "folders": list(self.folders)}
+        """What the other side needs to know: the files that are here, and those to send."""
+        asked = {"folders": list(self.folders), "bring": self.bring, "rescue": self.rescue}
+        return {"files": self._cursor, "units": self._units(), **asked}
 
     def take(self, frames: BinaryIO) -> Pulled:
         """Write the files that arrive, up to the first incomplete or damaged frame.
@@ -92,7 +106,9 @@ class Mirror:
         return Pulled(False, True)
 
     def settle(self) -> None:
-        """Make `artifacts/` match the manifest exactly, then move manifest and result into place.
+        """Make `artifacts/` match the manifest, then move manifest and result into place.
+
+        Only files that stay on the machine may be missing.
 
         Raises:
             WorkFailedError: a file differs from the manifest; it is forgotten, and transferred again.
@@ -119,6 +135,8 @@ class Mirror:
         wrong = []
         for relative, entry in listed.items():
             path = self.directory / _checked(f"artifacts/{relative}")
+            if stays(f"artifacts/{relative}", self.bring) and not path.exists():
+                continue
             whole = path.is_file() and path.stat().st_size == entry["size"]
             if not whole or sha256_file(path) != entry["sha256"]:
                 self._forget(f"artifacts/{relative}")
@@ -196,11 +214,17 @@ class Mirror:
 
 @contextmanager
 def mirror(
-    directory: Path, folders: Sequence[str] = OBSERVED, *, patience: float = 0.0
+    directory: Path,
+    folders: Sequence[str] = OBSERVED,
+    bring: Bring = "all",
+    *,
+    rescue: bool = False,
+    patience: float = 0.0,
 ) -> Iterator[Mirror | None]:
     """The mirror of an attempt, for one process at a time: every observation may transfer files.
 
     Args:
+        folders, bring, rescue: as for `Mirror`.
         patience: seconds to wait for another process.
 
     Yields:
@@ -212,7 +236,7 @@ def mirror(
         yield None
         return
     try:
-        yield Mirror(directory, folders) if _locked(descriptor, patience) else None
+        yield Mirror(directory, folders, bring, rescue=rescue) if _locked(descriptor, patience) else None
     finally:
         os.close(descriptor)
 

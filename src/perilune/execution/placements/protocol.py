@@ -65,7 +65,7 @@ class Placement(Protocol):
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
-    ) -> None:
+    ) -> str:
         """Create the attempt's working copy there, completely, verified, and from scratch.
 
         Must not be called once a worker may have been started there.
@@ -74,6 +74,9 @@ class Placement(Protocol):
             bundle: the frozen bundle.
             order: content of runtime/run.json for the worker, with "bundle_digest".
             previous: directory of an attempt whose complete checkpoints and metrics are restored.
+
+        Returns:
+            Why the attempt starts from the beginning although the previous one had a checkpoint; or "".
 
         Raises:
             RequestError: the bundle differs from what was frozen, or a disk is full.

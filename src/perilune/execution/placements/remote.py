@@ -29,7 +29,8 @@ from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.answers import MESSAGE, last_document, observation, seen_first
 from perilune.execution.placements.local import working_copy
-from perilune.execution.placements.mirror import Mirror, Pulled, mirror
+from perilune.execution.placements.held import held_entries, read_held, starts_over, write_held
+from perilune.execution.placements.mirror import Bring, Mirror, Pulled, mirror
 from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.placements.upload import Upload
 from perilune.execution.task_environment import WITHHELD
@@ -45,10 +46,11 @@ for part in sys.argv.pop(1).split(","):
 """
 PACKAGE, PROGRAM = "perilune.bundle.remote", "__main__"
 RUNNER = ("runner",)
-RECEIVER = ("runner", "store", "receiver")
+PARTS = {"receive": ("runner", "store", "receiver"), "hold": ("runner", "store", "holder")}
 REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of a runner that refuses; of a shell that finds no Python
 LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # transferred with one observation, and with one pull
 LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # timeouts of calls
+HOLD_SECONDS = 1800.0  # timeout of a call that hashes checkpoints
 WHOLE_ROUNDS = 3  # tries to pull files that differ from the manifest
 SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged contents again
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
@@ -99,33 +101,46 @@ class RemotePlacement:
         site: settings of the machine.
         limits: time limits of attempts.
         container: the container that workers run in; None for plain processes.
+        bring: which checkpoints come home. Those that stay are kept on the machine for the next attempt.
+        lasting: whether the machine outlives its attempts. If not, an attempt that ends early brings the
+            checkpoints that resuming needs.
     """
 
     capabilities = Capabilities(elsewhere=True, look_every=1.0)
 
     def __init__(
-        self, host: Host, site: Site, limits: AttemptLimits, container: Container | None = None
+        self,
+        host: Host,
+        site: Site,
+        limits: AttemptLimits,
+        container: Container | None = None,
+        *,
+        bring: Bring = "all",
+        lasting: bool = True,
     ) -> None:
         self.host, self.site, self.limits, self.container = host, site, limits, container
+        self.bring, self.lasting = bring, lasting
         self.launcher = process.NAME if container is None else container.name
         self.name = host.name
 
     def stage(
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
-    ) -> None:
+    ) -> str:
         """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
         if attempt.node == 0:
             working_copy(bundle, attempt.directory, order, previous)
         with self._mirror(attempt) as home:
             home.reset()
-        upload = Upload(attempt.directory, attempt.node)
-        options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
+        held = read_held(previous) if previous is not None and self.bring != "all" else []
+        write_held(attempt.directory, held)
+        upload = Upload(attempt.directory, attempt.node, held)
         wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
         while rounds < SEND_ROUNDS and time.monotonic() < until:
-            with upload.stream(_sources(RECEIVER), wanted) as source:
+            options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
+            with upload.stream(_sources(PARTS["receive"]), wanted) as source:
                 answer = self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
             if answer.get("received") == upload.tree:
-                return
+                return starts_over(previous, upload)
             if answer.get("busy") is True:
                 time.sleep(BUSY_SECONDS)
                 wanted = upload.small()
@@ -134,6 +149,10 @@ class RemotePlacement:
                 wanted, rounds = upload.wanted(answer.get("missing")), rounds + 1
             except (ValueError, TypeError) as error:
                 raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
+            if upload.lost(wanted):
+                write_held(attempt.directory, [])
+                upload = Upload(attempt.directory, attempt.node)
+                wanted = upload.small()
         raise WorkFailedError("the uploaded files arrive damaged", where=self.name)
 
     def start(self, attempt: Assignment) -> None:
@@ -159,7 +178,7 @@ class RemotePlacement:
     def observe(self, attempt: Assignment) -> Observation:
         """As `Placement.observe`. Transfers small new files, unless another process is transferring files."""
         try:
-            with mirror(attempt.home, _folders(attempt)) as home:
+            with mirror(attempt.home, _folders(attempt), self.bring) as home:
                 seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
             return observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
@@ -195,13 +214,22 @@ class RemotePlacement:
         return answer.get("stopped") is True
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove`."""
+        """As `Placement.remove`; the machine keeps what the next attempt resumes from and this one lacks."""
+        if self.bring != "all" and self.lasting and attempt.node == 0:
+            options = ("--share", str(self.site.store))
+            answer = self._call(attempt, "hold", *options, timeout=HOLD_SECONDS)
+            if answer.get("held") is not None:
+                try:
+                    write_held(attempt.directory, held_entries(answer["held"]))
+                except (ValueError, TypeError) as error:
+                    raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
 
     @contextlib.contextmanager
     def _mirror(self, attempt: Assignment) -> Iterator[Mirror]:
         attempt.home.parent.mkdir(parents=True, exist_ok=True)
-        with mirror(attempt.home, _folders(attempt), patience=2 * LOOK_SECONDS) as home:
+        given = attempt.home, _folders(attempt), self.bring
+        with mirror(*given, rescue=not self.lasting, patience=2 * LOOK_SECONDS) as home:
             if home is None:
                 raise HostUnreachableError(f"{self.name}: another command is transferring files from it")
             yield home
@@ -248,7 +276,7 @@ class RemotePlacement:
             payload: stdin after the runner's source; or pass `source`, which begins with the runner's source.
             sink: receives stdout, including the answer; the returned answer is then empty.
         """
-        parts = RECEIVER if verb == "receive" else RUNNER
+        parts = PARTS.get(verb, RUNNER)
         command = [self.site.python, "-IS", "-c", BOOT, _table(parts), verb]
         command += ["--workspace", self.site.workspace, "--epoch", str(attempt.epoch)]
         command += ["--run", f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id]

@@ -1,5 +1,7 @@
 """Upload of an attempt's directory: the list of its files, and the contents that the other side lacks.
 
+The list may also name files whose contents only the other side has: checkpoints of an attempt that ran there.
+
 Progress is written to a file beside the attempt's directory, never into it.
 """
 
@@ -10,7 +12,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,17 +33,20 @@ class Upload:
 
     Args:
         node: the machine to send to.
+        held: more files, whose contents the machine has kept.
 
     Attributes:
         tree: digest of all files.
         size: of all files, in bytes.
     """
 
-    def __init__(self, directory: Path, node: int = 0) -> None:
-        self.entries = list(_entries(directory))
+    def __init__(self, directory: Path, node: int = 0, held: Sequence[Entry] = ()) -> None:
+        own = list(_entries(directory))
+        here = {entry.path for entry in own}
+        self.entries = sorted([*own, *(entry for entry in held if entry.path not in here)])
         self.tree = entries_digest(self.entries)
         self.size = sum(entry.size for entry in self.entries)
-        self._sources = {entry.sha256: directory / entry.path for entry in self.entries}
+        self._sources = {entry.sha256: directory / entry.path for entry in own}
         self._sizes = {entry.sha256: entry.size for entry in self.entries}
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
@@ -50,9 +55,13 @@ class Upload:
         found, room = {}, UNCALLED
         for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
             room -= size
-            if size <= SMALL and room >= 0:
+            if size <= SMALL and room >= 0 and sha256 in self._sources:
                 found[sha256] = 0
         return found
+
+    def lost(self, wanted: Mapping[str, int]) -> bool:
+        """Whether the other side asks for a content that this side does not have: it has not kept it."""
+        return not wanted.keys() <= self._sources.keys()
 
     def wanted(self, missing: Any) -> dict[str, int]:
         """The contents that the other side lacks, with the bytes of each that it has, validated.

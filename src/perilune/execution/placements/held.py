@@ -1,0 +1,71 @@
+"""The checkpoints of an attempt that its machine keeps, so that the next attempt there resumes from them.
+
+The list is in a file beside the attempt's directory. Their contents are in the machine's store, which may evict
+them; the next attempt then starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perilune.bundle.digest import Entry
+from perilune.bundle.remote.runner import STATES
+from perilune.execution.placements.upload import Upload
+from perilune.files import canonical_json, read_json, read_json_lines, write_atomic
+
+CHECKPOINT = "checkpoint"  # kind of the event that a task records when it has written one
+
+
+def held_entries(listed: Any) -> list[Entry]:
+    """The entries of a machine's list, which is not trusted.
+
+    Raises:
+        ValueError, TypeError: the list is malformed, or names a file that is not in such a checkpoint.
+    """
+    entries = [Entry(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in listed]
+    for entry in entries:
+        odd = any(part in {"", ".", ".."} or "\0" in part for part in entry.path.split("/"))
+        if odd or not entry.path.startswith(STATES) or entry.size < 0:
+            raise ValueError(f"it keeps {entry.path[:200]!r}, which is not in a checkpoint")
+        if not re.fullmatch("[0-9a-f]{64}", entry.sha256) or not re.fullmatch("[0-7]{4}", entry.mode):
+            raise ValueError(f"it describes {entry.path[:200]!r} wrongly")
+    return entries
+
+
+def write_held(attempt: Path, entries: Sequence[Entry]) -> None:
+    """Record which checkpoints of the attempt in `attempt` its machine keeps."""
+    if entries:
+        write_atomic(_file(attempt), canonical_json([list(entry.document().values()) for entry in entries]))
+    else:
+        _file(attempt).unlink(missing_ok=True)
+
+
+def read_held(attempt: Path) -> list[Entry]:
+    """The recorded entries; empty if there are none."""
+    return held_entries(read_json(_file(attempt))) if _file(attempt).exists() else []
+
+
+def starts_over(previous: Path | None, upload: Upload) -> str:
+    """Why an attempt starts from the beginning although the previous one had a checkpoint; or "".
+
+    Args:
+        previous: the directory of the previous attempt.
+        upload: the files of the attempt.
+    """
+    events = None if previous is None else previous / "runtime" / "events.jsonl"
+    if events is None or not events.exists():
+        return ""
+    steps = [line.get("step") for line in read_json_lines(events) if line.get("kind") == CHECKPOINT]
+    if not steps or any(entry.path.startswith(STATES) for entry in upload.entries):
+        return ""
+    return (
+        f"it starts from the beginning, because the checkpoint of step {steps[-1]} was only on the machine of"
+        " the last attempt (`bring: all` in the template copies such checkpoints home)"
+    )
+
+
+def _file(attempt: Path) -> Path:
+    return attempt.with_name(f"{attempt.name}.held.json")
