@@ -163,6 +163,18 @@ def test_a_promised_digest_is_held_to(job: Job, inputs: dict[str, Path], tmp_pat
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("restores", [False, True])
+def test_the_optimizer_goes_only_to_a_stage_that_restores_it(
+    restores: bool, job: Job, inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    (inputs["checkpoint"] / "optimizer").mkdir()
+    (inputs["checkpoint"] / "optimizer" / "second_moments.safetensors").write_bytes(b"moments")
+    spec = {**job.spec, "restore_optimizer": restores}
+    freeze(job.model_copy(update={"spec": spec}), inputs, tmp_path / "b")
+    staged = tmp_path / "b" / "inputs" / "checkpoint"
+    assert (staged / "optimizer").exists() == restores and (staged / "config.json").exists()
+
+
 def test_job_and_inputs_must_agree(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="differ in: data"):
         freeze(job, {"checkpoint": inputs["checkpoint"]}, tmp_path / "b")

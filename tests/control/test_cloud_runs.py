@@ -64,7 +64,8 @@ def template(tmp_path: Path) -> Template:
     python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
     site = Site(python=str(python), installed=True, workspace=str(workspace))
     place = OnRented(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
+    limits = AttemptLimits(on_box_stop_after=60.0)
+    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:

@@ -53,6 +53,7 @@ def template(folder: Path, nodes: int = NODES) -> Template:
     site = Site(python=str(python), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     return Template(
+        bring="all",
         placement=place,
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),

@@ -56,7 +56,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def template(folder: Path) -> Template:
     site = Site(python=str(interpreter(folder / "python", grace=1.0)), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
+    limits = AttemptLimits(on_box_stop_after=60.0)
+    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def idle(control: Control) -> bool:

@@ -58,7 +58,7 @@ class Far:
         python = net.folder.parent / "python" / "bin" / "python"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
         place = OverSsh(**net.settings().model_dump(), site=site)
-        self.template = Template(placement=place, retry=Retry(base=0.01))
+        self.template = Template(placement=place, retry=Retry(base=0.01), bring="all")
 
     def submit(self, plan: StagePlan) -> str:
         experiment = begin(self.control, [plan], plan.name)

@@ -244,6 +244,7 @@ def rents_from(
     (control.home.root / "providers.yaml").write_text(yaml.safe_dump(providers))
     site = Site(python=str(interpreter(folder / "python")), installed=True)
     return Template(
+        bring="all",
         placement=OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),

@@ -23,12 +23,14 @@ from hosts_cases import NearbyHost, interpreter
 from kill_cases import killed_at_every_point
 
 from perilune.bundle import scripts
-from perilune.bundle.verify import verify
+from perilune.bundle.verify import Difference, verify
+from perilune.control.evidence.attestation import removed_from
+from perilune.control.evidence.verification import run_problems
 from perilune.control.queries.lookup import attempts_of
 from perilune.control.record import faults
 from perilune.control.runs import placements
 from perilune.control.runs.experiments import Control, StagePlan, advance, watch
-from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished
+from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
 from perilune.control.runs.requests import cancel
 from perilune.control.runs.templates import OverSsh, Retry, Template
 from perilune.execution.claim import MARK, read_claim
@@ -53,6 +55,9 @@ class Elsewhere:
 
     def limited(self, **bounds: Any) -> None:
         self.template = self.template.model_copy(update={"limits": AttemptLimits(**bounds)})
+
+    def brings(self, what: str) -> None:
+        self.template = self.template.model_copy(update={"bring": what})
 
     def cut(self, when: str = "before") -> None:
         self.host.cut = lambda verb: when
@@ -108,7 +113,7 @@ def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
     def pulled() -> bool:
         control.reconciler.one(run_id)
         second = attempt / "artifacts" / "checkpoints" / "step-000002"
-        return has_event(attempt, "hangs") and second.exists()
+        return has_event(attempt, "hangs") and (second.exists() or box.template.bring != "all")
 
     wait_for(pulled, "its second checkpoint here")
     return attempt
@@ -140,9 +145,11 @@ def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box
     while control.reconciler.unclean():
         control.reconciler.all()
     assert states(control) == [("succeeded", "")]
-    assert {verb for verb, n in times.items() if n > 1} == {*("receive", "start", "look", "stop", "remove")}
+    assert {verb for verb, n in times.items() if n > 1} == {
+        *("receive", "start", "look", "stop", "hold", "remove")
+    }
     run = only_run(control)
-    assert verify(control.directory(run), run.bundle_digest) == [] and totals(control) == [2, 6, 12]
+    assert verify_run(control) == [] and totals(control) == [2, 6, 12]
     assert [one.cleanup for one in attempts_of(control, run.id)] == ["done"]
     left = sorted(path.name for path in box.workspace.glob("0*/*"))
     assert left == ["claim.1.json", "lock"]  # what fences stays
@@ -164,7 +171,7 @@ def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere
     control = drill_control(root)
     run = only_run(control)
     assert states(control) == [("failed", "killed"), ("succeeded", "")] and totals(control) == [2, 6]
-    assert verify(control.directory(run), run.bundle_digest) == []
+    assert verify_run(control) == []
     left = {path.name for path in box.workspace.glob(f"{run.id}/*")}
     assert left == {"claim.1.json", "claim.2.json", "lock"}
     control.store.close()
@@ -196,13 +203,78 @@ def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_
 def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
     control: Control, box: Elsewhere
 ) -> None:
+    box.brings("all")
     hanging(control, box)
+    forget_everything(box)
+    last = finish(control)
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert states(control) == [("failed", "runner_died"), ("succeeded", "")]
+    assert totals(control) == [2, 6, 12, 20]
+
+
+def forget_everything(box: Elsewhere) -> None:
+    """The machine loses the attempt and all of its files."""
     os.kill(box.claim()["pid"], signal.SIGKILL)
     wait_for(lambda: not box.working(), "the task's end with its keeper")
     shutil.rmtree(box.workspace)
-    assert isinstance(finish(control), StageFinished)
+
+
+def test_checkpoints_to_resume_from_stay_there_and_the_next_attempt_finds_them(
+    control: Control, box: Elsewhere
+) -> None:
+    attempt = hanging(control, box)
+    os.kill(box.claim()["pid"], signal.SIGKILL)
+    times: Counter[str] = Counter()
+
+    def cut(verb: str) -> str:
+        times[verb] += verb in {"hold", "remove"}
+        return {1: "after"}.get(times[verb], "")  # its answer is lost, and it is asked again
+
+    box.host.cut = cut
+    last = finish(control)
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert states(control) == [("failed", "runner_died"), ("succeeded", "")]
-    assert totals(control) == [2, 6, 12, 20]
+    run = only_run(control)
+    assert totals(control) == [2, 6, 12, 20] and verify_run(control) == []
+    made = [control.home.attempt(run.id, number) / "artifacts" / "checkpoints" for number in (1, 2)]
+    assert not any(folder.exists() for folder in made) and attempt.parent == made[0].parents[1].parent
+    assert list(run_problems(control, run)) == [] and control.intact(run)
+    left = sorted(path.name for path in box.workspace.glob(f"{run.id}/*"))
+    assert left == ["claim.1.json", "claim.2.json", "lock"]
+
+
+def verify_run(control: Control) -> list[Difference]:
+    run = only_run(control)
+    return verify(
+        control.directory(run), run.bundle_digest, removed_from(control.home, run.id, run.current_epoch)
+    )
+
+
+@pytest.mark.parametrize("how", ["forgets", "evicts"])
+def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
+    control: Control, box: Elsewhere, how: str
+) -> None:
+    hanging(control, box)
+    if how == "forgets":
+        forget_everything(box)
+    else:
+        os.kill(box.claim()["pid"], signal.SIGKILL)
+
+    def evict(verb: str) -> str:
+        if verb == "receive" and how == "evicts":
+            for path in (box.workspace / "store.sha256").glob("*"):
+                path.unlink()
+        return ""
+
+    box.host.cut = evict
+    run_id = only_run(control).id
+    said = (event for event in watch(control, run_id, poll=0.05) if isinstance(event, StageNotice))
+    message = "it starts from the beginning, because the checkpoint of step 2 was only on the machine"
+    assert next(said).message.startswith(message)
+    second = control.home.attempt(run_id, 2)
+    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "its third step again")
+    assert totals(control) == [2, 6]
+    assert cancel(control, run_id).state == "cancelled"
 
 
 def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Control, box: Elsewhere) -> None:
@@ -230,6 +302,7 @@ def test_a_process_number_that_was_given_to_another_is_not_alive(control: Contro
 def test_cancelling_is_proven_there_and_what_it_had_finished_is_here(
     control: Control, box: Elsewhere
 ) -> None:
+    box.brings("all")
     attempt = hanging(control, box, "daemon")
     before = len(box.host.calls)
     control.reconciler.look_now(only_run(control).id)
@@ -250,7 +323,7 @@ def test_a_time_limit_is_named_and_not_tried_again(
     last = carry_out(control, box, drill_plan(fail_at=1, how="hang"))[-1]
     assert isinstance(last, StageFailed) and last.cause == "timeout"
     assert last.message == "it took longer than max_lifetime, 4 s"
-    assert only_run(control).current_epoch == 1 and verify(control.directory(only_run(control))) == []
+    assert only_run(control).current_epoch == 1 and verify_run(control) == []
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])

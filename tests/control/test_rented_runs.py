@@ -41,7 +41,8 @@ from perilune.ui.view import ExperimentView, StageView
 def template(tmp_path: Path) -> Template:
     site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    return Template(placement=place, retry=Retry(base=0.01), limits=AttemptLimits(on_box_stop_after=60.0))
+    limits = AttemptLimits(on_box_stop_after=60.0)
+    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
@@ -137,6 +138,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
 def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
+    template = template.model_copy(update={"bring": "final"})  # until the machine is about to go
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     at_first_progress(events)
     run = only_run(control)

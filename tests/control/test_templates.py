@@ -17,7 +17,7 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.home import Home
 from perilune.control.record.store import Run, move_run
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import Control
+from perilune.control.runs.experiments import Control, stage_plans
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.requests import retry
@@ -31,6 +31,7 @@ from perilune.control.runs.templates import (
 )
 from perilune.errors import RequestError
 from perilune.execution.verdict import Cause
+from perilune.recipe.load import load_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "template.md"
 
@@ -197,3 +198,18 @@ def test_a_retry_goes_by_the_host_key_that_the_template_has_now(control: Control
     assert again.placement.host_key == now and again.slots is None  # nothing else of it changes
     path.write_text(f"placement: {{name: ssh, host: other.invalid, host_key: {before}}}\n")
     assert with_present_host_key(control.home, again) == again
+
+
+def test_a_checkpoint_that_a_later_stage_takes_cannot_stay_on_its_machine(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: two\nmodel: {preset: tiny}\nenvironment: {id: calculator}\nstages:\n"
+        "  - {name: climb, task: rl, checkpoint: model, steps: 1}\n"
+        "  - {name: after, task: evaluate, checkpoint: climb}\n"
+    )
+    loaded = load_recipe(recipe)
+    left = Template.model_validate({"bring": "metrics", "placement": {"name": "ssh", "host": "box"}})
+    with pytest.raises(RequestError, match="stage after takes the checkpoint of stage climb"):
+        stage_plans(loaded, left)
+    for template in (left.model_copy(update={"bring": "final"}), Template(bring="metrics")):  # or is here
+        assert len(stage_plans(loaded, template)) == 2

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import pytest
 from drill_cases import drill_bundle
@@ -146,6 +147,58 @@ def test_what_is_there_is_not_sent_again_and_what_comes_is_private(
     assert len(set(inodes)) == len(inodes)  # nothing is linked
     folders = [box.folder, *(path for path in box.folder.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} == {0}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves `content` from the byte that is asked for, as the Hugging Face hub does."""
+
+    content = b""
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Range"]))
+        begin = int(self.headers["Range"][len("bytes=") : -1])
+        self.send_response(206)
+        self.end_headers()
+        self.wfile.write(self.content[begin:])
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.mark.parametrize(
+    ("served", "left"), [(MODEL, None), (MODEL[:50_000], 50_000), (MODEL[::-1], 0), (None, 0)]
+)
+def test_a_machine_downloads_a_base_model_of_the_hub_itself(
+    box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bytes | None, left: int | None
+) -> None:
+    """`left` is where the upload begins if the hub sends only a part, something else, or is not there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(Hub, "content", served)
+    monkeypatch.setattr(Hub, "asked", [])
+    commit = "0123456789" * 4
+    source = json.dumps({"kind": "hub", "repository": "some/model", "commit": commit}).encode()
+    files = {"inputs/model/source.json": source, "inputs/model/model.safetensors": MODEL, "job.json": b"{}"}
+    for name, data in files.items():
+        path = tmp_path / "1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    write_json(tmp_path / "1" / "bundle.json", {"files": []})
+    if served is None:
+        server.server_close()
+    upload = Upload(tmp_path / "1", hub=f"http://127.0.0.1:{server.server_address[1]}/")
+    answer = box.receive(upload, sending(upload, upload.small()))
+    assert answer.get("missing", {}).get(sha256_bytes(MODEL)) == left
+    if served is not None:
+        assert Hub.asked == [(f"/some/model/resolve/{commit}/model.safetensors", "bytes=0-")]
+    if left is None:
+        assert answer == {"received": upload.tree}
+    else:
+        assert deliver(box, upload) <= 2
+    assert seen(box.attempt.files)["inputs/model/model.safetensors"][0] == MODEL
+    server.shutdown() if served is not None else None
+    server.server_close()
 
 
 def frame_boundaries(upload: Upload, sent: bytes) -> list[int]:

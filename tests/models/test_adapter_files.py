@@ -98,6 +98,25 @@ def test_base_and_adapter_are_the_merged_policy(base: Path, tmp_path: Path, kind
     assert all(p.requires_grad for p in plain.parameters())  # merging leaves what it is given alone
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_policy_with_bfloat16_products_is_written_in_bfloat16_and_stays_the_same(
+    base: Path, tmp_path: Path, adapted: bool
+) -> None:
+    decoder = learned(base) if adapted else load_decoder(base)
+    decoder.compute_in("bfloat16")
+    save_policy(tmp_path, decoder, TOKENIZER)
+    written = load_file(tmp_path / "model.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in written.items()}
+    assert (
+        kinds["model.layers.0.mlp.down_proj.weight"] == kinds["model.embed_tokens.weight"] == torch.bfloat16
+    )
+    assert kinds["model.norm.weight"] == torch.float32
+    again, _ = load_checkpoint(tmp_path)
+    again.compute_in("bfloat16")
+    with torch.no_grad():
+        assert torch.equal(logits(again), logits(decoder))
+
+
 def test_a_base_may_be_narrowed_as_it_is_read(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
     narrowed = load_decoder(base)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perilune.bundle.digest import (
@@ -16,7 +16,8 @@ from perilune.bundle.digest import (
     recorded_digest,
     source_files,
 )
-from perilune.bundle.job import Job
+from perilune.bundle.job import InputReference, Job
+from perilune.bundle.remote.runner import OPTIMIZER
 from perilune.bundle.scripts import write_scripts
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.shared_files import SharedFiles
@@ -52,9 +53,11 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: Shar
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
         digests = {
-            name: _stage(source, building / references[name].path, references[name].digest, shared)
+            name: _stage(_needed(job, references[name], source), building / references[name].path, shared)
             for name, source in sorted(inputs.items())
         }
+        for name, digest in digests.items():
+            _require_promised(references[name], digest, inputs[name])
         staged = tuple(ref.model_copy(update={"digest": digests[ref.name]}) for ref in job.inputs)
         _write(building / "job.json", job_document(job.model_copy(update={"inputs": staged})))
         write_scripts(job, building / "scripts")
@@ -98,26 +101,36 @@ def job_document(job: Job) -> bytes:
         ) from None
 
 
-def _stage(source: Path, target: Path, promised: str, shared: SharedFiles | None) -> str:
-    """Copy or link one input into the bundle; return the digest of its files."""
+def _needed(job: Job, reference: InputReference, source: Path) -> list[tuple[str, Path]]:
+    """The files of an input. The optimizer's state in a checkpoint is only for a stage that restores it."""
+    files = source_files(source)
+    if reference.kind == "checkpoint" and not (reference.digest or job.spec.get("restore_optimizer")):
+        files = [file for file in files if not file[0].startswith(f"{OPTIMIZER}/")]
+    if not files:
+        raise RequestError("the input is an empty folder", where=str(source))
+    return files
+
+
+def _stage(files: Sequence[tuple[str, Path]], target: Path, shared: SharedFiles | None) -> str:
+    """Copy or link the files of one input into the bundle; return their digest."""
     contents = []
-    for relative, path in source_files(source):
+    for relative, path in files:
         copy = target if relative == "." else target / relative
         if shared is None:
             place(path, copy, READ_ONLY)
         else:
             shared.stage(path, copy)
         contents.append((relative, sha256_file(copy)))
-    if not contents:
-        raise RequestError("the input is an empty folder", where=str(source))
-    digest = contents_digest(contents)
-    if promised and digest != promised:
+    return contents_digest(contents)
+
+
+def _require_promised(reference: InputReference, digest: str, source: Path) -> None:
+    if reference.digest and digest != reference.digest:
         raise RequestError(
-            f"the input is not the one the job names: its digest is {digest}, not {promised}",
+            f"the input is not the one the job names: its digest is {digest}, not {reference.digest}",
             where=str(source),
             remedy="it changed after the job was made; submit the stage again",
         )
-    return digest
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -57,7 +57,7 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
     return {
         "_type": STATEMENT_TYPE,
         "subject": [
-            _subject(name, sha256, mode_of((attempt / name).lstat()))
+            _subject(name, sha256, _present_mode(attempt / name))
             for name, sha256 in sorted((artifacts | _runtime(attempt)).items())
         ],
         "predicateType": RESULT_PREDICATE,
@@ -81,7 +81,8 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
 
 
 def removal_statement(files: Mapping[str, str], run: str, number: int, removed: float) -> dict[str, Any]:
-    """States that artifacts of attempt `number` of `run` were deleted on purpose after its result.
+    """States that artifacts of attempt `number` of `run` are missing on purpose: they were deleted after its
+    result, or stayed on its machine.
 
     Args:
         files: path in the bundle to SHA-256.
@@ -103,6 +104,11 @@ def timestamp(seconds: float) -> str:
 def mode_of(status: os.stat_result) -> str:
     """Permission bits, as four octal digits."""
     return f"{stat.S_IMODE(status.st_mode):04o}"
+
+
+def _present_mode(path: Path) -> str:
+    """The mode of an artifact; "" if it stayed on the attempt's machine."""
+    return mode_of(path.lstat()) if path.exists() else ""
 
 
 def _runtime(attempt: Path) -> dict[str, str]:

@@ -189,7 +189,8 @@ class Laboratory:
         site = Site(python=sys.executable, installed=True, environment=environment)
         place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
-        return Template(placement=place, retry=retry, limits=AttemptLimits(on_box_stop_after=60.0))
+        limits = AttemptLimits(on_box_stop_after=60.0)
+        return Template(placement=place, retry=retry, limits=limits, bring="all")
 
     def _inject(self) -> None:
         """Kill the control process or the cloud's server at random, and restart dead ones."""

@@ -220,6 +220,12 @@ class Decoder(nn.Module):
         for projection in self.projections():
             projection.precision = "float32" if projection.exact else precision
 
+    def rounded(self) -> dict[str, torch.dtype]:
+        """Dtypes by name of the weights that bfloat16 products round: matrices and embeddings."""
+        parts = [part.weight for one in self.projections() if not one.exact for part in one.parts]
+        places = {id(weight) for weight in (*parts, self.model.embed_tokens.weight)}
+        return {name: torch.bfloat16 for name, weight in self.named_parameters() if id(weight) in places}
+
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
         """A context in which the weights of `parts` are in memory; of a `Decoder`, they always are."""

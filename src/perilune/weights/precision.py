@@ -16,6 +16,4 @@ def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
     """
     if decoder.precision != "bfloat16" or pairs_of(decoder):
         return {}
-    rounded = [part.weight for one in decoder.projections() if not one.exact for part in one.parts]
-    places = {id(weight) for weight in (*rounded, decoder.model.embed_tokens.weight)}
-    return {name: torch.bfloat16 for name, weight in decoder.named_parameters() if id(weight) in places}
+    return decoder.rounded()

@@ -105,6 +105,7 @@ class Drill:
         half.mkdir(parents=True)
         (half / "state.json").write_bytes(canonical_json({"step": step, "total": total}))
         half.rename(whole)
+        workspace.event("checkpoint", step=step)
 
     def _fail(self, workspace: Workspace, how: How) -> None:
         match how:

@@ -1,9 +1,9 @@
 """The holder: keeps the checkpoints of an ended attempt in the machine's store, for the attempt after it.
 
-Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner and the store, as the
-runner's verb `hold`. It answers {"held": [[path, size, sha256, mode], ...]}: the files of the checkpoints that
-only resuming needs (see `stays` in runner.py), whose contents the next `receive` finds in the store. "held" is
-None if the attempt has no files here.
+Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner and the store, as
+the runner's verb `hold`. It answers {"held": [[path, size, sha256, mode], ...]}: the files of the checkpoints
+that only resuming needs (see `stays` in runner.py), whose contents the next `receive` finds in the store.
+"held" is None if the attempt has no files here.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def described(root: Path) -> list[list[Any]]:
             status = path.lstat()
             if relative.startswith(STATES) and stat.S_ISREG(status.st_mode):
                 with open_plain(path, os.O_RDONLY) as file:
-                    mode = "{:04o}".format(stat.S_IMODE(status.st_mode))
+                    mode = f"{stat.S_IMODE(status.st_mode):04o}"
                     found.append([relative, status.st_size, digest_of(file), mode])
     return sorted(found)
 

@@ -1,8 +1,9 @@
 """The receiver: uploads an attempt's files to a machine. It sends each content once and resumes transfers.
 
 Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner, as its verb
-`receive`. Stdin continues with one line of JSON, the list of files [[path, size, sha256, mode], ...]. Then
-come contents: for each a line [sha256, offset, length] and `length` bytes. Until nothing is missing, the call
+`receive`. Stdin continues with one line of JSON, {"files": [[path, size, sha256, mode], ...], "origins":
+{sha256: URL of a content that the machine may download instead of receiving it}}. Then come contents: for
+each a line [sha256, offset, length] and `length` bytes. Until nothing is missing, the call
 answers {"missing": {sha256: bytes received so far}, "busy": whether another call is sending}. Then it creates
 the attempt's directory atomically and answers {"received": digest}.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -44,13 +46,14 @@ class File(NamedTuple):
 def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Receive contents. Once none is missing, create the attempt's files and check them."""
     stream = Incoming(sys.stdin.buffer)
-    files = listed(stream.line(), options)
+    files, origins = listed(stream.line(), options)
     sizes = {file.sha256: file.size for file in files}
     refuse_begun(attempt)
     store = Store(attempt.run.parent / "store.sha256", options.share)
     try:
         store.make_room(sizes)
         held = take(stream, sizes, store)
+        download(origins, sizes, store, held)
         if store.missing(sizes, held):  # contents in memory are lost with this call
             return {"missing": store.missing(sizes, {}), "busy": not store.lock()}
     finally:
@@ -69,13 +72,18 @@ def refuse_begun(attempt: Attempt) -> None:
         raise RefusedError("this attempt or a newer one has started on this machine")
 
 
-def listed(line: bytes, options: argparse.Namespace) -> list[File]:
-    """Parse and check the list of files: plain relative paths, each once, within the announced size."""
+def listed(line: bytes, options: argparse.Namespace) -> tuple[list[File], dict[str, str]]:
+    """Parse and check the list of files: plain relative paths, each once, within the announced size.
+
+    Also returns the URLs of contents.
+    """
     try:
-        entries = json.loads(line)
+        document = json.loads(line)
+        entries, origins = document["files"], document["origins"]
         files = sorted(File(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in entries)
+        origins = {str(sha256): str(url) for sha256, url in origins.items()}
         digest = entries_digest(files)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise RefusedError("the list of files arrived damaged", "damaged") from None
     if digest != options.tree:
         raise RefusedError("the list of files differs from the one that was sent", "damaged")
@@ -90,7 +98,7 @@ def listed(line: bytes, options: argparse.Namespace) -> list[File]:
         raise RefusedError("the list of files has two sizes for one content", "damaged")
     if sum(file.size for file in files) > options.bytes or len({file.path for file in files}) < len(files):
         raise RefusedError("the list of files is larger than announced", "damaged")
-    return files
+    return files, origins
 
 
 def entries_digest(files: list[File]) -> str:
@@ -156,6 +164,36 @@ def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, byt
         else:
             break
     return held
+
+
+def download(origins: dict[str, str], sizes: dict[str, int], store: Store, held: dict[str, bytes]) -> None:
+    """Download missing contents from their public URLs. A content that fails to download stays missing."""
+    import http.client
+    import urllib.request
+
+    for sha256, done in store.missing(sizes, held).items():
+        if not origins.get(sha256, "").startswith(("https://", "http://")) or not store.lock():
+            continue
+        request = urllib.request.Request(origins[sha256], headers={"Range": f"bytes={done}-"})  # noqa: S310
+        try:
+            with urllib.request.urlopen(request, timeout=STALLED) as answer:  # noqa: S310
+                begin = done if answer.status == http.client.PARTIAL_CONTENT else 0
+                store.append(sha256, sizes[sha256], begin, downloaded(answer, sizes[sha256] - begin))
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        if store.entry(sha256).exists():
+            store.verified(sha256)  # otherwise it is deleted, and sent
+
+
+def downloaded(answer: Any, length: int) -> Iterator[bytes]:
+    """At most `length` bytes of an HTTP answer, in pieces."""
+    while length > 0:
+        piece = answer.read(min(BLOCK, length))
+        if not piece:
+            return
+        length -= len(piece)
+        yield piece
 
 
 def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, bytes]) -> bool:

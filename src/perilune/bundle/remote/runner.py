@@ -292,7 +292,7 @@ def is_in_unit(path: str) -> bool:
 
 
 def is_unfinished(root: Path, path: str) -> bool:
-    """Whether a file is in a checkpoint whose optimizer state may still be deleted, at the end of the task."""
+    """Whether a file is in a checkpoint whose optimizer state the task may still delete at its end."""
     return is_in_unit(path) and (root.joinpath(*path.split("/")[:3]) / OPTIMIZER).is_dir()
 
 

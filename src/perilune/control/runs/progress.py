@@ -52,7 +52,7 @@ class StageResumed(StageEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageNotice(StageEvent):
-    """A message about attempt `attempt` that changes no outcome, such as that it starts from the beginning."""
+    """A message about attempt `attempt`, for example that it starts from the beginning."""
 
     attempt: int
     message: str

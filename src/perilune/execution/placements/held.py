@@ -1,7 +1,7 @@
 """The checkpoints of an attempt that its machine keeps, so that the next attempt there resumes from them.
 
-The list is in a file beside the attempt's directory. Their contents are in the machine's store, which may evict
-them; the next attempt then starts from the beginning.
+The list is in a file beside the attempt's directory. Their contents are in the machine's store, which may
+evict them; the next attempt then starts from the beginning.
 """
 
 from __future__ import annotations

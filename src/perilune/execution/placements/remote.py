@@ -28,9 +28,10 @@ from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.answers import MESSAGE, last_document, observation, seen_first
-from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.held import held_entries, read_held, starts_over, write_held
+from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.mirror import Bring, Mirror, Pulled, mirror
+from perilune.execution.placements.origins import HUB
 from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.placements.upload import Upload
 from perilune.execution.task_environment import WITHHELD
@@ -133,7 +134,7 @@ class RemotePlacement:
             home.reset()
         held = read_held(previous) if previous is not None and self.bring != "all" else []
         write_held(attempt.directory, held)
-        upload = Upload(attempt.directory, attempt.node, held)
+        upload = Upload(attempt.directory, attempt.node, held, self._hub)
         wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
         while rounds < SEND_ROUNDS and time.monotonic() < until:
             options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
@@ -151,7 +152,7 @@ class RemotePlacement:
                 raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
             if upload.lost(wanted):
                 write_held(attempt.directory, [])
-                upload = Upload(attempt.directory, attempt.node)
+                upload = Upload(attempt.directory, attempt.node, hub=self._hub)
                 wanted = upload.small()
         raise WorkFailedError("the uploaded files arrive damaged", where=self.name)
 
@@ -224,6 +225,13 @@ class RemotePlacement:
                 except (ValueError, TypeError) as error:
                     raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
+
+    @property
+    def _hub(self) -> str:
+        """The hub that the machine downloads base models from; "" if its settings say that it is offline."""
+        variables = self.site.environment
+        offline = variables.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
+        return "" if offline else variables.get("HF_ENDPOINT", HUB)
 
     @contextlib.contextmanager
     def _mirror(self, attempt: Assignment) -> Iterator[Mirror]:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from perilune.bundle.digest import BUNDLE_FILE, Entry, describe, entries_digest, walk
 from perilune.bundle.remote.store import SMALL
 from perilune.errors import RequestError
+from perilune.execution.placements.origins import origins
 from perilune.files import canonical_json, read_json, write_atomic
 
 UNCALLED = 1 << 20  # bytes of small contents to send before the other side asks
@@ -34,13 +35,14 @@ class Upload:
     Args:
         node: the machine to send to.
         held: more files, whose contents the machine has kept.
+        hub: URL of the Hugging Face hub that the machine may download the base model from; "" for none.
 
     Attributes:
         tree: digest of all files.
         size: of all files, in bytes.
     """
 
-    def __init__(self, directory: Path, node: int = 0, held: Sequence[Entry] = ()) -> None:
+    def __init__(self, directory: Path, node: int = 0, held: Sequence[Entry] = (), hub: str = "") -> None:
         own = list(_entries(directory))
         here = {entry.path for entry in own}
         self.entries = sorted([*own, *(entry for entry in held if entry.path not in here)])
@@ -48,6 +50,7 @@ class Upload:
         self.size = sum(entry.size for entry in self.entries)
         self._sources = {entry.sha256: directory / entry.path for entry in own}
         self._sizes = {entry.sha256: entry.size for entry in self.entries}
+        self._origins = origins(directory, own, hub) if hub else {}
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
     def small(self) -> dict[str, int]:
@@ -82,7 +85,8 @@ class Upload:
         def write() -> None:
             with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as out:
                 out.write(head)
-                out.write(canonical_json([_listed(entry) for entry in self.entries]) + b"\n")
+                files = [_listed(entry) for entry in self.entries]
+                out.write(canonical_json({"files": files, "origins": self._origins}) + b"\n")
                 self._send(out, wanted)
 
         thread = threading.Thread(target=write, name="upload", daemon=True)

@@ -175,12 +175,14 @@ class Adapter:
 def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder of the policy with its adapter merged, and the adapter alone in `adapter/`.
 
-    The folder loads like any other. With the base at hand, the adapter alone is enough.
+    The folder loads like any other. With the base at hand, the adapter alone is enough. A policy with
+    bfloat16 products is written as its engine samples from it: matrices and embeddings in bfloat16.
     """
+    precision = decoder.precision
     if pairs_of(decoder):
         Adapter.of(decoder).save(path / FOLDER)
         decoder = merged(decoder)
-    save_checkpoint(path, decoder, tokenizer)
+    save_checkpoint(path, decoder, tokenizer, decoder.rounded() if precision == "bfloat16" else {})
 
 
 def _describe_base(decoder: Decoder, base: str) -> str:

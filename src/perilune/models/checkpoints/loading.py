@@ -75,10 +75,20 @@ def load_model(
     return load_checkpoint(model_folder(Path(source)), device)
 
 
-def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face folder. config.json is written last, so a folder that has it is complete."""
+def save_checkpoint(
+    path: Path, decoder: Decoder, tokenizer: Tokenizer, dtypes: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Write a Hugging Face folder. config.json is written last, so a folder that has it is complete.
+
+    Args:
+        dtypes: by name of the tensors that are rounded.
+    """
+    dtypes = dtypes or {}
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
+    tensors = {
+        name: tensor.detach().to(dtypes.get(name, tensor.dtype)).cpu().contiguous()
+        for name, tensor in decoder.state_dict().items()
+    }
     temporary = path / f".{WEIGHTS}.tmp"
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
@@ -92,7 +102,7 @@ def save_checkpoint(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     raw = decoder.config.to_hf()
     ends = {key: raw[key] for key in ("bos_token_id", "eos_token_id")}
     write_json(path / "generation_config.json", {**ends, "pad_token_id": tokenizer.pad_token_id})
-    dtype = str(decoder.dtype).removeprefix("torch.")
+    dtype = str(next(iter(dtypes.values()), decoder.dtype)).removeprefix("torch.")
     write_json(path / "config.json", {**raw, "pad_token_id": tokenizer.pad_token_id, "dtype": dtype})
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from perilune.bundle.remote.runner import OPTIMIZER  # the folder of the learner's state in a checkpoint
 from perilune.bundle.workspace import Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import fsync_directory
@@ -45,8 +46,6 @@ from perilune.tasks.stage.retention import (
     step_directory,
 )
 from perilune.watchdog import Waiting
-
-OPTIMIZER = "optimizer"  # directory of the learner's state beside the final weights
 
 
 class Resumable(Protocol):

@@ -1,0 +1,50 @@
+"""Where a machine can download the base model of an attempt, instead of receiving it from here.
+
+Only public files of the Hugging Face hub, at the commit that is here. The machine compares each with its
+digest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from perilune.bundle.digest import Entry
+from perilune.bundle.remote.store import SMALL
+from perilune.files import read_json
+
+HUB = "https://huggingface.co"
+MODEL = "inputs/model/"  # the recipe's model in a bundle
+SOURCE = "source.json"  # written by `perilune model fetch` beside a model
+_REPOSITORY, _COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile("[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
+
+
+def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, str]:
+    """URL of each larger file of the base model, by SHA-256; empty if the model is not from the hub.
+
+    Args:
+        directory, entries: an attempt's working copy and its files.
+        hub: address of the hub.
+    """
+    repository, commit = _identity(directory)
+    if not (_REPOSITORY.fullmatch(repository) and _COMMIT.fullmatch(commit)):
+        return {}
+    return {
+        entry.sha256: f"{hub.rstrip('/')}/{repository}/resolve/{commit}/{quote(entry.path[len(MODEL) :])}"
+        for entry in entries
+        if entry.path.startswith(MODEL) and entry.size > SMALL
+    }
+
+
+def _identity(directory: Path) -> tuple[str, str]:
+    """Repository and commit of the model: as it was fetched, or by its place in the Hugging Face cache."""
+    source = directory / MODEL / SOURCE
+    if source.exists():
+        document = read_json(source)
+        return str(document.get("repository")), str(document.get("commit"))
+    path = str(read_json(directory / "job.json")["model"].get("path"))
+    found = _SNAPSHOT.fullmatch(path)
+    return (f"{found['owner']}/{found['name']}", found["commit"]) if found else ("", "")
