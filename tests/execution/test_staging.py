@@ -587,8 +587,11 @@ def test_what_nobody_needs_makes_room_and_what_the_disk_cannot_hold_twice_moves(
     workspace, bundle = tmp_path / "box" / "workspace", drill_bundle(tmp_path / "bundle")
     wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
     with on_a_disk_of(f"size={wheel * 3 // 2}", workspace) as within:
-        old = 'mkdir "$0" && head -c 2500000 /dev/zero > "$0/$1"'
-        subprocess.run([*within, "sh", "-c", old, str(workspace / "store.sha256"), "a" * 64], check=True)
+        old = 'mkdir "$0" && head -c "$2" /dev/zero > "$0/$1"'
+        subprocess.run(
+            [*within, "sh", "-c", old, str(workspace / "store.sha256"), "a" * 64, str(wheel * 3 // 4)],
+            check=True,
+        )
         host = NearbyHost(within)
         for run in ("01FIRST", "01SECOND"):
             there = workspace / run
