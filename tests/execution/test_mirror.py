@@ -19,7 +19,7 @@ from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.remote import runner
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts import HostRefusedError
-from perilune.execution.placements.mirror import Mirror
+from perilune.execution.placements.mirror import Bring, Mirror
 from perilune.execution.placements.mirror import mirror as mirrored
 from perilune.files import sha256_bytes
 
@@ -225,6 +225,29 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
     there.pull(after, last=True)
     after.settle()
     assert seen(home) == seen(there.attempt.files)
+
+
+@pytest.mark.parametrize("bring", ["metrics", "final", "all"])
+def test_checkpoints_come_home_as_the_template_says(there: There, home: Path, bring: Bring) -> None:
+    """While it runs none whose optimizer may still be deleted, and none that only resuming needs."""
+    steps, final = ("checkpoints/step-1/weights", "checkpoints/step-1/moments"), "checkpoints/final/model"
+    for path in (*steps, final, "checkpoints/final/optimizer/moments", "metrics.jsonl"):
+        there.write(f"artifacts/{path}", path.encode())
+    mirror = Mirror(home, bring=bring)
+    there.pull(mirror)
+    assert ((home / "artifacts" / final).exists()) == (bring == "all")
+    shutil.rmtree(there.attempt.files / "artifacts" / "checkpoints" / "final" / "optimizer")
+    listed = {path: {"size": len(path), "sha256": sha256_bytes(path.encode())} for path in (*steps, final)}
+    listed["metrics.jsonl"] = {"size": 13, "sha256": sha256_bytes(b"metrics.jsonl")}
+    there.write("artifacts/manifest.json", manifest_bytes(listed))
+    digest = sha256_bytes(manifest_bytes(listed))
+    there.write("runtime/result.json", json.dumps({"epoch": 1, "manifest_digest": digest}).encode())
+    while there.pull(mirror, last=True):
+        pass
+    mirror.settle()
+    came = {path for path in listed if (home / "artifacts" / path).exists()}
+    expected = {"metrics": {"metrics.jsonl"}, "final": {"metrics.jsonl", final}, "all": set(listed)}
+    assert came == expected[bring]
 
 
 def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Path) -> None:
