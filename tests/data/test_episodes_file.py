@@ -54,7 +54,13 @@ def same(a, b):
 EPISODES = [
     episode(0),
     episode(1, tokens=0, finish_reason="aborted", reward=None, failure="verifier: no outcome", metrics={}),
-    episode(2, finish_reason="length", step_rewards=np.linspace(0, 1, 5, dtype=np.float32)),
+    episode(
+        2,
+        finish_reason="length",
+        step_rewards=np.linspace(0, 1, 5, dtype=np.float32),
+        top_ids=np.array([[3, 1], [-1, -1], [0, 2], [1, 0], [2, 3]], np.int32),
+        top_logprobs=np.linspace(-3, 0, 10, dtype=np.float32).reshape(5, 2),
+    ),
     episode(3, routed_experts=np.arange(64, dtype=np.uint8).reshape(8, 4, 2)),
     episode(4, routed_experts=np.arange(64, dtype=np.uint16).reshape(8, 4, 2) * 300),
 ]

@@ -75,14 +75,20 @@ def engine_of(tokenizer: Tokenizer, seed: int = 0) -> Recording:
 
 
 def play(
-    section: dict[str, Any], count: int = 6, *, engine: Engine | None = None, skip: int = 0, samples: int = 4
+    section: dict[str, Any],
+    count: int = 6,
+    *,
+    engine: Engine | None = None,
+    skip: int = 0,
+    samples: int = 4,
+    params: SamplingParams = PARAMS,
 ) -> Groups:
     spec = TALK | section
     environment = Talk(spec)
     tasks = list(islice(environment.tasks("train", 0), skip, skip + count))
     with Scorer(spec) as scorer:
         rollouts = RolloutWorker(engine or engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
-        return rollouts.play(tasks, samples=samples, params=PARAMS, step=1, watch=Stopwatch(), first=skip)
+        return rollouts.play(tasks, samples=samples, params=params, step=1, watch=Stopwatch(), first=skip)
 
 
 def runs(mask: np.ndarray) -> list[slice]:
@@ -133,6 +139,23 @@ def test_log_probs_are_those_of_the_whole_context() -> None:
     scores = engine.score([one.prompt_ids for one in everything], [one.token_ids for one in everything])
     for one, scored in zip(everything, scores, strict=True):
         np.testing.assert_allclose(one.logprobs[one.loss_mask], scored[one.loss_mask], atol=1e-4)
+
+
+def test_the_likeliest_tokens_are_recorded_and_change_nothing() -> None:
+    plain = [one for group in play({}) for one in group]
+    recorded = [one for group in play({}, params=replace(PARAMS, top_logprobs=4)) for one in group]
+    assert plain[0].top_ids is None
+    seen = 0
+    for one, other in zip(recorded, plain, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
+        assert one.top_ids is not None and one.top_logprobs is not None
+        own, observed = one.top_logprobs[one.loss_mask], ~one.loss_mask
+        assert (np.diff(own, axis=1) <= 0).all() and (own < 0).all()
+        assert (one.top_ids[observed] == -1).all() and not one.top_logprobs[observed].any()
+        found = (one.top_ids == one.token_ids[:, None]) & one.loss_mask[:, None]
+        assert np.array_equal(one.top_logprobs[found], one.logprobs[found.any(1)])
+        seen += int(found.sum())
+    assert seen > 20
 
 
 def test_an_episode_depends_on_its_place_alone() -> None:

@@ -134,7 +134,12 @@ def make_episode(
         reward_terms={} if failed else {"correct": float(is_right and not is_cut)},
         failure="verifier: took longer than 2 s" if failed else "",
         metrics={"difficulty": float(asked.carries)} | ({} if failed else {f"strategy/{strategy}": 1.0}),
+        top_ids=np.array([[one, OTHER] for one in ids], np.int32).reshape(-1, 2),
+        top_logprobs=np.log(np.array([[one, 0.125 * one] for one in chances], np.float32)).reshape(-1, 2),
     )
+
+
+OTHER = TOKENIZER.encode("7")[0]  # the second likeliest token everywhere
 
 
 # ---------------------------------------------------------------------------------------- experiment

@@ -64,6 +64,9 @@ class Episode:
         reward_terms: named parts of the reward.
         step_rewards: float32[T] or None, process rewards: the reward of a segment at its last token, NaN at
             other tokens.
+        top_ids: int32[T, K] or None, the K likeliest tokens where each token was sampled, likeliest first; -1
+            at masked tokens.
+        top_logprobs: float32[T, K] or None, their log-probs; 0 at masked tokens.
         finish_reason: "stop" (end-of-sequence or stop token), "length" (a limit on tokens or turns) or
             "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
@@ -92,6 +95,8 @@ class Episode:
     metrics: Mapping[str, float] = field(default_factory=dict)
     routed_experts: NDArray[Any] | None = None
     spans: tuple[Span, ...] = ()
+    top_ids: NDArray[np.int32] | None = None
+    top_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -100,6 +105,9 @@ class Episode:
                 raise ValueError(
                     f"{self.episode_id}: {name} has {len(getattr(self, name))} of {length} tokens"
                 )
+        for top in (self.top_ids, self.top_logprobs):
+            if top is not None and len(top) != length:
+                raise ValueError(f"{self.episode_id}: likeliest tokens at {len(top)} of {length} tokens")
         rows = len(self.prompt_ids) + length - 1
         if self.routed_experts is not None and len(self.routed_experts) != rows:
             raise ValueError(f"{self.episode_id}: routes of {len(self.routed_experts)} of {rows} tokens")

@@ -33,6 +33,8 @@ _ARRAYS = {
     "policy_version": np.int32,
 }
 
+_LIKELIEST = {"top_ids": np.int32, "top_logprobs": np.float32}
+
 
 @cache
 def episode_schema(routes: str = "uint16") -> pa.Schema:
@@ -79,6 +81,8 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("routed_experts_shape", pa.list_(pa.int32())),
             ("routed_experts_dtype", pa.string()),
             ("spans", pa.list_(span)),
+            ("top_ids", pa.list_(pa.list_(pa.int32()))),
+            ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
         ]
     )
 
@@ -139,9 +143,10 @@ def read_episodes(path: Path) -> list[Episode]:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
     table = _read(path)
-    if "spans" not in table.column_names:  # a file of an earlier version
-        column = episode_schema().field("spans")
-        table = table.append_column(column, pa.nulls(len(table), column.type))
+    for name in ("spans", "top_ids", "top_logprobs"):
+        if name not in table.column_names:  # a file of an earlier version
+            column = episode_schema().field(name)
+            table = table.append_column(column, pa.nulls(len(table), column.type))
     for field in episode_schema():
         if field.name not in table.column_names:
             raise RequestError(f"no column '{field.name}'", where=str(path))
@@ -206,6 +211,7 @@ def _row(episode: Episode) -> dict[str, Any]:
     row["routed_experts_shape"] = None if experts is None else list(experts.shape)
     row["routed_experts_dtype"] = None if experts is None else experts.dtype.name
     row["spans"] = [asdict(span) for span in episode.spans]
+    row |= {name: None if (top := getattr(episode, name)) is None else top.tolist() for name in _LIKELIEST}
     return row
 
 
@@ -234,6 +240,10 @@ def _episode(row: dict[str, Any]) -> Episode:
     fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
     fields |= {"messages": tuple(row["messages"]), "spans": tuple(map(_span, row["spans"] or ()))}
+    fields |= {
+        name: None if row[name] is None else np.asarray(row[name], dtype)
+        for name, dtype in _LIKELIEST.items()
+    }
     return Episode(**(fields | {"routed_experts": experts}))
 
 

@@ -88,6 +88,18 @@ class Trajectory:
             values[turn.start : turn.start + len(part)] = part
         return values
 
+    def likeliest(self) -> dict[str, Any]:
+        """`top_ids` and `top_logprobs` of an episode; empty if the engine did not return them."""
+        most = max((len(one) for turn in self.turns for one in turn.completion.top_logprobs or ()), default=0)
+        if not most:
+            return {}
+        ids = np.full((len(self.token_ids), most), -1, np.int32)
+        logprobs = np.zeros(ids.shape, np.float32)
+        for turn in self.turns:
+            for place, top in enumerate(turn.completion.top_logprobs or (), turn.start):
+                ids[place], logprobs[place] = zip(*top, strict=True)
+        return {"top_ids": ids, "top_logprobs": logprobs}
+
     def routes(self) -> Routes | None:
         """Routes of all tokens but the last; None if the engine recorded none.
 

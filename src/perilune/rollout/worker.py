@@ -393,6 +393,7 @@ class RolloutWorker:
             metrics=_metrics(part, outcome, spans),
             routed_experts=trajectory.routes(),
             spans=spans,
+            **trajectory.likeliest(),
             **outcome_fields(outcome),
         )
 

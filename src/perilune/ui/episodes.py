@@ -230,6 +230,7 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict
         "masked": None
         if not by_token or episode.loss_mask.all()
         else [int(not chosen) for chosen in episode.loss_mask],
+        "top": _likeliest(episode, vocabulary) if tokens else None,
         "versions": _versions(episode),
         "steps": step_rewards_of(episode) if by_token else [],
         "spans": spans_of(episode, most),
@@ -240,6 +241,22 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict
         "failure": episode.failure,
         "advantage": _short(episode.metrics.get("advantage")),
     }
+
+
+def _likeliest(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tuple[int, int]]] | None:
+    """The likeliest tokens where each token was sampled: (piece, log-prob in thousandths)."""
+    if episode.top_ids is None or episode.top_logprobs is None or vocabulary is None:
+        return None
+    rows = zip(episode.top_ids.tolist(), episode.top_logprobs.tolist(), strict=True)
+    return [
+        [
+            (vocabulary.alone(token), round(1000 * max(-1000.0, logprob)))
+            for token, logprob in zip(*row, strict=True)
+        ]
+        if row[0][0] >= 0
+        else []
+        for row in rows
+    ]
 
 
 def _versions(episode: Episode) -> int | list[tuple[int, int]]:

@@ -38,7 +38,7 @@ class Vocabulary:
 
     def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
         """One piece for each token, which join to `text` without special tokens; None if they do not."""
-        alone = [self._alone(token) for token in token_ids]
+        alone = [self.alone(token) for token in token_ids]
         if self._joined(alone) == text:
             return list(alone)
         together = self._together(token_ids)
@@ -48,7 +48,8 @@ class Vocabulary:
         """One piece for each token, without a text to join to."""
         return self._together(token_ids)
 
-    def _alone(self, token: int) -> int:
+    def alone(self, token: int) -> int:
+        """The piece of a token by itself."""
         if token not in self._index:
             is_special = token in self._special
             shown = self._backend.id_to_token(token) if is_special else self._backend.decode([token])
@@ -62,7 +63,7 @@ class Vocabulary:
         pending: list[int] = []
         for token in token_ids:
             if token in self._special:
-                pieces.append(self._alone(token))
+                pieces.append(self.alone(token))
                 continue
             pending.append(token)
             text = self._backend.decode(pending)

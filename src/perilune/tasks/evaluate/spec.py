@@ -8,10 +8,10 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.tasks.stage.own_metrics import OwnMetricsField
-from perilune.tasks.stage.sampling import SamplingSpec, ServerSpec
+from perilune.tasks.stage.sampling import RecordingSpec, ServerSpec
 
 
-class EvaluateSpec(SamplingSpec):
+class EvaluateSpec(RecordingSpec):
     """Fields of an evaluate stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(

@@ -18,10 +18,10 @@ from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
-from perilune.tasks.stage.sampling import SamplingSpec
+from perilune.tasks.stage.sampling import RecordingSpec
 
 
-class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, ForgettingSpec):
+class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, ForgettingSpec):
     """Fields of an rl stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
@@ -117,6 +117,8 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, SamplingSpec, Fo
                 f"{self.algorithm.name} replaces dead groups, which asynchronous training cannot do yet."
                 " Choose another algorithm, or remove asynchronous"
             )
+        if self.top_logprobs:
+            raise ValueError("asynchronous training records no top_logprobs. Remove one of them")
         if not self.asynchronous.keep_sent and self.updates_per_batch * self.epochs_per_batch > 1:
             raise ValueError(
                 "asynchronous.keep_sent is false, and only one update can be reversed."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -33,6 +33,17 @@ class SamplingSpec(ModelDefaults):
         from perilune.engine.request import SamplingParams
 
         return SamplingParams(self.max_tokens, 0.0 if greedy else self.temperature, stop_token_ids)
+
+
+class RecordingSpec(SamplingSpec):
+    """Fields of the stages that record the episodes they sample."""
+
+    top_logprobs: int = Field(
+        0, ge=0, le=20, description="likeliest tokens to record at each token, for the page; 0: none"
+    )
+
+    def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
+        return replace(super().params(stop_token_ids, greedy=greedy), top_logprobs=self.top_logprobs)
 
 
 class ServerSpec(Frozen):

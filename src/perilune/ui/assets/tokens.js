@@ -74,6 +74,8 @@ const Tokens = (() => {
       if (episode.advantage !== null) rows.push({ name: "advantage", value: Format.number(episode.advantage, 3) });
       if (stepAt(episode, place) !== null) rows.push({ name: "step reward", value: Format.number(stepAt(episode, place), 3) });
     }
+    for (const [token, logprob] of episode.top ? episode.top[place] : [])
+      rows.push({ name: JSON.stringify(episode.vocabulary[token][0]), value: Format.percent(Math.exp(logprob / 1000)) });
     const version = versionAt(episode, place);
     if (version !== null) rows.push({ name: "sampled by", value: `weights version ${version}` });
     return rows;
