@@ -32,8 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {**SIZES, "intermediate_size": 64}),
     "phi": ("Phi", {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}),
     "gpt2": ("GPT2", {"vocab_size": 98, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 200}),
-    "gemma2": (
-        "Gemma2",
+    "cohere2": (
+        "Cohere2",
         {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
     ),
     "opt": ("OPT", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 200}),

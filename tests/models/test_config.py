@@ -13,6 +13,7 @@ from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
 from perilune.models.config.layer_kinds import Experts, Latent
+from perilune.models.config.multipliers import Multipliers
 from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 128)
@@ -49,7 +50,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         num_kv_heads=kv_heads,
         head_dim=latent.key_size + latent.rotary_size if latent else 4 * draw(st.integers(1, 32)),
         rope=replace(draw(ropes), fraction=fraction),
-        local_rope=option("rope_local_base_freq", ropes),
+        local_rope=draw(ropes) if DECODER_FAMILIES[architecture].local_rope else None,
         windows=draw(windows(architecture, layers)),
         query_pre_attn_scalar=option("query_pre_attn_scalar", st.sampled_from([None, 1, 300])),
         tie_word_embeddings=draw(st.booleans()),
@@ -58,6 +59,9 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         use_qk_norm=option("use_qk_norm", st.booleans(), False),
         mlp_bias=option("mlp_bias", st.booleans(), False),
         logit_softcap=option("final_logit_softcapping", st.sampled_from([None, 30.0])),
+        score_softcap=option("attn_logit_softcapping", st.sampled_from([None, 50.0])),
+        unrotated=option("no_rope_layers", st.sampled_from([(), (0,), tuple(range(layers))]), ()),
+        multipliers=option("logits_scaling", st.builds(Multipliers, *[st.sampled_from([0.3, 1.0])] * 4)),
         experts=mixture,
         latent=latent,
         bos_token_id=draw(st.sampled_from([None, 0, 5])),

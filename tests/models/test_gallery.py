@@ -92,11 +92,12 @@ WITH = {
     "GQA": {"model_type": "llama", **SMALL},
     "SWA": {"model_type": "mistral", "sliding_window": 2, **SMALL},
     "QK norm": {"model_type": "qwen3", **SMALL},
+    "NoPE": {"model_type": "smollm3", "no_rope_layers": [1, 0], **SMALL},
     "MoE": {"model_type": "qwen3_moe", **EXPERTS, **SMALL},
 }
 WITH["MLA"] = {"model_type": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 2, **SMALL}
 WITHOUT = {"model_type": "llama", **SMALL}
-ALWAYS_CALLED = {"GQA", "SWA"}  # the same function computes models without them
+ALWAYS_CALLED = {"GQA", "SWA", "NoPE"}  # the same function computes models without them
 
 
 def calls(code: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -132,7 +133,7 @@ def test_the_named_function_computes_the_concept(concept: Concept, monkeypatch: 
     [
         (WITHOUT, "natively", ""),
         (WITHOUT | {"quantization_config": {"quant_method": "fp8"}}, "natively", ""),
-        (WITHOUT | {"model_type": "gemma2"}, "with transformers", "model_type is 'gemma2'"),
+        (WITHOUT | {"model_type": "cohere2"}, "with transformers", "model_type is 'cohere2'"),
         (WITHOUT | {"model_type": "vit"}, "not", "vit is not a language model there"),
         (WITHOUT | {"model_type": "of_tomorrow"}, "not", "does not recognize"),
         (WITHOUT | {"num_key_value_heads": 3}, "not", "cannot share 3"),

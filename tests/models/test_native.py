@@ -120,7 +120,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
             some = slice(start, stop)
             parts.append(
                 attention.attend_paged(
-                    q[some], k[some], v[some], cache, step, scale=size**-0.5, window=window
+                    q[some], k[some], v[some], (cache, step), scale=size**-0.5, window=window
                 )
             )
         assert (torch.cat(parts) - whole).abs().max() <= tolerance
@@ -136,7 +136,7 @@ def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
     step = attention.Step(
         16, 1, 1, 0, None, positions.ctypes.data, None, sequence.ctypes.data, table.ctypes.data, None
     )
-    attention.attend_paged(torch.randn(16, 2, 32), k, v, cache, step, scale=1.0, window=0)
+    attention.attend_paged(torch.randn(16, 2, 32), k, v, (cache, step), scale=1.0, window=0)
     assert torch.allclose(key_scales[1].T, k.abs().amax(-1) / 127)
     read_k = (keys[1] * key_scales[1][:, None]).permute(2, 0, 1)
     read_v = (values[1] * value_scales[1][..., None]).transpose(0, 1)

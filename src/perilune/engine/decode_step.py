@@ -18,7 +18,8 @@ from torch import Tensor
 from perilune.engine.blocks import BLOCK
 from perilune.engine.cache import PagedAttention, PagedCache, Places, Table
 from perilune.engine.step import StepBatch
-from perilune.models.attention import Attention, attend
+from perilune.errors import RequestError
+from perilune.models.attention import Attention, ScoreOptions, attend
 from perilune.models.decoder import Decoder
 
 DecodeAttention = Callable[[PagedCache, Sequence[Tensor], Tensor], Attention]
@@ -36,12 +37,23 @@ class GatheredAttention:
         self._places = [Places(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
         self._tables = [Table(of, cache.heads, cache.size) for of in blocks]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor:
         cache, index = self._cache, self._cache.table_of[layer]
         cache.store(layer, self._places[index], k, v)
         keys, values = cache.gather(layer, self._tables[index])
         groups = q.reshape(len(keys), -1, cache.size)
-        return attend(groups, keys.to(q.dtype), values.to(q.dtype), self._mask(q, window)).reshape(q.shape)
+        own = None if options is None else options.of_sets(len(keys), cache.heads, 1)
+        mask = self._mask(q, window)
+        return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, own).reshape(q.shape)
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
         """A mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
@@ -67,7 +79,18 @@ class TritonAttention:
         ]
         self._tables, self._positions = tables, positions
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor:
+        if options is not None:
+            raise RequestError("the Triton kernels have neither sinks nor bounds on scores")
         where = self._layers[layer], self._tables[self._table_of[layer]], self._positions
         self._kernels.store(k, v, *where)
         return self._kernels.attend(q, *where, window)
@@ -97,10 +120,21 @@ class MixedAttention:
         )
         self._rest = PagedAttention(cache, rest, tokens - count)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor:
         count = self._decodes
-        decoded = self._decoding(layer, q[:count], k[:count], v[:count], window)
-        return torch.cat([decoded, self._rest(layer, q[count:], k[count:], v[count:], window)])
+        decoded = self._decoding(layer, q[:count], k[:count], v[:count], window, options=options)
+        return torch.cat(
+            [decoded, self._rest(layer, q[count:], k[count:], v[count:], window, options=options)]
+        )
 
 
 class DecodeStep:

@@ -97,8 +97,8 @@ class GraphRunner(TorchRunner):
 
 
 def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels compute the attention of this model: not that of latent vectors."""
-    return config.latent is None
+    """Whether the kernels compute the attention of this model: no latents, sinks or bounded scores."""
+    return config.latent is None and not config.family.sinks and config.score_softcap is None
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from perilune.engine.cache import PagedCache
 from perilune.engine.routes import RouteStore
 from perilune.engine.step import StepBatch
+from perilune.models.attention import ScoreOptions
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, RouteMemory, Step, attend_paged
 
@@ -69,6 +70,16 @@ class NativePagedAttention:
     def __init__(self, cache: PagedCache, batch: StepBatch) -> None:
         self._caches, self._described = describe_cache(cache), DescribedStep(batch)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        cache, step = self._caches[layer], self._described.step
-        return attend_paged(q, k, v, cache, step, scale=q.shape[-1] ** -0.5, window=window or 0)
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor:
+        sinks = None if options is None else options.sinks
+        where = self._caches[layer], self._described.step
+        return attend_paged(q, k, v, where, scale=q.shape[-1] ** -0.5, window=window or 0, sinks=sinks)

@@ -16,7 +16,7 @@ from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
-from perilune.models.decoder import Decoder, capped
+from perilune.models.decoder import Decoder, finished
 from perilune.models.native import decoder as native
 from perilune.models.native.ops import WeightKind
 
@@ -64,7 +64,7 @@ class NativeRunner:
             return self._adapting.run(batch)
         described = DescribedStep(batch, self._config.vocab_size, self.cache.routes)
         self._decoder.step(self._caches, described.step, int(batch.positions.max()))
-        return capped(described.logits, self._config.logit_softcap)
+        return finished(described.logits, self._config)
 
     def record_routes(self) -> RouteStore:
         return self.cache.record_routes(self._config)

@@ -177,7 +177,9 @@ class TorchRunner:
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
         """The attention of the batch, with the arithmetic of the learner."""
-        if is_native(self.decoder.model.norm.weight, self.cache.size) and not self.cache.rank:
+        config = self.decoder.config
+        has_kernel = config.latent is None and config.score_softcap is None
+        if is_native(self.decoder.model.norm.weight, self.cache.size) and has_kernel:
             return NativePagedAttention(self.cache, batch)
         return PagedAttention(self.cache, batch, rows)
 

@@ -17,6 +17,7 @@ to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
 
@@ -37,6 +38,27 @@ _TERMS = 192
 _QUERY_BLOCK = 512
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreOptions:
+    """What a layer's attention does to its scores besides the softmax.
+
+    Attributes:
+        sinks: float[H], a score of each head for attending to nothing (Xiao et al., arXiv 2309.17453; learned
+            as in gpt-oss).
+        cap: bound c on scores, which become c tanh(scores / c) before masks and sinks (Gemma 2).
+    """
+
+    sinks: Tensor | None = None
+    cap: float | None = None
+
+    def of_sets(self, sets: int, kv_heads: int, rows: int) -> ScoreOptions:
+        """The options of `attend` for sets of the queries of heads that share keys, `rows` of each head."""
+        if self.sinks is None:
+            return self
+        sinks = self.sinks.view(kv_heads, -1, 1).expand(-1, -1, rows).reshape(kv_heads, -1, 1)
+        return ScoreOptions(sinks.repeat(sets // kv_heads, 1, 1), self.cap)
+
+
 class Attention(Protocol):
     """Causal attention of one layer. The implementation holds the KV cache or the bounds of sequences.
 
@@ -46,15 +68,25 @@ class Attention(Protocol):
         k, v: float[N, KV, D] and float[N, KV, E]; H is a multiple of KV.
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
+        options: what else happens to scores.
 
     Returns:
         float[N, H, E].
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor: ...
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + mask) v for R independent sets of queries and keys.
 
     Args:
@@ -62,23 +94,42 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         k, v: float[R, T, D] and float[R, T, E], T a multiple of 16; finite even where masked.
         mask: float, broadcastable to [R, M, T]: 0 where a query sees a key, otherwise -inf. Each query must
             see a key. The column of a key is its position in the sequence, minus a multiple of 192.
+        options: with sinks float[R, M, 1].
 
     Returns:
         float[R, M, E].
     """
-    if q.device.type == "cuda":
+    if q.device.type == "cuda" and options is None:
         return fused(q, k, v, mask)
     rows = q.shape[1]
     if rows < _LEAST_ROWS:
         more = (0, 0, 0, _LEAST_ROWS - rows)
         mask = mask if mask.shape[1] == 1 else F.pad(mask, more)
-        return attend(F.pad(q, more), k, v, mask)[:, :rows]
-    scores = torch.baddbmm(mask, q * q.shape[-1] ** -0.5, k.transpose(1, 2))
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+        if options is not None and options.sinks is not None:
+            options = ScoreOptions(F.pad(options.sinks, more), options.cap)
+        return attend(F.pad(q, more), k, v, mask, options)[:, :rows]
+    weights = _weights(q, k, mask, options or ScoreOptions()).to(v.dtype)
     if v.shape[1] <= _TERMS:
         return torch.bmm(weights, v)
     parts = zip(torch.split(weights, _TERMS, 2), torch.split(v, _TERMS, 1), strict=True)
     return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
+    """Weights of keys [R, M, T], in float32 at least."""
+    q, k = q * q.shape[-1] ** -0.5, k.transpose(1, 2)
+    scores = torch.baddbmm(mask, q, k) if options.cap is None else capped(torch.bmm(q, k), options.cap) + mask
+    dtype, columns = torch.promote_types(scores.dtype, torch.float32), scores.shape[-1]
+    if options.sinks is not None:
+        # In a lane of its own place, like the masked columns after the end.
+        sinks = F.pad(options.sinks.to(scores.dtype), (0, _COLUMNS - 1), value=-torch.inf)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:2], -1)], dim=-1)
+    return scores.softmax(-1, dtype=dtype)[..., :columns]
+
+
+def capped(x: Tensor, bound: float) -> Tensor:
+    """`x` softly capped at `bound`: bound * tanh(x / bound)."""
+    return (x / bound).tanh() * bound
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -117,15 +168,26 @@ class PackedAttention:
         self._long = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
         self._in_order = Spans(starts, lengths, of, prefixes)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        if is_native(q, q.shape[-1]) and v.shape == k.shape:
-            attended: Tensor = _Native.apply(q, k, v, self._in_order, window or 0)  # type: ignore[no-untyped-call]
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        *,
+        options: ScoreOptions | None = None,
+    ) -> Tensor:
+        bounded = options is not None and options.cap is not None
+        if is_native(q, q.shape[-1]) and v.shape == k.shape and not bounded:
+            sinks = None if options is None else options.sinks
+            attended: Tensor = _Native.apply(q, k, v, sinks, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
-        if self._long is not None and q.device.type != "cpu":
+        if self._long is not None and q.device.type != "cpu" and options is None:
             return _one_by_one(q, k, v, self._long, window)
         if self._layout is None:
-            self._layout = _Layout(self._spans, self._shared, q, k)
-        return self._layout(q, k, v, window)
+            self._layout = _Layout(self._spans, self._shared, q, k, exact=options is not None)
+        return self._layout(q, k, v, window, options)
 
 
 def _one_by_one(
@@ -174,19 +236,24 @@ class _Native(torch.autograd.Function):
     """The attention of `models/native` with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *where: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Any) -> Tensor:
         spans, window = where
         scale = q.shape[-1] ** -0.5
-        out, total = attend_packed(q, k, v, spans, scale=scale, window=window)
-        ctx.save_for_backward(q, k, v, out, total)
+        out, total = attend_packed(q, k, v, spans, scale=scale, window=window, sinks=sinks)
+        ctx.save_for_backward(q, k, v, out, total, sinks)
         ctx.spans, ctx.scale, ctx.window = spans, scale, window
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        saved = ctx.saved_tensors
-        return *attend_packed_backward(grad, saved, ctx.spans, scale=ctx.scale, window=ctx.window), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sinks = ctx.saved_tensors
+        of_qkv = attend_packed_backward(grad, tuple(saved), ctx.spans, scale=ctx.scale, window=ctx.window)
+        of_sinks = None
+        if sinks is not None:  # a sink has the value 0, so its gradient is weight * (0 - dO . O)
+            out, total = saved[3:]
+            of_sinks = -((sinks - total).exp() * (grad * out).sum(-1)).sum(0)
+        return *of_qkv, of_sinks, None, None
 
 
 def _bucket(length: int) -> int:
@@ -204,10 +271,14 @@ class _Layout:
         spans: int64[sequences, 4] for each block: start, length, start of the prefix, length of the prefix.
         shared: whether a token may be a key of several sequences.
         q, k: tensors with the shape, dtype and device of later calls.
+        exact: compute as on a CPU, in chunks of queries that store their scores.
     """
 
-    def __init__(self, spans: Sequence[Tensor], shared: bool, q: Tensor, k: Tensor) -> None:
+    def __init__(
+        self, spans: Sequence[Tensor], shared: bool, q: Tensor, k: Tensor, *, exact: bool = False
+    ) -> None:
         heads, kv_heads = q.shape[1], k.shape[1]
+        self._exact = exact or q.device.type == "cpu"
         self._shapes: list[tuple[int, Tensor, int]] = []
         self._blocks: dict[int | None, list[_Block]] = {}
         queries, keys = [], []
@@ -222,12 +293,16 @@ class _Layout:
         self._queries = _Places(queries, q, unique=True)
         self._keys = _Places(keys, k, unique=not shared)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: ScoreOptions | None
+    ) -> Tensor:
         if window not in self._blocks:
-            self._blocks[window] = [_Block(*shape, window=window, q=q, k=k) for shape in self._shapes]
+            self._blocks[window] = [
+                _Block(*shape, window=window, like=(q, k), exact=self._exact) for shape in self._shapes
+            ]
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
         parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
-        outs = [block(of_q, of_k, of_v) for block, of_q, of_k, of_v in parts]
+        outs = [block(of_q, of_k, of_v, options) for block, of_q, of_k, of_v in parts]
         return self._queries.unpad(outs).view(*q.shape[:2], -1)
 
 
@@ -299,12 +374,21 @@ class _Block:
     """
 
     def __init__(
-        self, length: int, prefix: Tensor, sequences: int, *, window: int | None, q: Tensor, k: Tensor
+        self,
+        length: int,
+        prefix: Tensor,
+        sequences: int,
+        *,
+        window: int | None,
+        like: tuple[Tensor, Tensor],
+        exact: bool,
     ) -> None:
+        q, k = like
         heads, kv_heads = q.shape[1], k.shape[1]
+        self._kv_heads = kv_heads
         self._sets, self._group, self._length = sequences * kv_heads, heads // kv_heads, length
         self._shape = sequences, heads, length, q.shape[-1]
-        self._exact = q.device.type == "cpu"
+        self._exact = exact
         equal = bool((prefix == prefix[0]).all())
         prefix = prefix[:1] if equal else prefix
         self._chunks = []
@@ -321,7 +405,7 @@ class _Block:
                 mask = mask.flatten(2, 3).flatten(0, 1)
             self._chunks.append((slice(start, stop), columns, mask))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions | None) -> Tensor:
         """float[S * H * L, E] from float[S * H * L, D] and float[S * KV * T, D] and [..., E]."""
         size, out_size = q.shape[-1], v.shape[-1]
         k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, out_size)
@@ -334,12 +418,21 @@ class _Block:
             return out.reshape(-1, out_size)
         if len(self._chunks) == 1:
             _, columns, mask = self._chunks[0]
-            out = attend(q.view(self._sets, -1, size), k[:, columns], v[:, columns], mask)
+            q = q.view(self._sets, -1, size)
+            out = attend(q, k[:, columns], v[:, columns], mask, self._of_sets(options, q))
             return out.reshape(-1, out_size)
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
         for rows, columns, mask in self._chunks:
-            chunk = q[:, :, rows].flatten(1, 2), k[:, columns], v[:, columns], mask
+            own = q[:, :, rows].flatten(1, 2)
+            chunk = own, k[:, columns], v[:, columns], mask, self._of_sets(options, own)
             out = checkpoint(attend, *chunk, use_reentrant=False) if q.requires_grad else attend(*chunk)
             outs.append(out.view(self._sets, self._group, -1, out_size))
         return torch.cat(outs, dim=2).view(-1, out_size)
+
+    def _of_sets(self, options: ScoreOptions | None, q: Tensor) -> ScoreOptions | None:
+        """The options of `attend` for these queries of all sets."""
+        if options is None:
+            return None
+        rows = q.numel() // q.shape[-1] // (self._sets * self._group)
+        return options.of_sets(self._sets, self._kv_heads, rows)

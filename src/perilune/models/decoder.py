@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from perilune.models.attention import Attention
+from perilune.models.attention import Attention, ScoreOptions, capped
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.feed_forward import MLP, MixtureOfExperts
@@ -46,10 +46,13 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(queries if full else self.size, config.rms_norm_eps, offset)
             self.k_norm = RMSNorm(keys if full else self.size, config.rms_norm_eps, offset)
         # Attention divides scores by sqrt(D). Another divisor is a factor of the queries.
-        self.query_scale = (config.head_dim / (config.query_pre_attn_scalar or config.head_dim)) ** 0.5
+        self.query_scale = config.query_scale
+        self.score_softcap, sinks = config.score_softcap, config.family.sinks
+        has_sinks = sinks == "all" or (sinks == "windows" and self.window is not None)
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if has_sinks else None
         self.frozen_qk_norm: Tensor | None = None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attention: Attention) -> Tensor:
         qkv = self.qkv(x)
         if self.qk_norm == "full":
             qkv = self._normalised_in_full(qkv)
@@ -57,8 +60,20 @@ class SelfAttention(nn.Module):
         qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
         if self.qk_norm == "head":
             qk = rms_norm(qk, self.qk_norm_weight(), self.q_norm.eps)
-        q, k = torch.split_with_sizes(rotate_part(qk, cos, sin), [self.heads, self.kv_heads], 1)
-        return self.out(attention(self.layer, q, k, v, self.window).reshape(x.shape[0], -1))
+        if cos is not None and sin is not None:
+            qk = rotate_part(qk, cos, sin)
+        q, k = torch.split_with_sizes(qk, [self.heads, self.kv_heads], 1)
+        if self.query_scale != 1 and self.qk_norm != "head":
+            q = q * self.query_scale
+        attended = attention(self.layer, q, k, v, self.window, options=self.score_options)
+        return self.out(attended.reshape(x.shape[0], -1))
+
+    @property
+    def score_options(self) -> ScoreOptions | None:
+        """What happens to scores besides the softmax; None for nothing."""
+        if self.sinks is None and self.score_softcap is None:
+            return None
+        return ScoreOptions(self.sinks, self.score_softcap)
 
     def qk_norm_weight(self) -> Tensor:
         """float[H + KV, D]: the norm weight of each head of q, then of k."""
@@ -67,6 +82,14 @@ class SelfAttention(nn.Module):
         q, k = self.q_norm.factor(), self.k_norm.factor()
         q = q if self.query_scale == 1 else q * self.query_scale
         return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+
+    def freeze(self, source: SelfAttention) -> None:
+        """Copy the current norms and sinks of `source`, without gradients."""
+        if self.qk_norm == "head":
+            self.frozen_qk_norm = copied_in_place(self.frozen_qk_norm, source.qk_norm_weight())
+        if self.sinks is not None and source.sinks is not None:
+            sinks = copied_in_place(self.sinks.detach(), source.sinks.detach().clone())
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
 
     def _normalised_in_full(self, qkv: Tensor) -> Tensor:
         keys = self.kv_heads * self.size
@@ -93,26 +116,35 @@ class Block(nn.Module):
             self.add_module(self._feed_forward, MixtureOfExperts(config, config.experts, index))
         else:
             self.add_module(self._feed_forward, MLP(config, config.intermediate_size, config.mlp_bias))
+        self._residual = config.multipliers.residual if config.multipliers else 1.0
         self._norms = NORM_NAMES[config.family.pre_norm, config.family.post_norm]
         for name in filter(None, self._norms):
             norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
             self.add_module(name, norm)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, routing: Routing | None = None
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        attention: Attention,
+        routing: Routing | None = None,
     ) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
         attended = self.self_attn(self._normalised(before_attention, x), cos, sin, attention)
-        x = x + self._normalised(after_attention, attended)
+        x = x + self._scaled(self._normalised(after_attention, attended))
         fed = self._normalised(before_mlp, x)
         network = self.feed_forward
         out = network(fed) if isinstance(network, MLP) else network(fed, routing)
-        return x + self._normalised(after_mlp, out)
+        return x + self._scaled(self._normalised(after_mlp, out))
 
     @property
     def feed_forward(self) -> MLP | MixtureOfExperts:
         """The feed-forward part; `mlp` in most families."""
         return self.get_submodule(self._feed_forward)  # type: ignore[return-value]
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._residual == 1 else x * self._residual
 
     def _normalised(self, norm: str | None, x: Tensor) -> Tensor:
         return x if norm is None else self.get_submodule(norm)(x)
@@ -165,7 +197,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
         # Not buffers, so that they stay float32 when the model is cast.
-        ropes = {config.rope_of(layer) for layer in range(config.num_layers)} | {config.rope}
+        of_layers = {config.rope_of(layer) for layer in range(config.num_layers)}
+        ropes = {config.rope, *filter(None, of_layers)}
         self.inverse_frequencies = {
             rope: inverse_frequencies(rope, rope.width(config.rotary_size)) for rope in ropes
         }
@@ -186,7 +219,8 @@ class Decoder(nn.Module):
         x = self.embed(token_ids) if inputs is None else inputs
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            given = x, *rotations[self.config.rope_of(layer)], attention, routing
+            rope = self.config.rope_of(layer)
+            given = x, *(rotations[rope] if rope else (None, None)), attention, routing
             if recompute:
                 x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -199,10 +233,10 @@ class Decoder(nn.Module):
         if self.precision == "bfloat16":
             x = x.to(torch.bfloat16)  # like the table in a copy for sampling
         x = x.to(self.dtype)
-        if not self.config.family.scaled_embeddings:
+        if self.config.embedding_scale == 1:
             return x  # type: ignore[no-any-return]
         # The factor is rounded to the dtype, as in the training of these models.
-        return x * x.new_full((), self.config.hidden_size**0.5)  # type: ignore[no-any-return]
+        return x * x.new_full((), self.config.embedding_scale)  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,7 +271,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float[N, V] of the next token from hidden states float[N, d]."""
-        return capped(self.head(hidden), self.config.logit_softcap)
+        return finished(self.head(hidden), self.config)
 
     def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines, float[N, 1, R / 2] each, of the angle of each pair, computed in float32.
@@ -289,8 +323,8 @@ class Decoder(nn.Module):
                 own.freeze(other)
             if isinstance(other, MixtureOfExperts) and isinstance(own, MixtureOfExperts) and own.corrects:
                 own.freeze_correction(other)
-            if isinstance(other, SelfAttention) and isinstance(own, SelfAttention) and own.qk_norm == "head":
-                own.frozen_qk_norm = copied_in_place(own.frozen_qk_norm, other.qk_norm_weight())
+            if isinstance(other, SelfAttention) and isinstance(own, SelfAttention):
+                own.freeze(other)
 
     def projections(self) -> list[Projection]:
         """All projections; each joins the linear maps of one input."""
@@ -311,6 +345,8 @@ class Decoder(nn.Module):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
 
-def capped(logits: Tensor, bound: float | None) -> Tensor:
-    """Logits softly capped at `bound`: bound * tanh(logits / bound). Unchanged without a bound."""
-    return logits if bound is None else (logits / bound).tanh() * bound
+def finished(logits: Tensor, config: DecoderConfig) -> Tensor:
+    """Logits from the products of the head: divided, and softly capped, in models that do so."""
+    if config.multipliers is not None:
+        logits = logits / config.multipliers.logits
+    return logits if config.logit_softcap is None else capped(logits, config.logit_softcap)

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
-from perilune.models.kernels import geglu, route, route_by_sigmoid, sigmoid, swiglu
-from perilune.models.layers import Projection, copied_in_place, named_maps
+from perilune.models.kernels import clamped_glu, geglu, route, route_by_sigmoid, sigmoid, swiglu
+from perilune.models.layers import ExpertMap, Projection, copied_in_place, named_maps
 from perilune.models.routing import Routing
 
 
-class MLP(nn.Module):
-    """Gated feed-forward: down(f(gate(x)) * up(x)) with f SiLU or GELU (Shazeer 2020).
+class GatedNetwork(nn.Module):
+    """Gated feed-forward: down(f(gate(x)) * up(x)) with f SiLU, GELU or another (Shazeer 2020).
+
+    Args:
+        gate, down: the first and the last map.
+        up: the second map; None if `gate` computes both, one after the other.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, gate: Projection, up: Projection | None, down: Projection
+    ) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+        self.gated = _GATES[config.family.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.up is None:
+            gate, up = self.gate(x).chunk(2, dim=1)
+            return self.down(self.gated(gate, up))
+        return self.down(self.gated(self.gate(x), self.up(x)))
+
+
+_GATES = MappingProxyType({"silu": swiglu, "gelu_pytorch_tanh": geglu, "clamped": clamped_glu})
+
+
+class MLP(GatedNetwork):
+    """A gated network with parameters of its own.
 
     Args:
         inner: its inner width.
@@ -23,20 +52,53 @@ class MLP(nn.Module):
     """
 
     def __init__(self, config: DecoderConfig, inner: int, bias: bool = False) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-        self.gate, self.up, self.down = (
-            named_maps(self, config.family, inputs, {name: outputs}, bias)
-            for name, inputs, outputs in (
-                ("gate_proj", hidden, inner),
-                ("up_proj", hidden, inner),
-                ("down_proj", inner, hidden),
-            )
-        )
-        self.gated = swiglu if config.family.activation == "silu" else geglu
+        nn.Module.__init__(self)
+        hidden, family = config.hidden_size, config.family
+        sizes = {"gate_proj": inner, "up_proj": inner}
+        fused = family.module("gate_proj") == family.module("up_proj")
+        steps = [sizes] if fused else [{name: size} for name, size in sizes.items()]
+        gate, *up = (named_maps(self, family, hidden, outputs, bias) for outputs in steps)
+        self.gate, self.up = gate, up[0] if up else None
+        self.down = named_maps(self, family, inner, {"down_proj": hidden}, bias)
+        self.gated = _GATES[family.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gated(self.gate(x), self.up(x)))
+
+class FusedExperts(nn.ModuleList):
+    """All experts of a layer in tensors that they share, as in gpt-oss. Outputs of gate and up alternate.
+
+    E experts, I inner width.
+    """
+
+    def __init__(self, config: DecoderConfig, experts: Experts) -> None:
+        super().__init__()
+        count, hidden, inner = experts.count, config.hidden_size, experts.intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(count, hidden, 2 * inner))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * inner))
+        self.down_proj = nn.Parameter(torch.empty(count, inner, hidden))
+        self.down_proj_bias = nn.Parameter(torch.empty(count, hidden))
+        self._parts: dict[str, tuple[Tensor, ...]] = {}
+        for expert in range(count):
+            first, last = (partial(self._of, name, expert) for name in ("gate_up_proj", "down_proj"))
+            maps = (
+                ExpertMap(first, slice(0, None, 2)),
+                ExpertMap(first, slice(1, None, 2)),
+                ExpertMap(last, slice(None)),
+            )
+            self.append(GatedNetwork(config, *(Projection(one) for one in maps)))
+
+    @contextmanager
+    def split(self) -> Iterator[None]:
+        """A context in which the experts are split once, so that one gradient joins those of all experts."""
+        self._parts = {name: tensor.unbind() for name, tensor in self.named_parameters(recurse=False)}
+        try:
+            yield
+        finally:
+            self._parts = {}
+
+    def _of(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
+        """Matrix and bias of one expert."""
+        weight, bias = (self._parts.get(one, self.get_parameter(one)) for one in (name, f"{name}_bias"))
+        return weight[expert], bias[expert]
 
 
 class MixtureOfExperts(nn.Module):
@@ -54,12 +116,17 @@ class MixtureOfExperts(nn.Module):
         family = config.family
         self.index, self.mixture = index, experts
         # Rounding the router would change the choice of experts and save almost nothing.
-        self.router = named_maps(self, family, config.hidden_size, {"gate": experts.count}, exact=True)
-        self.corrects = family.correction
+        outputs, bias = {"gate": experts.count}, family.expert_bias
+        self.router_map = named_maps(self, family, config.hidden_size, outputs, bias, exact=True)
+        self.corrects, self._gate = family.correction, family.module("gate")
         if family.correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)
-            self.get_submodule(family.module("gate")).register_buffer(CORRECTION, correction)
-        self.experts = nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
+            self.get_submodule(self._gate).register_buffer(CORRECTION, correction)
+        self.experts = (
+            FusedExperts(config, experts)
+            if family.fused_experts
+            else nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
+        )
         self._shared = family.module("shared_experts") if experts.shared_size else None
         self.shared_gate: Projection | None = None
         if self._shared is not None:
@@ -74,7 +141,8 @@ class MixtureOfExperts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         parts = torch.split_with_sizes(x[order // self.mixture.per_token], counts)
-        outs = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
+        with self.experts.split() if isinstance(self.experts, FusedExperts) else nullcontext():
+            outs = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out = torch.cat(outs)[back].view(*chosen.shape, -1) * weights[..., None]
         # Add one by one, as the native step does; `sum` uses another order when there are many.
@@ -83,7 +151,7 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, x: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """Weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""
-        logits = self.router(x)
+        logits = self.router_map(x)
         given = None if routing is None else routing.given(self.index, len(x))
         weights, chosen = self._choose(logits, given)
         if routing is not None:
@@ -99,13 +167,12 @@ class MixtureOfExperts(nn.Module):
     @property
     def correction(self) -> Tensor:
         """float32[E], added to the experts' scores for the choice. Training does not change it."""
-        (gate,) = self.router.parts
-        return gate.get_buffer(CORRECTION)
+        return self.get_submodule(self._gate).get_buffer(CORRECTION)
 
     def freeze_correction(self, source: MixtureOfExperts) -> None:
         """Copy the current correction of `source`."""
-        (gate,) = self.router.parts
-        gate.register_buffer(CORRECTION, copied_in_place(self.correction, source.correction.clone()))
+        fresh = copied_in_place(self.correction, source.correction.clone())
+        self.get_submodule(self._gate).register_buffer(CORRECTION, fresh)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         out: Tensor = self.get_submodule(str(self._shared))(x)

@@ -280,6 +280,11 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return _gated(gate, up, "gelu_tanh")
 
 
+def clamped_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = up within -7 and 7 (gpt-oss); as `swiglu`."""
+    return _gated(gate, up, "clamped")
+
+
 def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return,no-untyped-call]
@@ -289,7 +294,13 @@ def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if is_native(gate):
         return ops.gated(gate, up, activation)
+    if activation == "clamped":
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+        return gate.mul(_ALPHA).neg_().exp_().add_(1).reciprocal_().mul_(gate).mul_(up + 1)
     return (_silu(gate) if activation == "silu" else _gelu(gate)).mul_(up)
+
+
+_LIMIT, _ALPHA = 7.0, 1.702
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -325,12 +336,22 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
+        if ctx.activation == "clamped":
+            return *_clamped_backward(grad, gate, up), None
         if ctx.activation == "gelu_tanh":
             grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
             return grad_gate, _gelu(gate).mul_(grad), None
         if is_native(gate):
             return *ops.swiglu_backward(grad, gate, up), None
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad), None
+
+
+def _clamped_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """With s = sigmoid(a g): dg = dy (u + 1) s (1 + a g (1 - s)) and du = dy g s, and 0 beyond the limits."""
+    inner, outer = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
+    share = (inner * _ALPHA).sigmoid()
+    grad_gate = grad * (outer + 1) * share * (1 + _ALPHA * inner * (1 - share))
+    return grad_gate * (gate <= _LIMIT), grad * inner * share * (up.abs() <= _LIMIT)
 
 
 def route(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class Projection:
         precision: precision of products that are not frozen.
     """
 
-    def __init__(self, *parts: nn.Linear | nn.Embedding, exact: bool = False) -> None:
+    def __init__(self, *parts: nn.Linear | nn.Embedding | ExpertMap, exact: bool = False) -> None:
         self.parts, self.exact = parts, exact
         self.precision: Precision = "float32"
         self.frozen: tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None] | None = None
@@ -74,9 +74,7 @@ class Projection:
 
     def joined_bias(self) -> Tensor | None:
         """float[O] bias of all parts, if they have one."""
-        biases: list[Tensor] = [
-            part.bias for part in self.parts if isinstance(part, nn.Linear) and part.bias is not None
-        ]
+        biases = [bias for part in self.parts if (bias := bias_of(part)) is not None]
         if not biases:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)
@@ -87,6 +85,34 @@ class Projection:
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         old = self.frozen or (None, None)
         self.frozen = copied_in_place(old[0], fresh[0]), copied_in_place(old[1], fresh[1])
+
+
+class ExpertMap(nn.Module):
+    """The linear map of one expert, as a view of tensors of all experts.
+
+    Args:
+        source: the expert's float[I, O'] matrix and float[O'] bias at the moment.
+        columns: the map's outputs among the O'.
+    """
+
+    def __init__(self, source: Callable[[], tuple[Tensor, Tensor]], columns: slice) -> None:
+        super().__init__()
+        self._source, self._columns = source, columns
+
+    @property
+    def weight(self) -> Tensor:
+        """float[O, I]."""
+        return self._source()[0][:, self._columns].t()
+
+    @property
+    def bias(self) -> Tensor:
+        """float[O]."""
+        return self._source()[1][self._columns]
+
+
+def bias_of(part: nn.Module) -> Tensor | None:
+    """float[O], the bias of a part of a projection, if it has one."""
+    return part.bias if isinstance(part, nn.Linear | ExpertMap) else None
 
 
 def named_maps(

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import gradient_product, linear, product
-from perilune.models.layers import Projection
+from perilune.models.layers import ExpertMap, Projection
 from perilune.models.narrow import narrowed
 from perilune.models.scratch import scratch_buffer
 
@@ -250,7 +250,7 @@ def merged(decoder: Decoder) -> Decoder:
 def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
     """Replace projections by `MergedProjection` where a matrix is narrow or has an A and a B."""
 
-    def is_special(part: nn.Linear | nn.Embedding) -> bool:
+    def is_special(part: nn.Linear | nn.Embedding | ExpertMap) -> bool:
         return bool(pair_of(part)) or part.weight.dtype != decoder.dtype
 
     for module in list(decoder.modules()):

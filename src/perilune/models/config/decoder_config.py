@@ -10,7 +10,15 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.models.config.families import DECODER_FAMILIES, Architecture, Family
-from perilune.models.config.layer_kinds import Experts, Latent, read_experts, read_latent, read_windows
+from perilune.models.config.layer_kinds import (
+    Experts,
+    Latent,
+    read_experts,
+    read_latent,
+    read_unrotated,
+    read_windows,
+)
+from perilune.models.config.multipliers import Multipliers
 from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
@@ -32,6 +40,9 @@ class DecoderConfig:
         use_qk_norm: queries and keys are normalised, in a family whose models differ in that.
         mlp_bias: the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
+        score_softcap: the same on attention scores.
+        unrotated: layers without a rotary embedding (NoPE).
+        multipliers: constant factors of activations, in families that have them.
         experts: the mixture of experts, if any.
         latent: latent attention, if any. A head then has `latent.key_size` and `latent.rotary_size` elements,
             and each query head has its own keys and values.
@@ -58,6 +69,9 @@ class DecoderConfig:
     use_qk_norm: bool = False
     mlp_bias: bool = False
     logit_softcap: float | None = None
+    score_softcap: float | None = None
+    unrotated: tuple[int, ...] = ()
+    multipliers: Multipliers | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     max_position_embeddings: int = 4096
@@ -98,6 +112,10 @@ class DecoderConfig:
             partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
             if partial or width % 2 or not 0 < width <= size:
                 raise _impossible(f"rotary embeddings of {rope.fraction:g} of {size} elements")
+        if self.local_rope is not None and not self.family.local_rope:
+            raise _impossible(f"a {self.architecture} model has no local_rope")
+        if any(layer not in range(self.num_layers) for layer in self.unrotated):
+            raise _impossible(f"unrotated layers {self.unrotated} of {self.num_layers}")
 
     def _check_experts(self, experts: Experts) -> None:
         if flaw := experts.flaw():
@@ -181,8 +199,24 @@ class DecoderConfig:
         """How many tokens a query of that layer sees, including its own; None for all."""
         return self.windows[layer] if self.windows else None
 
-    def rope_of(self, layer: int) -> Rope:
-        """Rotary embedding of that layer."""
+    @property
+    def query_scale(self) -> float:
+        """Factor of queries besides 1 / sqrt(D)."""
+        if self.multipliers is not None:
+            return float(self.multipliers.attention * self.head_dim**0.5)
+        return float((self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of embeddings."""
+        if self.multipliers is not None:
+            return self.multipliers.embedding
+        return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """Rotary embedding of that layer; None if it has none."""
+        if layer in self.unrotated:
+            return None
         return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def is_sparse(self, layer: int) -> bool:
@@ -213,8 +247,8 @@ class DecoderConfig:
         scalar = (
             read.integer("query_pre_attn_scalar", head_dim) if "query_pre_attn_scalar" in options else None
         )
-        softcap = "final_logit_softcapping"
-        rope, local_rope = read_ropes(read, partial="partial_rotary_factor" in options)
+        softcap, of_scores = "final_logit_softcapping", "attn_logit_softcapping"
+        rope, local_rope = read_ropes(read, family)
         return cls(
             architecture=architecture,
             vocab_size=read.integer("vocab_size"),
@@ -234,6 +268,9 @@ class DecoderConfig:
             use_qk_norm="use_qk_norm" in options and read.boolean("use_qk_norm", False),
             mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
             logit_softcap=read.optional_number(softcap) if softcap in options else None,
+            score_softcap=read.optional_number(of_scores) if of_scores in options else None,
+            unrotated=read_unrotated(read, layers) if "no_rope_layers" in options else (),
+            multipliers=Multipliers.read(read) if "logits_scaling" in options else None,
             experts=read_experts(read, family, layers) if "num_experts" in options else None,
             latent=latent,
             max_position_embeddings=read.integer("max_position_embeddings", 2048),
@@ -250,7 +287,7 @@ class DecoderConfig:
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers 4 and 5 both read as this model."""
         ropes, local = self.rope.to_hf(), self.local_rope or self.rope
-        if "rope_local_base_freq" in self.family.options:
+        if self.family.local_rope:
             ropes = {"full_attention": ropes, "sliding_attention": local.to_hf()}
         return {
             "architectures": [self.family.hf_class],
@@ -262,7 +299,7 @@ class DecoderConfig:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.rotary_size if self.latent else self.head_dim,
-            _activation_key(self.family): self.family.activation,
+            _activation_key(self.family): _activation(self.family),
             "rope_theta": self.rope.theta,
             "rope_scaling": scaling_to_hf(self.rope.scaling),
             "rope_parameters": ropes,
@@ -290,6 +327,9 @@ class DecoderConfig:
             "mlp_bias": self.mlp_bias,
             "query_pre_attn_scalar": self.query_pre_attn_scalar or self.head_dim,
             "final_logit_softcapping": self.logit_softcap,
+            "attn_logit_softcapping": self.score_softcap,
+            "no_rope_layers": [int(layer not in self.unrotated) for layer in range(self.num_layers)],
+            **(self.multipliers or Multipliers()).to_hf(),
             "rope_local_base_freq": (self.local_rope or self.rope).theta,
             "use_sliding_window": bool(self.windows),
             "sliding_window": self.sliding_window,
@@ -341,11 +381,13 @@ _EXPERT_OPTIONS = {
 }
 
 _OPTIONS = {
-    "local_rope": "rope_local_base_freq",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
     "use_qk_norm": "use_qk_norm",
     "mlp_bias": "mlp_bias",
     "logit_softcap": "final_logit_softcapping",
+    "score_softcap": "attn_logit_softcapping",
+    "unrotated": "no_rope_layers",
+    "multipliers": "logits_scaling",
     "experts": "num_experts",
     "latent": "kv_lora_rank",
 }
@@ -367,13 +409,22 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 
 
 def _activation_key(family: Family) -> str:
-    return "hidden_act" if family.activation == "silu" else "hidden_activation"
+    return "hidden_activation" if family.activation == "gelu_pytorch_tanh" else "hidden_act"
+
+
+def _activation(family: Family) -> str:
+    """The value of that key; transformers names the activation of gpt-oss after what it modifies."""
+    return "silu" if family.activation == "clamped" else family.activation
 
 
 def _reject_unimplemented(read: Reader, family: Family) -> None:
-    read.reject(_activation_key(family), family.activation, f"only {family.activation} is implemented")
+    activation = _activation(family)
+    read.reject(_activation_key(family), activation, f"only {activation} is implemented")
     read.reject("quantization_config", None, "use the unquantised checkpoint")
-    read.reject("attn_logit_softcapping", None, "soft-capped attention scores are not implemented")
+    if "attn_logit_softcapping" not in family.options:
+        read.reject("attn_logit_softcapping", None, "soft-capped scores are not implemented in this family")
+    read.reject("swiglu_alpha", 1.702, "the implemented value is 1.702")
+    read.reject("swiglu_limit", 7.0, "the implemented value is 7")
     read.reject("use_bidirectional_attention", False, "only causal attention is implemented")
     read.reject("clip_qkv", None, "clipped queries, keys and values are not implemented")
     if "use_sliding_window" not in family.options:

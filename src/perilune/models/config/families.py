@@ -21,12 +21,19 @@ Architecture = Literal[
     "llama",
     "mistral",
     "mixtral",
+    "phi3",
+    "smollm3",
+    "granite",
     "olmo2",
+    "olmo3",
     "olmoe",
+    "gemma",
+    "gemma2",
     "gemma3_text",
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "gpt_oss",
 ]
 """The `model_type` of a family that the decoder computes."""
 
@@ -41,7 +48,8 @@ class Family:
     Attributes:
         hf_class: the class in transformers, for config.json.
         options: keys of config.json that the decoder reads and writes besides those of every family.
-        activation: the activation of the feed-forward gate.
+        activation: the activation of the feed-forward gate; "clamped" is that of gpt-oss, which bounds both
+            inputs and adds one to the second.
         norm_offset: a norm weight w multiplies by 1 + w, so that zero is neutral.
         scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
         pre_norm: the input of attention and feed-forward is normalised.
@@ -55,11 +63,14 @@ class Family:
         output_gate: the attention output is gated by as many numbers as there are queries.
         sinks: each head learns a logit for attending to nothing: in all layers, or in those with a window.
         windows: layers with a sliding window when `layer_types` is missing: "all"; the "upper" ones, from
-            `max_window_layers` on; or "most", all but every n-th, n being `sliding_window_pattern`.
+            `max_window_layers` on; "most", all but every n-th, n being `sliding_window_pattern`; or "listed",
+            which refuses such a config.
+        local_rope: layers with a window have a rotary embedding of their own.
         linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
         router: what turns the router's logits into scores of the experts.
         correction: a bias of each expert is added to its score for the choice, and not for the weight.
         expert_bias: experts and their router have biases.
+        fused_experts: all experts of a layer are one tensor, as in gpt-oss.
         shared_gate: the shared expert has a gate.
         positions: position embeddings are learned.
         names: the family's own names for keys that other families call differently.
@@ -70,7 +81,7 @@ class Family:
 
     hf_class: str = ""
     options: frozenset[str] = frozenset({"attention_bias"})
-    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    activation: Literal["silu", "gelu_pytorch_tanh", "clamped"] = "silu"
     norm_offset: bool = False
     scaled_embeddings: bool = False
     pre_norm: bool = True
@@ -84,11 +95,13 @@ class Family:
     qk_norm: str = ""
     output_gate: bool = False
     sinks: Literal["", "all", "windows"] = ""
-    windows: Literal["none", "all", "upper", "most"] = "none"
+    windows: Literal["none", "all", "upper", "most", "listed"] = "none"
+    local_rope: bool = False
     linear: Literal["", "delta", "lightning", "kimi"] = ""
     router: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
     expert_bias: bool = False
+    fused_experts: bool = False
     shared_gate: bool = False
     positions: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
@@ -119,6 +132,9 @@ _ROUTED_OPTIONS = _EXPERT_OPTIONS | {
     "num_nextn_predict_layers",
 }  # fmt: skip
 _GEMMA_OPTIONS = frozenset({"rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping"})
+_MULTIPLIERS = frozenset(
+    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+)
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _TIED = {"tie_word_embeddings": True}
 
@@ -208,8 +224,20 @@ _GPT = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family("LlamaForCausalLM", options=frozenset({"attention_bias", "mlp_bias"})),
-        "granite": Family(),
-        "smollm3": Family(windows="upper", defaults=_TIED | {"use_sliding_window": False}),
+        "granite": Family("GraniteForCausalLM", options=_MULTIPLIERS | {"attention_bias", "mlp_bias"}),
+        "smollm3": Family(
+            "SmolLM3ForCausalLM",
+            options=_WINDOW_OPTIONS | {"attention_bias", "mlp_bias", "no_rope_layers"},
+            windows="listed",
+            defaults=_TIED
+            | {
+                "use_sliding_window": False,
+                "no_rope_layer_interval": 4,
+                "num_key_value_heads": 4,
+                "rope_theta": 2e6,
+                "max_position_embeddings": 32768,
+            },
+        ),
         "mistral": _MISTRAL,
         "mixtral": replace(
             _MISTRAL,
@@ -226,7 +254,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "max_position_embeddings": 131072,
             },
         ),
-        "phi3": Family(qkv_bias=False, out_bias=False, windows="all"),
+        "phi3": Family(
+            "Phi3ForCausalLM",
+            options=frozenset({"sliding_window", "partial_rotary_factor"}),
+            qkv_bias=False,
+            out_bias=False,
+            windows="all",
+            modules=dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv_proj")
+            | dict.fromkeys(["gate_proj", "up_proj"], "gate_up_proj"),
+            defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        ),
         "qwen2": Family(
             "Qwen2ForCausalLM",
             options=_WINDOW_OPTIONS,
@@ -237,10 +274,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen2_moe": Family(
             "Qwen2MoeForCausalLM",
-            options=_EXPERT_OPTIONS | _SPARSE_OPTIONS | {"qkv_bias", "shared_expert_intermediate_size"},
+            options=_WINDOW_OPTIONS
+            | _EXPERT_OPTIONS
+            | _SPARSE_OPTIONS
+            | {"qkv_bias", "shared_expert_intermediate_size"},
             qkv_bias="qkv_bias",
             out_bias=False,
-            windows="upper",
+            windows="listed",
             shared_gate=True,
             modules={"shared_experts": "shared_expert"},
             defaults=_NO_WINDOW
@@ -269,11 +309,37 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_next": _QWEN_NEXT,
         "qwen3_5_text": _QWEN_NEXT,
         "qwen3_5_moe_text": _QWEN_NEXT,
-        "gemma": Family(defaults=_TIED | {"head_dim": 256}),
+        "gemma": Family(
+            "GemmaForCausalLM",
+            activation="gelu_pytorch_tanh",
+            norm_offset=True,
+            scaled_embeddings=True,
+            defaults=_TIED | {"head_dim": 256, "max_position_embeddings": 8192},
+        ),
         "gemma2": Family(
+            "Gemma2ForCausalLM",
+            options=frozenset(
+                {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"}
+                | {"final_logit_softcapping", "attn_logit_softcapping"}
+            ),
+            activation="gelu_pytorch_tanh",
+            norm_offset=True,
+            scaled_embeddings=True,
             post_norm=True,
             windows="most",
-            defaults=_TIED | {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+            defaults=_TIED
+            | {
+                "vocab_size": 256000,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 256,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 2,
+                "final_logit_softcapping": 30.0,
+                "attn_logit_softcapping": 50.0,
+                "max_position_embeddings": 8192,
+            },
         ),
         "gemma3_text": Family(
             "Gemma3ForCausalLM",
@@ -284,6 +350,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             post_norm=True,
             qk_norm="head",
             windows="most",
+            local_rope=True,
             defaults=_TIED
             | {
                 "vocab_size": 262208,
@@ -307,11 +374,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults={"rms_norm_eps": 1e-5},
         ),
         "olmo3": Family(
+            "Olmo3ForCausalLM",
+            options=frozenset({"attention_bias", "sliding_window", "layer_types"}),
             pre_norm=False,
             post_norm=True,
             qk_norm="full",
             windows="most",
-            defaults={"sliding_window": 4096, "sliding_window_pattern": 4},
+            local_rope=True,
+            defaults={
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "rope_theta": 5e5,
+                "rms_norm_eps": 1e-5,
+            },
         ),
         "olmoe": Family(
             "OlmoeForCausalLM",
@@ -361,10 +436,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "gpt_oss": Family(
+            "GptOssForCausalLM",
+            options=_MIXTURE_OPTIONS | {"attention_bias", "sliding_window", "layer_types"},
+            activation="clamped",
             sinks="all",
             windows="most",
             expert_bias=True,
-            defaults={"attention_bias": True, "sliding_window": 128, "sliding_window_pattern": 2},
+            fused_experts=True,
+            names={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+            modules={"gate": "router"},
+            defaults={
+                "vocab_size": 201088,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "num_experts": 128,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": True,
+                "attention_bias": True,
+                "sliding_window": 128,
+                "sliding_window_pattern": 2,
+                "rope_theta": 150000.0,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131072,
+            },
         ),
         "mimo_v2_flash": Family(out_bias=False, mlp_bias=False, sinks="windows"),
         "minimax": Family(qkv_bias=False, out_bias=False, linear="lightning"),

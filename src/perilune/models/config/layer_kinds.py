@@ -105,6 +105,8 @@ def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
         raise read.wrong("layer_types", "give the kind of attention of each layer")
     if not family.linear and (family.windows == "none" or window_size(read, family) is None):
         return ["full_attention"] * layers
+    if family.windows == "listed":
+        raise read.wrong("layer_types", "give the kind of attention of each layer")
     if family.linear or family.windows == "most":
         other = "linear_attention" if family.linear else "sliding_attention"
         return [other if every and (i + 1) % every else "full_attention" for i in range(layers)]
@@ -138,6 +140,23 @@ def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None,
         raise read.wrong("layer_types", f"give one of {', '.join(possible)} for each layer")
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
+
+
+def read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
+    """Layers without a rotary embedding (NoPE): those that `no_rope_layers` has a 0 for, or each n-th.
+
+    Raises:
+        RequestError: when `no_rope_layers` does not have one entry per layer.
+    """
+    if layers > MOST_LAYERS:
+        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
+    rotated = read.integers("no_rope_layers")
+    if not rotated:
+        every = read.count("no_rope_layer_interval", 4)
+        return tuple(range(every - 1, layers, every))
+    if len(rotated) < layers:
+        raise read.wrong("no_rope_layers", "give one number for each layer")
+    return tuple(layer for layer in range(layers) if not rotated[layer])
 
 
 def read_experts(read: Reader, family: Family, layers: int) -> Experts:

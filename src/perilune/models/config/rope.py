@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from perilune.models.config.families import Family
 from perilune.models.config.reader import Reader
 
 
@@ -114,24 +115,24 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return {"rope_type": kind, **given}
 
 
-def read_ropes(read: Reader, *, partial: bool = False) -> tuple[Rope, Rope | None]:
+def read_ropes(read: Reader, family: Family) -> tuple[Rope, Rope | None]:
     """The rotary embedding of a model, and that of layers with a window when it differs.
 
     Transformers 5 writes `rope_parameters`, by kind of layer when there are two; transformers 4 writes
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
-
-    Args:
-        partial: whether the family may rotate a part of each head, `partial_rotary_factor`.
 
     Raises:
         RequestError: on a malformed scaling or one that is not implemented.
     """
     theta = read.number("rope_theta", 1e4)
     local = read.optional_number("rope_local_base_freq")
+    partial = "partial_rotary_factor" in family.options
     fraction = read.number("partial_rotary_factor", 1.0) if partial else None
-    other = None if local is None else Rope(local)
+    other = Rope(local or theta) if family.local_rope else None
     if read.raw.get("rope_parameters") is not None:
         nested = read.inner("rope_parameters")
+        if "full_attention" in nested.raw and not family.local_rope:
+            raise read.wrong("rope_parameters", "give one rotary embedding for all layers")
         if "full_attention" in nested.raw:
             rope = _rope(nested.inner("full_attention", rope_theta=theta), fraction)
             return rope, _rope(nested.inner("sliding_attention", rope_theta=local or theta), fraction)

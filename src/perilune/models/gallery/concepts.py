@@ -65,6 +65,7 @@ CONCEPTS = (
         "Some layers skip the rotary embedding. They see the order of tokens only through the causal mask, "
         "and do not depend on a rotary base when the context grows.",
         "Kazemnejad et al., arXiv 2305.19466",
+        "perilune.models.config.decoder_config:DecoderConfig.rope_of",
     ),
     Concept(
         "Gated DeltaNet",

@@ -102,11 +102,12 @@ INLINE void weighted_values(
 /* softmax(scale q k^T) v of `heads` queries at one position that share keys and values.
  *
  * The queries see positions [start, end). `scores` is a buffer of heads * scores_stride floats. If `log_total` is not
- * null, it receives the log of the denominator of each softmax, scale included. */
+ * null, it receives the log of the denominator of each softmax, scale included. `sinks`, unless null, has a score for
+ * each query that belongs to no position and has no value. */
 INLINE void attend_heads(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t start, int64_t end, int64_t size, float scale,
-    float *scores, int64_t scores_stride, float *out, int64_t out_stride, float *log_total, const int heads,
-    const int kind)
+    float *scores, int64_t scores_stride, float *out, int64_t out_stride, const float *sinks, float *log_total,
+    const int heads, const int kind)
 {
     int64_t first = start / BLOCK, last = (end + BLOCK - 1) / BLOCK, block = first;
     for (; block + 4 <= last; block += 4)
@@ -125,6 +126,7 @@ INLINE void attend_heads(
             top = larger(x, top);
         }
         float highest = maximum(top);
+        if (sinks && sinks[h] > highest) highest = sinks[h];
         for (block = first; block < last; block++) {
             v16 x = exponential(load(row + block * BLOCK) - splat(highest));
             total += x;
@@ -132,6 +134,7 @@ INLINE void attend_heads(
             store(row + block * BLOCK, x);
         }
         float denominator = sum(total);
+        if (sinks) denominator += exponential(splat(sinks[h] - highest))[0];
         factor[h] = 1.0f / denominator;
         if (log_total) log_total[h] = highest + logf(denominator);
     }

@@ -50,6 +50,7 @@ class _Paged(Structure):
         ("out", c_void_p),
         *((name, c_int64) for name in ("heads", "kv_heads", "size", "window", "q_stride", "out_stride")),
         ("scale", c_float),
+        ("sinks", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
         ("k_stride", c_int64),
@@ -67,6 +68,7 @@ class _Packed(Structure):
         *((name, c_int64) for name in ("heads", "kv_heads", "size", "window", "sequences")),
         *((name, c_void_p) for name in ("starts", "lengths", "prefix_starts", "prefixes")),
         ("scale", c_float),
+        ("sinks", c_void_p),
         ("out", c_void_p),
         ("log_total", c_void_p),
         *((name, c_void_p) for name in ("grad_out", "grad_q", "grad_k", "grad_v", "family")),
@@ -78,7 +80,14 @@ class _Packed(Structure):
 
 
 def attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, step: Step, *, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    where: tuple[Cache, Step],
+    *,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Store keys and values float32[N, KV, D], then attend from queries float32[N, H, D] to float32[N, H, D].
 
@@ -87,8 +96,10 @@ def attend_paged(
     Args:
         scale: factor of the scores.
         window: tokens that a query sees, including its own; 0 means all.
+        sinks: float32[H], a score of each head without position and value.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
+    cache, step = where
     out = torch.zeros(q.shape)
     call = _Paged(
         cache=ctypes.pointer(cache),
@@ -102,6 +113,7 @@ def attend_paged(
         q_stride=q.stride(0),
         out_stride=out.stride(0),
         scale=scale,
+        sinks=None if sinks is None else sinks.data_ptr(),
         k=k.data_ptr(),
         v=v.data_ptr(),
         k_stride=k.stride(0),
@@ -147,7 +159,14 @@ class Spans:
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, *, scale: float, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed sequences: float32[N, H, D], and the logs of the denominators float32[N, H].
 
@@ -156,10 +175,12 @@ def attend_packed(
         k, v: float32[N, KV, D].
         scale: factor of the scores.
         window: tokens that a query sees, including its own; 0 means all.
+        sinks: float32[H], a score of each head without position and value; the denominators include it.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
     packed = _packed((q, k, v, out, total), spans, scale, window)
+    packed.sinks = None if sinks is None else sinks.data_ptr()
     check(kernel("attend_packed", *_OF_PACKED)(byref(packed), threads()), "attention")
     return out, total
 

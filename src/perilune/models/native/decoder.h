@@ -11,6 +11,7 @@ struct layer {
     const float *attention_norm, *mlp_norm;         /* before each part */
     const float *attention_out_norm, *mlp_out_norm; /* after each part */
     const float *q_norm, *k_norm;
+    const float *sinks;         /* [heads], see attend_heads */
     const float *cosine, *sine; /* [positions][D / 2] */
     int64_t window;             /* tokens that a query sees, including its own; 0 means all */
     struct weight router;       /* of the experts, which replace gate_up and down */
@@ -132,7 +133,8 @@ static void attend(const struct part *part, int64_t index)
     int64_t q_width = m->heads * m->size, k_width = m->kv_heads * m->size;
     struct attention a = {.cache = job->caches + index, .step = job->step, .q = job->wide, .out = job->h,
                           .heads = m->heads, .kv_heads = m->kv_heads, .size = m->size, .window = layer->window,
-                          .q_stride = job->wide_stride, .out_stride = job->stride, .scale = m->attention_scale};
+                          .q_stride = job->wide_stride, .out_stride = job->stride, .scale = m->attention_scale,
+                          .sinks = layer->sinks};
     norm_rotate_rows(part, layer);
     store_rows(&a, job->wide + q_width, job->wide_stride, job->wide + q_width + k_width, job->wide_stride, part->from,
               part->to);

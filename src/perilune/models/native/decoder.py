@@ -5,13 +5,13 @@ from __future__ import annotations
 from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import NORM_NAMES, Block, Decoder, SelfAttention
-from perilune.models.feed_forward import MLP, MixtureOfExperts
-from perilune.models.layers import Projection, RMSNorm
+from perilune.models.feed_forward import MLP, GatedNetwork, MixtureOfExperts
+from perilune.models.layers import Projection, RMSNorm, bias_of
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step
 from perilune.models.native.ops import LANES, PANEL, PackedWeight, Weight, WeightKind, pack_parts
@@ -23,7 +23,7 @@ class _Layer(Structure):
     _fields_ = (
         *((name, Weight) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
-        *((name, c_void_p) for name in ("q_norm", "k_norm", "cosine", "sine")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "sinks", "cosine", "sine")),
         ("window", c_int64),
         ("router", Weight),
         ("experts", c_void_p),
@@ -60,17 +60,21 @@ def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     """
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
-    if not _has_plain_experts(config) or config.rope.fraction != 1:
+    if not _is_plain(config):
         return False
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
     return whole and even and config.latent is None and ops.available()
 
 
-def _has_plain_experts(config: DecoderConfig) -> bool:
-    """Whether a softmax router alone decides about all experts of the model, if it has any."""
+def _is_plain(config: DecoderConfig) -> bool:
+    """Whether the kernels have all kinds of layers of the model."""
     experts, family = config.experts, config.family
-    alone = experts is None or (not experts.shared_size and experts.scale == 1 and not family.expert_bias)
-    return alone and family.router == "softmax"
+    routed = experts is None or (not experts.shared_size and experts.scale == 1)
+    scaled = config.query_scale == 1 or config.qk_norm == "head"
+    whole = config.rope.fraction == 1 and config.score_softcap is None
+    residual = config.multipliers is None or config.multipliers.residual == 1
+    fused = family.module("gate_proj") == family.module("up_proj") and config.intermediate_size % PANEL
+    return routed and family.router == "softmax" and scaled and whole and residual and not fused
 
 
 class NativeDecoder:
@@ -116,7 +120,7 @@ class NativeDecoder:
         )
 
     def _describe(self, decoder: Decoder) -> _Model:
-        config, family, experts = self.config, self.config.family, self.config.experts
+        config, experts = self.config, self.config.experts
         table = torch.float32 if self._kind == "float32" else torch.bfloat16
         embedding = None
         if self._kind == "int8" or not config.tie_word_embeddings:  # otherwise the packed head is the table
@@ -135,7 +139,7 @@ class NativeDecoder:
             expert_inner=experts.intermediate_size if experts else 0,
             normalised=experts.normalised if experts else False,
             qk_norm_whole=config.qk_norm == "full",
-            activation=ops.ACTIVATIONS["silu" if family.activation == "silu" else "gelu_tanh"],
+            activation=_ACTIVATIONS[config.family.activation],
             embedding_kind=ops.KINDS[table],
             layer=addressof(self._layers),
             embedding=None if embedding is None else embedding.data_ptr(),
@@ -143,7 +147,7 @@ class NativeDecoder:
             head=self._weight(decoder.head),
             eps=config.rms_norm_eps,
             attention_scale=config.head_dim**-0.5,
-            embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else 1.0,
+            embedding_scale=config.embedding_scale,
         )
 
     def _layer(self, block: Block) -> _Layer:
@@ -169,24 +173,26 @@ class NativeDecoder:
             mlp_out_norm=after_mlp,
             q_norm=q_norm,
             k_norm=k_norm,
+            sinks=None if attention.sinks is None else self._vector(attention.sinks),
             window=attention.window or 0,
         )
 
     def _feed_forward(self, mlp: MLP | MixtureOfExperts) -> dict[str, Weight | int]:
         if isinstance(mlp, MLP):
             return {"gate_up": self._weight(mlp.gate, mlp.up), "down": self._weight(mlp.down)}
-        router = self._weight(mlp.router)
+        router = self._weight(mlp.router_map)
         experts = (_Expert * len(mlp.experts))()
         for expert, network in zip(experts, mlp.experts, strict=True):
-            assert isinstance(network, MLP)
+            assert isinstance(network, GatedNetwork)
             expert.gate_up = self._weight(network.gate, network.up)
             expert.down = self._weight(network.down)
         self._experts.append(experts)
         return {"router": router, "experts": addressof(experts), "sparse_index": mlp.index}
 
-    def _weight(self, *projections: Projection) -> Weight:
-        parts = [(one.weight_of(part), _bias(part)) for one in projections for part in one.parts]
-        kind: WeightKind = "float32" if projections[0].exact else self._kind
+    def _weight(self, first: Projection, *more: Projection | None) -> Weight:
+        projections = (first, *filter(None, more))
+        parts = [(one.weight_of(part), bias_of(part)) for one in projections for part in one.parts]
+        kind: WeightKind = "float32" if first.exact else self._kind
         packed: PackedWeight = pack_parts(parts, kind, next(self._buffers, None))
         self._matrices.append(packed.tensors[0])
         self._vectors += packed.tensors[1:]
@@ -205,14 +211,24 @@ class NativeDecoder:
         if positions <= self._reach:
             return
         self._reach = max(positions, 2 * self._reach, 1024)
-        self._rotations: dict[Rope, list[Tensor]] = {}
+        self._rotations: dict[Rope | None, list[Tensor]] = {}
         for index, layer in enumerate(self._layers):
             rope = self.config.rope_of(index)
             if rope not in self._rotations:
-                tables = self._decoder.rotary(torch.arange(self._reach), rope)
+                tables = self._tables(rope)
                 self._rotations[rope] = [table.float().contiguous() for table in tables]
             layer.cosine, layer.sine = (table.data_ptr() for table in self._rotations[rope])
 
+    def _tables(self, rope: Rope | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [reach, 1, D / 2]; of the angle 0 in layers without a rotary embedding."""
+        if rope is None:
+            ones = torch.ones(self._reach, 1, self.config.head_dim // 2)
+            return ones, torch.zeros_like(ones)
+        return self._decoder.rotary(torch.arange(self._reach), rope)
 
-def _bias(part: nn.Module) -> Tensor | None:
-    return part.bias if isinstance(part, nn.Linear) else None
+
+_ACTIVATIONS = {
+    "silu": ops.ACTIVATIONS["silu"],
+    "gelu_pytorch_tanh": ops.ACTIVATIONS["gelu_tanh"],
+    "clamped": ops.ACTIVATIONS["clamped"],
+}

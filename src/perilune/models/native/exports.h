@@ -242,7 +242,7 @@ static void gated_part(const struct rows *r, int64_t from, int64_t to, int64_t r
     int64_t i = from * r->size, end = to * r->size;
     for (; i < end; i += LANES) {
         v16 gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
-        store_first(r->out + i, (r->modulus == GELU_TANH ? gelu_tanh(gate) : silu(gate)) * up, end - i);
+        store_first(r->out + i, gated(gate, up, r->modulus), end - i);
     }
 }
 

@@ -12,7 +12,9 @@ struct packed {
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride, heads, kv_heads, size, window, sequences;
     const int64_t *starts, *lengths, *prefix_starts, *prefixes;
-    float scale, *out, *log_total;
+    float scale;
+    const float *sinks; /* [heads], or null; only forward, because log_total includes them */
+    float *out, *log_total;
     /* Backward: gradients of q, k and v (zero-initialised for k and v) from that of out. A family is a run of
      * sequences that share a prefix. One thread computes a whole family, so sums into the prefix have one order. */
     const float *grad_out;
@@ -113,7 +115,7 @@ static void packed_part(void *argument, int64_t rank, struct team *team)
                 float *out = p->out + (row * p->heads + first) * size, *total = p->log_total + row * p->heads + first;
 #define FORWARD(COUNT)                                                                                        \
     attend_heads(q, size, &kv, first_seen(p, position), position + 1, size, p->scale, g.scores, p->longest, out, size, \
-                 total, COUNT, CACHE_FLOAT32)
+                 p->sinks ? p->sinks + first : NULL, total, COUNT, CACHE_FLOAT32)
                 FOR_HEADS(FORWARD)
             }
         }

@@ -68,6 +68,7 @@ struct attention {
     float *out;
     int64_t heads, kv_heads, size, window, q_stride, out_stride;
     float scale;
+    const float *sinks; /* [heads], or null */
 };
 
 /* Buffers of one thread for sequences of up to `longest` positions, a multiple of 16. */
@@ -99,12 +100,13 @@ static void free_attention(struct attention_buffers *buffers)
 }
 
 #define HEADS(COUNT, KIND)                                                                                   \
-    attend_heads(q, a->size, kv, start, position + 1, a->size, a->scale, buffers->scores, buffers->longest, out, a->size, 0, \
-                 COUNT, KIND);                                                                               \
+    attend_heads(q, a->size, kv, start, position + 1, a->size, a->scale, buffers->scores, buffers->longest, out, a->size, sinks, \
+                 0, COUNT, KIND);                                                                            \
     break
 #define DEFINE_ATTEND(NAME, KIND)                                                                      \
     static __attribute__((noinline)) void NAME(const struct attention *a, const struct attention_buffers *buffers, \
-        const struct blocks *kv, const float *q, float *out, int64_t start, int64_t position, int64_t count) \
+        const struct blocks *kv, const float *q, float *out, const float *sinks, int64_t start, int64_t position, \
+        int64_t count)                                                                                 \
     {                                                                                                  \
         switch (count) {                                                                               \
         case 1: HEADS(1, KIND);                                                                        \
@@ -164,10 +166,12 @@ static void attend_pairs(const struct attention *a, const struct attention_buffe
             int64_t at = (pair->head * group + done) * a->size;
             const float *q = a->q + pair->row * a->q_stride + at;
             float *out = a->out + pair->row * a->out_stride + at;
-            if (kind == CACHE_INT8) attend_int8(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
+            const float *sinks = a->sinks ? a->sinks + pair->head * group + done : NULL;
+            if (kind == CACHE_INT8)
+                attend_int8(a, buffers, &pair->blocks, q, out, sinks, pair->start, pair->position, count);
             else if (kind == CACHE_BFLOAT16)
-                attend_bfloat16(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
-            else attend_float32(a, buffers, &pair->blocks, q, out, pair->start, pair->position, count);
+                attend_bfloat16(a, buffers, &pair->blocks, q, out, sinks, pair->start, pair->position, count);
+            else attend_float32(a, buffers, &pair->blocks, q, out, sinks, pair->start, pair->position, count);
         }
     }
 }

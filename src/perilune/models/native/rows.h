@@ -41,14 +41,32 @@ INLINE v16 gelu_tanh(v16 x)
     return x / (splat(1.0f) + exponential(splat(-2.0f) * inner)); /* x (1 + tanh(inner)) / 2 */
 }
 
-enum activation { SILU, GELU_TANH };
+/* min(x, 7) / (1 + exp(-1.702 x)) and min(max(y, -7), 7) + 1: of gpt-oss */
+INLINE v16 clamped_gate(v16 x)
+{
+    x = blend(x > splat(7.0f), splat(7.0f), x);
+    return x / (splat(1.0f) + exponential(splat(-1.702f) * x));
+}
+
+INLINE v16 clamped_up(v16 y)
+{
+    y = blend(y > splat(7.0f), splat(7.0f), y);
+    return blend(y < splat(-7.0f), splat(-7.0f), y) + splat(1.0f);
+}
+
+enum activation { SILU, GELU_TANH, CLAMPED };
+
+INLINE v16 gated(v16 gate, v16 up, int64_t activation)
+{
+    if (activation == CLAMPED) return clamped_gate(gate) * clamped_up(up);
+    return (activation == GELU_TANH ? gelu_tanh(gate) : silu(gate)) * up;
+}
 
 /* gate = activation(gate) * up; `count` is rounded up to a multiple of 16. */
 INLINE void gate_row(float *gate, const float *up, int64_t count, int64_t activation)
 {
     for (int64_t i = 0; i < count; i += LANES) {
-        v16 x = load(gate + i);
-        store(gate + i, (activation == GELU_TANH ? gelu_tanh(x) : silu(x)) * load(up + i));
+        store(gate + i, gated(load(gate + i), load(up + i), activation));
     }
 }
 
