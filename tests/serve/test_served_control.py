@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
+from numpy.typing import NDArray
 from served import Served, make_checkpoint, served
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, Request, SamplingParams
+from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
+from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.decoder import Decoder
 
 PROMPT = "12+34=" * 8  # three blocks, which the prefix cache keeps
 
@@ -60,7 +65,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Served]:
     with served(
-        root / "base", "--slots", "8", "--control", "--adapters-from", str(root / "adapters")
+        root / "base",
+        *("--slots", "8", "--control", "--adapters-from", str(root / "adapters"), "--embeddings", "mean"),
     ) as running:
         yield running
 
@@ -244,6 +250,86 @@ def test_the_prefix_cache_is_emptied(http: httpx.Client) -> None:
 def test_a_page_of_another_site_cannot_pause_the_server(http: httpx.Client) -> None:
     refused = http.post("/pause", headers={"Origin": "https://evil.example"})
     assert refused.status_code == 415
+
+
+def vectors(server: Served, texts: Any, model: str = "base", **options: Any) -> NDArray[np.float32]:
+    with server.client() as client:
+        answer = client.embeddings.create(model=model, input=texts, **options)
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    return np.array([one.embedding for one in answer.data], dtype=np.float32)
+
+
+def learner_states(decoder: Decoder, tokens: list[int]) -> NDArray[np.float32]:
+    """The last hidden states of a text, as in training."""
+    ends, positions = torch.tensor([0, len(tokens)]), torch.arange(len(tokens))
+    with torch.no_grad():
+        return decoder(torch.tensor(tokens), positions, PackedAttention(ends)).numpy()  # type: ignore[no-any-return]
+
+
+def test_embeddings_are_pooled_hidden_states(server: Served, root: Path) -> None:
+    decoder, tokenizer = load_checkpoint(root / "base")
+    texts = ["1", "12+34=46", "7" * 200, "9+9=" * 30]
+    tokens = [tokenizer.encode(text) for text in texts]
+    hidden = [learner_states(decoder, one) for one in tokens]
+    means = np.stack([one.mean(0) / np.linalg.norm(one.mean(0)) for one in hidden])
+    found = vectors(server, texts)  # the client asks for base64
+    np.testing.assert_allclose(found, means, atol=2e-6)
+    assert np.array_equal(vectors(server, texts, encoding_format="float"), found)
+    assert np.array_equal(vectors(server, tokens), found)
+    assert np.array_equal(vectors(server, "12+34=46"), found[1:2])  # in whatever batch
+    short = vectors(server, texts, dimensions=8)
+    np.testing.assert_allclose(short, means[:, :8] / np.linalg.norm(means[:, :8], axis=1)[:, None], atol=5e-6)
+    # The last token, and an adapter.
+    for options in ({}, {"runner": TorchRunner}):
+        engine = Engine(decoder, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
+        engine.add_adapter("poet", Adapter.load(root / "adapters" / "poet"))
+        (last,) = (one for piece in engine.embed([tokens[1]], "last") for one in piece)
+        np.testing.assert_allclose(last, hidden[1][-1] / np.linalg.norm(hidden[1][-1]), atol=2e-6)
+        (adapted,) = (one for piece in engine.embed([tokens[1]], "last", "poet") for one in piece)
+        assert np.abs(adapted - last).max() > 1e-3
+
+
+def test_a_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, tokenizer = load_checkpoint(root / "base")
+    engine = Engine(decoder, tokenizer=tokenizer)
+    text = tokenizer.encode("12+34=" * 30)
+    (whole,) = (one for piece in engine.embed([text], "mean") for one in piece)
+    expected = engine.sample([Prompt(text[:20], (1, 0, 0))], 1, SamplingParams(30))[0][0].token_ids.tolist()
+    monkeypatch.setattr("perilune.engine.embedding._PIECE", 50)
+    engine.add(Request(text[:20], SamplingParams(30), (1, 0, 0)))
+    pieces, sampled = [], []
+    for piece in engine.embed([text, text], "mean"):
+        pieces.append(len(piece))
+        sampled += [token for delta in engine.step() for token in delta.token_ids]
+    assert pieces == [0, 0, 0, 1] * 2
+    while engine.unfinished:
+        sampled += [token for delta in engine.step() for token in delta.token_ids]
+    assert sampled == expected
+    (again,) = (one for piece in engine.embed([text], "mean") for one in piece)
+    np.testing.assert_allclose(again, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"model": "other"}, 404, "no model"),
+        ({"input": ""}, 400, "has no tokens"),
+        ({"input": []}, 400, "input"),
+        ({"input": ["a"] * 2049}, 400, "input"),
+        ({"input": "7" * 300}, 400, "the context has"),
+        ({"input": [[1 << 20]]}, 400, "outside"),
+        ({"dimensions": 97}, 400, "96 dimensions"),
+        ({"encoding_format": "hex"}, 400, "encoding_format"),
+        ({"mystery": 1}, 400, "mystery"),
+    ],
+)
+def test_a_bad_embedding_request_is_refused(
+    http: httpx.Client, body: dict[str, Any], status: int, message: str
+) -> None:
+    refused = http.post("/v1/embeddings", json={"model": "base", "input": "1"} | body)
+    assert (refused.status_code, message in refused.json()["error"]["message"]) == (status, True), (
+        refused.text
+    )
 
 
 def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:

@@ -20,7 +20,10 @@ from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.app import make_app, text_routes
+from perilune.serve.engine_thread import StoppedError
 from perilune.serve.guard import BodyLimits
+from perilune.serve.response_answer import ResponseAnswer
+from perilune.serve.response_routes import Conversations
 from perilune.serve.server import Settings, _service
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
@@ -187,3 +190,159 @@ def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
     assert TOKENIZER.decode(asked["tokens"]) == expected
     assert TOKENIZER.decode(alone["tokens"]) == "[user] 2+3?\n"
     assert service.model.tool_format.name == "mistral"
+
+
+# -- responses -------------------------------------------------------------------------------------------
+
+FLAT: list[Any] = [{"type": "function", **ADD, "strict": False}]
+RESPONSE: dict[str, Any] = {"model": "tools", "tools": FLAT, "temperature": 0, "max_output_tokens": 120}
+
+
+def outputs(response: Any) -> list[tuple[str, str]]:
+    """Type and text of each output item, all of which must be complete."""
+    assert all(item.status == "completed" for item in response.output)
+    return [
+        (item.type, item.arguments if item.type == "function_call" else item.content[0].text)
+        for item in response.output
+    ]
+
+
+def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
+    first = client.responses.create(input="2+3?", **RESPONSE)
+    assert outputs(first) == [("reasoning", "sum"), ("message", "I add."), ("function_call", '{"a": 2}')]
+    assert (first.status, first.output_text) == ("completed", "I add.")
+    assert first.usage is not None
+    assert first.usage.output_tokens_details.reasoning_tokens == len("sum")
+    assert first.usage.total_tokens == first.usage.input_tokens + first.usage.output_tokens
+    call: Any = first.output[2]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+    last = client.responses.create(previous_response_id=first.id, input=[result], **RESPONSE)
+    assert outputs(last) == [("message", "It is 5.")]
+    # The same conversation, sent as a whole: the items of a response are input items.
+    items: Any = [{"role": "user", "content": "2+3?"}, *(one.model_dump() for one in first.output), result]
+    assert outputs(client.responses.create(input=items, **RESPONSE)) == [("message", "It is 5.")]
+    assert client.responses.retrieve(first.id).output_text == "I add."
+    client.responses.delete(first.id)
+    for ask in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.create(previous_response_id=first.id, input="2+3?", **RESPONSE),
+    ):
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask()
+        assert refused.value.code == "previous_response_not_found"
+    unstored = client.responses.create(input="2+3?", store=False, **RESPONSE)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+
+
+def test_a_streamed_response_has_the_events_of_its_items(client: openai.OpenAI) -> None:
+    whole = client.responses.create(input="2+3?", **RESPONSE)
+    with client.responses.stream(input="2+3?", **RESPONSE) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert outputs(final) == outputs(whole)
+    raw = list(client.responses.create(input="2+3?", stream=True, **RESPONSE))
+    assert [event.sequence_number for event in raw] == list(range(len(raw)))
+    kinds = [event.type.removeprefix("response.") for event in raw]
+    once = [kind for place, kind in enumerate(kinds) if not place or kinds[place - 1] != kind]
+    text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    assert once == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.delta",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        *text,
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    deltas = [event.delta for event in raw if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "I add."
+    assert [event.item.status for event in raw if event.type == "response.output_item.added"] == [
+        "in_progress"
+    ] * 3
+    assert events[-1].type == "response.completed"
+
+
+def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Served) -> None:
+    short = client.responses.create(input="2+3?", **RESPONSE | {"max_output_tokens": 20})
+    assert (short.status, short.output[-1].status) == ("incomplete", "incomplete")
+    assert short.incomplete_details is not None
+    assert short.incomplete_details.reason == "max_output_tokens"
+    told = describe_tools([ADD])
+    said = client.responses.create(
+        model="tools", input="2+3?", instructions=told, temperature=0, max_output_tokens=120
+    )
+    assert said.output_text == f"I add.\n{CALL}"  # without tools a call is text
+    assert said.instructions == told
+    again = client.responses.create(
+        model="tools", input="2+3?", previous_response_id=said.id, max_output_tokens=1
+    )
+    with server.http() as http:
+        earlier = [*ASKED, {"role": "assistant", "content": said.output_text}, *ASKED]
+        prompt = http.post("/tokenize", json={"messages": earlier}).json()["count"]
+    assert again.usage is not None
+    assert again.usage.input_tokens == prompt  # the instructions are not repeated
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
+        ({"background": True}, 400, "background is not supported"),
+        ({"reasoning": {"effort": "high"}}, 400, "effort"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools"),
+        ({"top_logprobs": 2}, 400, "log-probs need"),
+        ({"model": "other"}, 404, "no model"),
+        ({"mystery": 1}, 400, "mystery"),
+        ({"max_output_tokens": 10**6}, 400, "the context has"),
+    ],
+)
+def test_a_bad_response_request_is_refused(
+    server: Served, body: dict[str, Any], status: int, message: str
+) -> None:
+    with server.http() as http:
+        for stream in (False, True):
+            asked = {"model": "tools", "input": "2+3?", "stream": stream} | body
+            answer = http.post("/v1/responses", json=asked)
+            assert answer.status_code == status
+            assert message in answer.json()["error"]["message"]
+
+
+def test_conversations_are_kept_within_a_limit() -> None:
+    conversations = Conversations(most_bytes=2000, most=3)
+    for number in range(5):
+        conversations.add({"id": f"r{number}", "text": "x" * 300}, [])
+    assert conversations.messages("r2") == []
+    conversations.add({"id": "r5", "text": "x" * 300}, [])
+    assert list(conversations._kept) == ["r4", "r2", "r5"]
+    conversations.add({"id": "long", "text": "x" * 1600}, [])
+    assert list(conversations._kept) == ["r5", "long"]
+    conversations.add({"id": "longer", "text": "x" * 2000}, [])
+    assert not conversations._kept
+    assert conversations._bytes == 0
+
+
+def test_a_response_that_fails_ends_with_an_event() -> None:
+    answer = ResponseAnswer({}, streams=True, keep=print, spelling=None, parts=None, new_id=str, count=len)
+    events = answer.failed(StoppedError("the server was paused")).decode().split("\n\n")
+    assert [one.partition("\n")[0] for one in events] == [
+        "event: response.created",
+        "event: response.in_progress",
+        "event: response.failed",
+        "",
+    ]
+    response = json.loads(events[2].partition("data: ")[2])["response"]
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "the server was paused"}

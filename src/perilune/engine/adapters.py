@@ -6,7 +6,8 @@ for all rows, and each adapter for its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ class NamedAdapters:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._adapters: dict[int, Adapter] = {}
+        self._pinned: list[int] = []
         self._next = 0
 
     def __len__(self) -> int:
@@ -54,9 +56,18 @@ class NamedAdapters:
         """Remove the name of an adapter, which must exist."""
         del self._numbers[name]
 
+    @contextmanager
+    def pinned(self, number: int) -> Iterator[None]:
+        """Keep an adapter loaded."""
+        self._pinned.append(number)
+        try:
+            yield
+        finally:
+            self._pinned.remove(number)
+
     def loaded(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
         """The adapters with a name and those whose numbers are `in_use`. The others are dropped."""
-        kept = {*self._numbers.values(), *in_use} - {-1}
+        kept = {*self._numbers.values(), *self._pinned, *in_use} - {-1}
         self._adapters = {number: self._adapters[number] for number in sorted(kept)}
         return self._adapters
 

@@ -21,6 +21,7 @@ from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
 from perilune.engine.drafting import DraftPlace, draft_runner, make_draft
+from perilune.engine.embedding import Pooling, embeddings
 from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
@@ -29,6 +30,7 @@ from perilune.engine.request import Completion, Delta, Prompt, Request, Sampling
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import (
     AdaptingRunner,
+    HiddenRunner,
     Runner,
     SleepingRunner,
     TorchRunner,
@@ -380,6 +382,40 @@ class Engine:
                 self._pools.free_temporary(blocks)
             scores += np.split(np.concatenate(logprobs), np.cumsum([pair.answer for pair in batch])[:-1])
         return scores
+
+    def prepare_embeddings(self) -> None:
+        """Make the runner ready for `embed`, which may copy the weights once more.
+
+        Raises:
+            RequestError: when the runner computes no hidden states.
+        """
+        self._in_torch()
+
+    def embed(
+        self, token_ids: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None
+    ) -> Iterator[list[NDArray[np.float32]]]:
+        """The embeddings float32[d] of texts, of length 1: hidden states of the last layer, pooled.
+
+        Each step of the iterator computes a bounded number of tokens and returns the embeddings that are
+        complete. `step` may be called in between, and does not depend on it.
+
+        Raises:
+            RequestError: on an empty text, a token outside the vocabulary, more tokens than the model or the
+                cache can hold, or when the runner computes no hidden states.
+        """
+        for index, text in enumerate(token_ids):
+            self._limits.check_tokens(text, 0, f"text {index}")
+        number = self._adapters.number(adapter, "embed")
+        with self._adapters.pinned(number):
+            yield from embeddings(self._in_torch, token_ids, pooling, number)
+
+    def _in_torch(self) -> TorchRunner:
+        if not isinstance(self._runner, HiddenRunner):
+            raise RequestError(
+                f"{type(self._runner).__name__} computes no hidden states",
+                remedy="use a model that Perilune computes itself, and an engine that is awake",
+            )
+        return self._runner.in_torch(self._source)
 
     # -- weights -----------------------------------------------------------------------------------------
 

@@ -27,7 +27,8 @@ class NativeRunner:
     """Computes in float32. Weights and cache may be stored in fewer bits.
 
     With both in float32, a token has the same bits in every batch and however its prompt is split into
-    chunks, and they equal the learner's. A `TorchRunner` on the same cache computes steps with adapters.
+    chunks, and they equal the learner's. A `TorchRunner` on the same cache computes steps with adapters
+    and hidden states.
 
     Args:
         decoder: the decoder whose weights are copied; `supports` must accept it.
@@ -78,9 +79,12 @@ class NativeRunner:
             self._adapting.load_weights(decoder)
 
     def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
+        self.in_torch(decoder).load_adapters(adapters, decoder)
+
+    def in_torch(self, decoder: Decoder) -> TorchRunner:
         if self._adapting is None:
             self._adapting = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
-        self._adapting.load_adapters(adapters, decoder)
+        return self._adapting
 
     def clear(self) -> None:
         self.cache.clear()

@@ -6,6 +6,7 @@ decoder that is trained, so its results equal the learner's.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -60,6 +61,14 @@ class AdaptingRunner(Runner, Protocol):
 
         A number always stands for the same adapter.
         """
+
+
+@runtime_checkable
+class HiddenRunner(Runner, Protocol):
+    """A runner whose hidden states can be computed."""
+
+    def in_torch(self, decoder: Decoder) -> TorchRunner:
+        """A runner with the same weights in torch, which may copy them first. `decoder` has them."""
 
 
 @runtime_checkable
@@ -153,20 +162,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
-        count = len(batch.token_ids)
-        rows = _padded_rows(count)
-        tokens, positions = np.zeros((2, rows), dtype=np.int64)
-        tokens[:count], positions[:count] = batch.token_ids, batch.positions
-        attention = self._attention(batch, rows)
-        if self._adapted is not None:
-            self._adapted.select(batch)
-        hidden = self.decoder(
-            self._tensor(tokens),
-            self._tensor(positions),
-            attention,
-            self._recorder(batch, rows),
-            self._inputs(batch, tokens),
-        )
+        count, hidden = len(batch.token_ids), self.hidden(batch)
         _hand_over(batch, hidden)
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
@@ -174,6 +170,34 @@ class TorchRunner:
         at = np.zeros(_padded_rows(needed), dtype=np.int64)
         at[:needed] = batch.logit_rows
         return self.decoder.logits(hidden[self._tensor(at)])[:needed].float()
+
+    @torch.inference_mode()
+    def hidden(self, batch: StepBatch) -> Tensor:
+        """The last hidden states float[N, d] of all tokens, padded at the end."""
+        count = len(batch.token_ids)
+        rows = _padded_rows(count)
+        tokens, positions = np.zeros((2, rows), dtype=np.int64)
+        tokens[:count], positions[:count] = batch.token_ids, batch.positions
+        attention = self._attention(batch, rows)
+        if self._adapted is not None:
+            self._adapted.select(batch)
+        hidden: Tensor = self.decoder(
+            self._tensor(tokens),
+            self._tensor(positions),
+            attention,
+            self._recorder(batch, rows),
+            self._inputs(batch, tokens),
+        )
+        return hidden
+
+    def in_torch(self, decoder: Decoder) -> TorchRunner:
+        return self
+
+    def beside(self, cache: PagedCache) -> TorchRunner:
+        """A runner with the same weights and adapters on another cache."""
+        other = copy.copy(self)
+        other.cache = cache
+        return other
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
         """The attention of the batch, with the arithmetic of the learner."""

@@ -13,6 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from perilune.engine.request import Delta
+from perilune.errors import PeriluneError
+from perilune.serve.errors import error_document, status_of
 from perilune.serve.parts import PartsReader
 from perilune.serve.tool_formats import FORMATS
 
@@ -22,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 # incomplete, like one that was cut off, and "stop" would mark it as complete.
 _INCOMPLETE: dict[str | None, str] = {"aborted": "length"}
 
-_encode = json.JSONEncoder(
+encode_json = json.JSONEncoder(
     separators=(",", ":"), ensure_ascii=False
 ).encode  # creating an encoder costs as much as encoding
 
@@ -57,6 +59,18 @@ class Spelling:
         self.text = cache(spell)
         self._bytes = token_bytes
 
+    def rows(self, gained: Delta) -> list[dict[str, Any]]:
+        """The log-probs of new tokens, as in chats."""
+        rows = []
+        for place, (token, logprob) in enumerate(zip(gained.token_ids, gained.logprobs, strict=True)):
+            likely = gained.top_logprobs[place] if gained.top_logprobs else []
+            top = [self._row(one, of_one) for one, of_one in likely]
+            rows.append(self._row(token, logprob) | {"top_logprobs": top})
+        return rows
+
+    def _row(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
+
     def width(self, token: int) -> int:
         """Characters that `token` adds to the text; 0 for a control token."""
         return len(self.text(token)) if self.bytes(token) is not None else 0
@@ -79,6 +93,7 @@ class Answer:
 
     Attributes:
         reasoning_begun: whether the prompt ends with the beginning of the reasoning.
+        with_usage: whether a stream ends with the usage.
     """
 
     def __init__(
@@ -92,6 +107,7 @@ class Answer:
         parts: Callable[..., PartsReader] | None = None,
         new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
+        self.with_usage = False
         self._new_id = new_id
         self.reasoning_begun = False
         self._make_reader = parts
@@ -174,8 +190,12 @@ class Answer:
         return said
 
     def closing(self, usage: Usage) -> bytes:
-        """The last event, with the usage."""
-        return self._event([], usage=usage.document())
+        """The last events."""
+        return (self._event([], usage=usage.document()) if self.with_usage else b"") + DONE
+
+    def failed(self, error: PeriluneError) -> bytes:
+        """The last event of an answer that failed after its status was sent."""
+        return event(error_document(status_of(error), error.what))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return event({"object": self._piece_kind, **self._head, "choices": choices, **more})
@@ -191,23 +211,9 @@ class Answer:
         return choice
 
     def _logprob_document(self, index: int, gained: Delta) -> dict[str, Any]:
-        return self._chat_logprobs(gained) if self._chat else self._text_logprobs(index, gained)
-
-    def _chat_logprobs(self, gained: Delta) -> dict[str, Any]:
-        rows = []
-        for place, (token, logprob) in enumerate(zip(gained.token_ids, gained.logprobs, strict=True)):
-            likely = gained.top_logprobs[place] if gained.top_logprobs else []
-            rows.append(
-                self._token(token, logprob) | {"top_logprobs": [self._token(one, lp) for one, lp in likely]}
-            )
-        return {"content": rows, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._spelling.text(token),
-            "logprob": logprob,
-            "bytes": self._spelling.bytes(token),
-        }
+        if self._chat:
+            return {"content": self._spelling.rows(gained), "refusal": None}
+        return self._text_logprobs(index, gained)
 
     def _text_logprobs(self, index: int, gained: Delta) -> dict[str, Any]:
         tokens = [self._spelling.text(token) for token in gained.token_ids]
@@ -230,4 +236,4 @@ class Answer:
 
 def event(document: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + _encode(document).encode() + b"\n\n"
+    return b"data: " + encode_json(document).encode() + b"\n\n"

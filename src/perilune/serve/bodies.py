@@ -7,25 +7,39 @@ number of values, not of bytes. Therefore values are counted first, and validati
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from perilune.serve.errors import ApiError, shorten
 
-Body = TypeVar("Body", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
+_MOST_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
+_DEEPEST = 64
+_SHOWN = 200  # characters of an unknown argument
 _MOST = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 15, b",": 1 << 18, b'"': 1 << 18}
 """Most characters that start or separate values, counted outside strings; quotes count everywhere."""
 
 
-def read_body(data: bytes, kind: type[Body]) -> Body:
+def read_body(data: bytes, kind: type[BodyT]) -> BodyT:
     """Parse and validate the request in `data`.
 
     Raises:
         ApiError: 400, with the first error.
     """
-    document = _parse(data)
+    return validated(_parse(data), kind)
+
+
+def validated(document: Any, kind: type[BodyT]) -> BodyT:
+    """The request in a JSON value.
+
+    Raises:
+        ApiError: 400, with the first error.
+    """
     if isinstance(document, dict) and len(document) > len(kind.model_fields):  # pydantic would list them all
         unknown = next(key for key in document if key not in kind.model_fields)
         raise ApiError(400, _unrecognised(unknown), param=shorten(unknown))
@@ -94,3 +108,65 @@ def _check_count(data: bytes) -> None:
         if all(structure.count(character) <= most for character, most in _MOST.items()):
             return
     raise ApiError(400, "the body has too many values", code="too_many_values")
+
+
+class Body(BaseModel):
+    """A JSON object of a request. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, document: Any) -> Any:
+        """Refuse the first unknown argument; pydantic would list all."""
+        if isinstance(document, dict):
+            known = _names(cls)
+            for name in document:
+                if name not in known:
+                    shown = name[:_SHOWN].encode(errors="replace").decode()
+                    raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
+        return document
+
+
+class RequestBody(Body):
+    """The body of a request of OpenAI's API. A null argument counts as absent.
+
+    Attributes:
+        unsupported: arguments that are refused, but for values that have no effect.
+        no_effect: arguments that cannot change an answer, and are ignored.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unsupported(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
+        kept = {}
+        for name, value in body.items():
+            if name in cls.unsupported and name not in cls.model_fields:
+                if value is not None and not _is_one_of(value, cls.unsupported[name]):
+                    raise ValueError(f"{name} is not supported")
+            elif name not in cls.no_effect and value is not None:
+                kept[name] = value
+        return kept
+
+
+@cache
+def _names(body: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
+
+
+def bounded(document: Any) -> Any:
+    """A JSON value of bounded size, for a validator."""
+    check_values(document, _MOST_VALUES, _DEEPEST)
+    return document
+
+
+Document = Annotated[dict[str, Any], BeforeValidator(bounded)]
+
+
+def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in ones)  # True is not 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -11,13 +12,35 @@ from starlette.responses import Response
 
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
-from perilune.serve.answers import DONE, Answer, Usage, event
+from perilune.serve.answers import Usage
 from perilune.serve.engine_thread import Stream
-from perilune.serve.errors import error_document, status_of
 from perilune.serve.metrics import Metrics
 from perilune.serve.responses import while_connected
 
 _PACE = 0.01  # seconds between two events of a stream; tokens in between are sent together
+
+
+class Answering(Protocol):
+    """Builds the documents of one response."""
+
+    reasoning_begun: bool
+
+    def whole(
+        self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
+    ) -> dict[str, Any]:
+        """The whole response. The choices of each prompt are consecutive."""
+
+    def opening(self, index: int) -> bytes:
+        """The events before the first piece of a choice."""
+
+    def piece(self, index: int, gained: Delta) -> bytes:
+        """The events with new tokens of a choice."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """The last events."""
+
+    def failed(self, error: PeriluneError) -> bytes:
+        """The last events of a response that failed."""
 
 
 class Exchange:
@@ -27,7 +50,7 @@ class Exchange:
         began: arrival of the request, on the performance counter.
     """
 
-    def __init__(self, stream: Stream, answer: Answer, metrics: Metrics, began: float) -> None:
+    def __init__(self, stream: Stream, answer: Answering, metrics: Metrics, began: float) -> None:
         self._stream, self._answer, self._metrics, self._began = stream, answer, metrics, began
         self._prompts = [request.token_ids for request in stream.requests]
         self._usage = Usage(sum(map(len, self._prompts)))
@@ -57,7 +80,7 @@ class Exchange:
             choices.update(deltas)
         return choices
 
-    async def events(self, wants_usage: bool) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events, those of one step in one piece."""
         try:
             while deltas := await self._next():
@@ -71,9 +94,9 @@ class Exchange:
                     yield sent
                     await self._stream.linger(_PACE)
         except PeriluneError as error:  # the status is sent already
-            yield event(error_document(status_of(error), error.what))
+            yield self._answer.failed(error)
             return
-        yield self._answer.closing(self._usage) + DONE if wants_usage else DONE
+        yield self._answer.closing(self._usage)
 
     async def _next(self) -> list[tuple[int, Delta]]:
         deltas = await self._stream.next()

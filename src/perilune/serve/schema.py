@@ -9,21 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from perilune.engine.request import SamplingParams
-from perilune.serve.bodies import check_values
+from perilune.serve.bodies import Body, Document, RequestBody, bounded
 from perilune.serve.tool_formats import ToolFormat
 
 MOST_CHOICES = 256  # samples of one request
@@ -50,12 +41,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-_MOST_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
-_DEEPEST = 64
-_MOST_MESSAGES = 10_000
-_MOST_TOOLS = 128
+MOST_MESSAGES = 10_000
+MOST_TOOLS = 128
 _MOST_CALLS = 128  # of a message
-_SHOWN = 200  # characters of an unknown argument
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -63,45 +51,18 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, document: Any) -> Any:
-        """Refuse the first unknown argument; pydantic would list all."""
-        if isinstance(document, dict):
-            known = _names(cls)
-            for name in document:
-                if name not in known:
-                    shown = name[:_SHOWN].encode(errors="replace").decode()
-                    raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
-        return document
-
-
-@cache
-def _names(body: type[_Body]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in body.model_fields.items())
-
-
-def _bounded(document: Any) -> Any:
-    check_values(document, _MOST_VALUES, _DEEPEST)
-    return document
-
-
-Document = Annotated[dict[str, Any], BeforeValidator(_bounded)]
 Biases = Annotated[
-    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_bounded)
+    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(bounded)
 ]
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
 
 
-class JsonSchema(_Body):
+class JsonSchema(Body):
     """A schema that answers must match."""
 
     name: str = "answer"
@@ -110,7 +71,7 @@ class JsonSchema(_Body):
     strict: bool | None = None  # answers always match
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -130,7 +91,7 @@ class ResponseFormat(_Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class Sampling(_Body):
+class Sampling(RequestBody):
     """The arguments that chat and text completions share.
 
     Attributes:
@@ -140,6 +101,9 @@ class Sampling(_Body):
         returns_in: seconds until the conversation's next request is expected, for example because a tool is
             running. Its prefix stays in the cache longer.
     """
+
+    unsupported = UNSUPPORTED
+    no_effect = NO_EFFECT
 
     model: str
     n: int = Field(1, ge=1, le=MOST_CHOICES)
@@ -165,20 +129,6 @@ class Sampling(_Body):
     key: tuple[Annotated[int, Field(ge=0, lt=2**64)], Word, Word] | None = None
     return_token_ids: bool = False
     returns_in: float = Field(0.0, ge=0, le=3600)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unsupported(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
-        kept = {}
-        for name, value in body.items():
-            if name in UNSUPPORTED and name not in cls.model_fields:
-                if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
-                    raise ValueError(f"{name} is not supported")
-            elif name not in NO_EFFECT and value is not None:  # null means absent
-                kept[name] = value
-        return kept
 
     @model_validator(mode="after")
     def _consistent(self) -> Sampling:
@@ -220,10 +170,6 @@ class Sampling(_Body):
         )
 
 
-def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in ones)  # True is not 1
-
-
 class CompletionBody(Sampling):
     """POST /v1/completions."""
 
@@ -246,14 +192,14 @@ class CompletionBody(Sampling):
         return list(self.prompt)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Body):
+class Function(Body):
     """A function that the model may call."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -262,7 +208,7 @@ class Function(_Body):
     strict: bool | None = None  # arguments are not constrained
 
 
-class Tool(_Body):
+class Tool(Body):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -274,14 +220,14 @@ class Tool(_Body):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     """The function of a call, and its arguments as JSON."""
 
     name: str
     arguments: str
 
 
-class CalledTool(_Body):
+class CalledTool(Body):
     """A call in a message of the assistant."""
 
     id: str
@@ -304,7 +250,7 @@ class CalledTool(_Body):
         }
 
 
-class Message(_Body):
+class Message(Body):
     """One message of a conversation. Earlier reasoning is left out of the prompt."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -339,7 +285,7 @@ class Message(_Body):
         return {"role": self.role, "content": self.text, **named, **called, **of_call}
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """POST /detokenize, as in vLLM."""
 
     model: str | None = None
@@ -356,13 +302,13 @@ class ChatBody(Sampling):
         tool_choice: "none" reads no calls, and does not show the tools to the model.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Document = Field(default_factory=dict)
-    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto"] = "auto"
 
     @property
@@ -384,13 +330,13 @@ class ChatBody(Sampling):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] = Field(default_factory=list)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     chat_template_kwargs: Document = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -400,7 +346,7 @@ class TokenizeBody(_Body):
         return self
 
 
-class SpeechBody(_Body):
+class SpeechBody(Body):
     """The body of POST /v1/audio/speech: OpenAI's arguments, and `language`, `seed` and `stream`."""
 
     model: str

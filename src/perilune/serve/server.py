@@ -15,6 +15,7 @@ import torch
 import uvicorn
 from fastapi import APIRouter
 
+from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
 from perilune.engine.offload import OffloadSettings
 from perilune.errors import RequestError, WorkFailedError
@@ -27,9 +28,11 @@ from perilune.serve.address import listening, token_of, url_of
 from perilune.serve.app import AnyService, make_app, text_routes
 from perilune.serve.connection import ConnectionLimits, limited_protocol
 from perilune.serve.control import Control, control_routes
+from perilune.serve.embeddings import Embeddings, embedding_routes
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.guard import BodyLimits
 from perilune.serve.model import ServedModel
+from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
 from perilune.serve.speech import SpeechService, speech_routes
 from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
@@ -64,6 +67,7 @@ class Settings:
         weight_updates: whether clients may replace the weights.
         adapters: folders of LoRA adapters in PEFT format, by their names in requests.
         adapters_from: folder from which clients may load adapters; None for none.
+        embeddings: how hidden states become an embedding; None for no embeddings.
         control: whether clients may pause the server, put it to sleep and empty its prefix cache.
         reasoning: whether the text in <think> ... </think> is returned apart.
         tool_format: how the model writes tool calls; None to find it in the chat template.
@@ -87,6 +91,7 @@ class Settings:
     weight_updates: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
     adapters_from: Path | None = None
+    embeddings: Pooling | None = None
     control: bool = False
     reasoning: bool = False
     tool_format: ToolFormatName | None = None
@@ -171,7 +176,8 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         }
 
     service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
-    return service, [text_routes(service), *_optional_routes(settings, engine, loaded, service)]
+    routers = [text_routes(service), response_routes(service, Conversations())]
+    return service, [*routers, *_optional_routes(settings, engine, loaded, service)]
 
 
 def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]:
@@ -218,6 +224,15 @@ def _optional_routes(
             engine, service.thread, model.name, model.adapters, settings.adapters_from, changing
         )
         routers.append(adapter_routes(loads))
+    if settings.embeddings is not None:
+        if not isinstance(loaded, Decoder):
+            raise RequestError(
+                "transformers computes this model, and embeddings need Perilune's own decoder",
+                where="--embeddings",
+            )
+        engine.prepare_embeddings()  # now, because it may take seconds
+        embeddings = Embeddings(service, engine, loaded.config.hidden_size, settings.embeddings)
+        routers.append(embedding_routes(embeddings))
     if settings.control:
         routers.append(control_routes(Control(engine, service.thread, service.gate, changing)))
     return routers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
-from perilune.serve.exchange import Exchange
+from perilune.serve.exchange import Answering, Exchange
 from perilune.serve.gate import Gate
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
@@ -74,14 +75,14 @@ class Service:
         self.open_paths: frozenset[str] = frozenset()
         self.answering = 0  # requests whose answers are not sent completely
         self._entering = 0  # samples that are not submitted to the engine yet
-        self._lanes = Lanes()
-        self.prompts = Prompts(model, self._lanes)
+        self.lanes = Lanes()
+        self.prompts = Prompts(model, self.lanes)
         self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
-        self._spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
+        self.spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
         """Shut the lanes down."""
-        self._lanes.close()
+        self.lanes.close()
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
@@ -99,19 +100,23 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         data = await request.body()
-        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, ChatBody))
+        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, ChatBody))
+        answer = self._answer(body, chat=True, logprobs=body.logprobs)
+        return await self.converse(body, answer, len(data), request)
+
+    async def converse(self, body: ChatBody, answer: Answering, size: int, request: Request) -> Response:
+        """Sample the answer of a chat from a body of `size` bytes, and respond."""
         conversation = Conversation(body.messages, body.usable_tools, body.chat_template_kwargs)
 
         async def encode() -> list[list[int]]:
-            return [await self.prompts.conversation(conversation, len(data))]
+            return [await self.prompts.conversation(conversation, size)]
 
-        answer = self._answer(body, chat=True, logprobs=body.logprobs)
         return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
         data = await request.body()
-        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, TokenizeBody))
+        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, TokenizeBody))
         if body.messages is not None:
             tools = [tool.document for tool in body.tools]
             conversation = Conversation(body.messages, tools, body.chat_template_kwargs)
@@ -120,23 +125,23 @@ class Service:
             prompt = body.prompt or ""
             self.prompts.check_characters(len(prompt), "prompt")
             encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
-            tokens = await self._lanes.short_or_long(len(data), encode)
+            tokens = await self.lanes.short_or_long(len(data), encode)
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
         data = await request.body()
-        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, DetokenizeBody))
+        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, DetokenizeBody))
         outside = next((token for token in body.tokens if token >= self.model.tokenizer.vocab_size), None)
         if outside is not None:
             raise ApiError(400, f"the vocabulary has no token {outside}", param="tokens")
         decode = partial(self.model.tokenizer.decode, body.tokens)
-        return JSONResponse({"prompt": await self._lanes.short_or_long(len(data), decode)})
+        return JSONResponse({"prompt": await self.lanes.short_or_long(len(data), decode)})
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         data = await request.body()
-        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, CompletionBody))
+        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, CompletionBody))
         if body.n * len(body.prompts) > MOST_CHOICES:
             raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
 
@@ -147,30 +152,37 @@ class Service:
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
 
     def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
-        tools = isinstance(body, ChatBody) and bool(body.usable_tools)
-        calls = self.model.tool_format if tools else None
-        reasoning = chat and self.model.reasoning
-        return Answer(
+        answer = Answer(
             body.model,
-            self._spelling,
+            self.spelling,
             chat=chat,
             logprobs=logprobs,
             with_ids=body.return_token_ids,
-            parts=partial(PartsReader, calls=calls, reasoning=reasoning) if tools or reasoning else None,
+            parts=self.parts_of(body) if isinstance(body, ChatBody) else None,
             new_id=self.model.tool_format.new_id,
         )
+        answer.with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return answer
+
+    def parts_of(self, body: ChatBody) -> Callable[..., PartsReader] | None:
+        """Makes what splits the answer of a chat; None if all of it is content."""
+        calls = self.model.tool_format if body.usable_tools else None
+        if calls is None and not self.model.reasoning:
+            return None
+        return partial(PartsReader, calls=calls, reasoning=self.model.reasoning)
 
     async def _complete(  # noqa: PLR0917
         self,
         body: Sampling,
-        answer: Answer,
+        answer: Answering,
         encode: Callable[[], Awaitable[list[list[int]]]],
         max_tokens: int | None,
         top_logprobs: int,
         request: Request,
     ) -> Response:
         began = perf_counter()
-        self._admit(body)
+        self.adapter_of(body.model)
+        self._check_room()
         self.answering += 1
         handed_on = False
         try:
@@ -183,10 +195,7 @@ class Service:
             if not body.stream:
                 return await exchange.document(request)
             handed_on = True
-            return EventStream(
-                exchange.events(body.stream_options is not None and body.stream_options.include_usage),
-                lambda complete: self._finished(exchange, complete),
-            )
+            return EventStream(exchange.events(), lambda complete: self._finished(exchange, complete))
         except Disconnected:
             self.metrics.disconnected()
             return Response(status_code=CLIENT_LEFT)
@@ -207,7 +216,7 @@ class Service:
             prompts = await encode()
             constraint = None
             if body.response_format is not None:
-                constraint = await self._lanes.schema(lambda: self._constrained(body))
+                constraint = await self.lanes.schema(lambda: self._constrained(body))
             await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, in_pieces=body.stream)
@@ -220,11 +229,33 @@ class Service:
         if not complete:
             self.metrics.disconnected()
 
-    def _admit(self, body: Sampling) -> None:
-        if body.model not in self.model.names:
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter of this name; None for the model itself.
+
+        Raises:
+            ApiError: 404, when there is neither.
+        """
+        if model not in self.model.names:
             names = ", ".join(map(repr, self.model.names))
-            message = f"no model {shorten(body.model)!r}; this server has {names}"
+            message = f"no model {shorten(model)!r}; this server has {names}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return None if model == self.model.name else model
+
+    @contextmanager
+    def admitted(self, samples: int) -> Iterator[None]:
+        """Count samples that are not submitted to the engine.
+
+        Raises:
+            ApiError: 429, when the queue is full; 503, when the model sleeps.
+        """
+        self._check_room()
+        self._entering += samples
+        try:
+            yield
+        finally:
+            self._entering -= samples
+
+    def _check_room(self) -> None:
         self.gate.check_awake()
         busy = self.thread.open_samples + self._entering >= self._most_samples
         # An answer that is sampled but not read yet costs memory only.
@@ -243,7 +274,7 @@ class Service:
         room = self.prompts.tokens_left(max(map(len, prompts)), max_tokens, param)
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
-        adapter = None if body.model == self.model.name else body.model
+        adapter = self.adapter_of(body.model)  # again: it may have been unloaded
         return [
             # Each prompt of a request has its own random numbers.
             EngineRequest(

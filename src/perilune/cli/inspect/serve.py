@@ -83,6 +83,10 @@ Reasoning = Annotated[
     bool,
     typer.Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
 ]
+Embeddings = Annotated[
+    Literal["off", "mean", "last"],
+    typer.Option(help="Serve /v1/embeddings: hidden states averaged over a text, or of its last token."),
+]
 ToolFormat = Annotated[
     Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"],
     typer.Option(help="How the model writes tool calls. auto finds it in the chat template."),
@@ -117,11 +121,12 @@ def serve(
     control: Control = False,
     reasoning: Reasoning = False,
     tool_format: ToolFormat = "auto",
+    embeddings: Embeddings = "off",
 ) -> None:
-    """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/responses.
 
-    Also serves /health, and /metrics for Prometheus. After SIGTERM or Ctrl-C the server finishes open
-    requests and exits.
+    Also serves /v1/models, /health, and /metrics for Prometheus. After SIGTERM or Ctrl-C the server finishes
+    open requests and exits.
 
     \b
     perilune serve rl --name my-model
@@ -160,6 +165,7 @@ def serve(
         control=control,
         adapters_from=adapters_from,
         reasoning=reasoning,
+        embeddings=None if embeddings == "off" else embeddings,
         tool_format=None if tool_format == "auto" else tool_format,
         adapters=dict(map(_adapter, adapter or [])),
     )

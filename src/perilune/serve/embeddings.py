@@ -1,0 +1,116 @@
+"""POST /v1/embeddings: the pooled hidden states of the model for texts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from time import perf_counter
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from numpy.typing import NDArray
+from pydantic import Field
+from starlette.responses import Response
+
+from perilune.engine.embedding import Pooling
+from perilune.engine.engine import Engine
+from perilune.serve.bodies import RequestBody, read_body
+from perilune.serve.errors import CLIENT_LEFT, ApiError
+from perilune.serve.responses import Disconnected, while_connected
+from perilune.serve.schema import Tokens
+from perilune.serve.service import Service
+
+_MOST_TEXTS = 2048
+_MOST_TOKENS = 300_000  # of all texts, as in OpenAI's API
+
+
+class EmbeddingBody(RequestBody):
+    """POST /v1/embeddings."""
+
+    no_effect = frozenset({"user"})
+
+    model: str
+    input: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        """The inputs, as texts or token ids."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return list(self.input)
+
+
+class Embeddings:
+    """Computes embeddings between the steps of the engine.
+
+    Args:
+        engine: only its thread uses it after the start.
+        size: numbers of an embedding.
+    """
+
+    def __init__(self, service: Service, engine: Engine, size: int, pooling: Pooling) -> None:
+        self._service, self._engine, self._size, self._pooling = service, engine, size, pooling
+        self._turn = asyncio.Lock()  # one request computes at a time
+
+    async def answer(self, request: Request) -> Response:
+        """Answer POST /v1/embeddings."""
+        service, began = self._service, perf_counter()
+        data = await request.body()
+        body = await service.lanes.short_or_long(len(data), lambda: read_body(data, EmbeddingBody))
+        if body.dimensions is not None and body.dimensions > self._size:
+            raise ApiError(400, f"an embedding has {self._size} dimensions", param="dimensions")
+        adapter = service.adapter_of(body.model)
+        with service.admitted(len(body.texts)):
+            texts = await service.prompts.texts(body.texts, len(data), None, "input")
+            tokens = sum(map(len, texts))
+            if tokens > _MOST_TOKENS:
+                raise ApiError(400, f"a request may have at most {_MOST_TOKENS:,} tokens", param="input")
+            try:
+                vectors = await while_connected(self._computed(texts, adapter), request.receive)
+            except Disconnected:
+                service.metrics.disconnected()
+                return Response(status_code=CLIENT_LEFT)
+        service.metrics.finished(began, prompt=tokens, completion=0, cached=0)
+        return await asyncio.to_thread(lambda: JSONResponse(_document(body, vectors, tokens)))
+
+    async def _computed(self, texts: list[list[int]], adapter: str | None) -> list[NDArray[np.float32]]:
+        vectors: list[NDArray[np.float32]] = []
+        async with self._turn:
+            await self._service.gate.enter()
+            pieces = self._engine.embed(texts, self._pooling, adapter)
+
+            def compute() -> None:
+                vectors.extend(next(pieces))
+
+            while len(vectors) < len(texts):
+                await self._service.thread.between_steps(compute)
+        return vectors
+
+
+def _document(body: EmbeddingBody, vectors: list[NDArray[np.float32]], tokens: int) -> dict[str, Any]:
+    listed = []
+    for index, vector in enumerate(vectors):
+        short = vector[: body.dimensions]
+        short = short / max(float(np.linalg.norm(short)), 1e-12)
+        encoded: Any = short.tolist()
+        if body.encoding_format == "base64":
+            encoded = base64.b64encode(short.astype("<f4").tobytes()).decode()
+        listed.append({"object": "embedding", "index": index, "embedding": encoded})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": listed, "model": body.model, "usage": usage}
+
+
+def embedding_routes(embeddings: Embeddings) -> APIRouter:
+    """The route of embeddings."""
+    router = APIRouter(prefix="/v1")
+    router.post("/embeddings", response_model=None)(embeddings.answer)
+    return router

@@ -1,0 +1,243 @@
+"""The body of POST /v1/responses, and its conversion to that of a chat.
+
+An input item becomes a message, or a call in the assistant's message before it. Earlier reasoning is left out
+of the prompt, as in a chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, Tag
+from pydantic import Discriminator as ByFunction
+
+from perilune.serve.bodies import Body, Document, RequestBody, validated
+from perilune.serve.schema import (
+    MOST_LOGPROBS,
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    ChatBody,
+)
+
+Status = Literal["in_progress", "completed", "incomplete"]
+_Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+# Arguments that mean the same in a chat.
+FORWARDED = frozenset(
+    ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "key", "stop", "stop_token_ids")
+) | {"repetition_penalty", "min_tokens", "ignore_eos", "returns_in", "chat_template_kwargs", "tool_choice"}
+_NO_EFFECT = frozenset(("prompt_cache_key", "prompt_cache_retention", "safety_identifier")) | {
+    "service_tier",
+    "user",
+}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+
+
+class _TextPart(RequestBody):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list)
+    logprobs: list[Any] | None = None
+
+
+_Content = str | Annotated[list[_TextPart], Field(fail_fast=True)]
+
+
+class _MessageItem(RequestBody):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Content
+    id: _Id | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class _CallItem(RequestBody):
+    type: Literal["function_call"]
+    call_id: _Id
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    arguments: str
+    id: _Id | None = None
+    status: Status | None = None
+
+
+class _ResultItem(RequestBody):
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: _Content
+    id: _Id | None = None
+    status: Status | None = None
+
+
+class _ReasoningItem(RequestBody):
+    type: Literal["reasoning"]
+    id: _Id | None = None
+    summary: Annotated[list[Any], Field(max_length=1024)] = Field(default_factory=list)
+    content: Annotated[list[Any], Field(max_length=1024)] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+def _type_of(item: Any) -> str | None:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+_Item = Annotated[
+    Annotated[_MessageItem, Tag("message")]
+    | Annotated[_CallItem, Tag("function_call")]
+    | Annotated[_ResultItem, Tag("function_call_output")]
+    | Annotated[_ReasoningItem, Tag("reasoning")],
+    ByFunction(
+        _type_of,
+        custom_error_type="item",
+        custom_error_message="an item is a message, a function_call, a function_call_output or reasoning",
+    ),
+]
+
+
+class _Function(Body):
+    type: Literal["function"]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: Document | None = None
+    strict: bool | None = None  # arguments are not constrained
+
+
+class _Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    description: str | None = None
+    schema_: Document | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class _Text(Body):
+    format: _Format | None = None
+
+
+class _Reasoning(Body):
+    summary: Literal["auto", "concise", "detailed"] | None = None  # reasoning is returned as it is
+
+
+class ResponseBody(RequestBody):
+    """POST /v1/responses.
+
+    Attributes:
+        previous_response_id: a stored response, whose conversation this one continues without its
+            instructions.
+        store: whether a later request may continue this one.
+    """
+
+    unsupported = _UNSUPPORTED
+    no_effect = _NO_EFFECT
+
+    model: str
+    input: Annotated[
+        list[_Item],
+        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+        BeforeValidator(
+            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+        ),
+    ]
+    instructions: str | None = None
+    previous_response_id: _Id | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    store: bool = True
+    stream: bool = False
+    stream_options: Document = Field(default_factory=dict)  # only how a stream is padded
+    tools: Annotated[list[_Function], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    text: _Text = _Text()
+    reasoning: _Reasoning = _Reasoning()
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        default_factory=list
+    )
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    parallel_tool_calls: bool = True
+
+    temperature: Any = None
+    top_p: Any = None
+    tool_choice: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    key: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    returns_in: Any = None
+    chat_template_kwargs: Any = None
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probs are requested."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in self.include
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as messages of a chat, without the instructions."""
+        messages: list[dict[str, Any]] = []
+        for item in self.input:
+            add_item(messages, item.model_dump(exclude_none=True))
+        return messages
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
+        """The same request as a chat about `messages`.
+
+        Raises:
+            ApiError: 400, when an argument is invalid.
+        """
+        listed = list(messages)
+        if self.instructions:
+            first = listed.pop(0)["content"] if listed and listed[0]["role"] == "system" else ""
+            system = "\n\n".join(filter(None, [self.instructions, first]))
+            listed.insert(0, {"role": "system", "content": system})
+        document = {name: getattr(self, name) for name in FORWARDED} | {
+            "messages": listed,
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+                for tool in self.tools
+            ],
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+        }
+        form = self.text.format
+        if form is not None:
+            schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+            document["response_format"] = {"type": form.type} | (
+                {"json_schema": schema} if form.type == "json_schema" else {}
+            )
+        return validated(document, ChatBody)
+
+
+def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an input or output item to the messages of a chat."""
+    if item["type"] == "message":
+        role = "system" if item["role"] == "developer" else item["role"]
+        messages.append({"role": role, "content": _joined(item["content"])})
+    elif item["type"] == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        last = messages[-1]
+        messages[-1] = last | {"tool_calls": [*last.get("tool_calls", []), call]}
+    elif item["type"] == "function_call_output":
+        content = _joined(item["output"])
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+
+
+def _joined(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -1,0 +1,169 @@
+"""POST /v1/responses: a chat in the form of OpenAI's newer API, and the conversations that it continues.
+
+The server keeps the newest conversations in memory, for requests with `previous_response_id`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from perilune.errors import RequestError
+from perilune.serve.bodies import read_body
+from perilune.serve.errors import ApiError, shorten
+from perilune.serve.response_answer import ResponseAnswer
+from perilune.serve.response_body import ResponseBody, add_item
+from perilune.serve.service import Service
+
+_MOST_BYTES = 1 << 26  # of all conversations that are kept, as JSON
+_MOST_KEPT = 2000
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A response, and the messages of its conversation up to its end, as JSON, which is compact."""
+
+    document: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.document) + len(self.messages)
+
+
+class Conversations:
+    """The conversations that were used last, within a limit on their size."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES, most: int = _MOST_KEPT) -> None:
+        self._most_bytes, self._most = most_bytes, most
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, document: dict[str, Any], messages: Messages) -> None:
+        """Keep a response and its conversation; the ones that were used longest ago are dropped."""
+        kept = _Kept(json.dumps(document).encode(), json.dumps(messages).encode())
+        self._kept[document["id"]] = kept
+        self._bytes += kept.size
+        while self._bytes > self._most_bytes or len(self._kept) > self._most:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= dropped.size
+
+    def response(self, response_id: str) -> dict[str, Any]:
+        """A response that is kept.
+
+        Raises:
+            ApiError: 404, when it is not.
+        """
+        document: dict[str, Any] = json.loads(self._find(response_id, "response_id").document)
+        return document
+
+    def messages(self, response_id: str) -> Messages:
+        """The messages of a conversation up to the end of a response that is kept.
+
+        Raises:
+            ApiError: 404, when it is not.
+        """
+        messages: Messages = json.loads(self._find(response_id, "previous_response_id").messages)
+        return messages
+
+    def _find(self, response_id: str, param: str) -> _Kept:
+        if response_id not in self._kept:
+            message = f"no response {shorten(response_id)!r}; it was not stored, or dropped for newer ones"
+            raise ApiError(404, message, param=param, code="previous_response_not_found")
+        self._kept.move_to_end(response_id)
+        return self._kept[response_id]
+
+    def remove(self, response_id: str) -> None:
+        """Forget a response.
+
+        Raises:
+            ApiError: 404, when it is not kept.
+        """
+        self._bytes -= self._find(response_id, "response_id").size
+        del self._kept[response_id]
+
+
+def response_routes(service: Service, conversations: Conversations) -> APIRouter:
+    """The routes under /v1/responses."""
+    router = APIRouter(prefix="/v1/responses")
+
+    @router.post("", response_model=None)
+    async def create(request: Request) -> Response:
+        data = await request.body()
+        body = await service.lanes.short_or_long(len(data), lambda: read_body(data, ResponseBody))
+        earlier: Messages = []
+        if body.previous_response_id is not None:
+            earlier = conversations.messages(body.previous_response_id)
+        messages = earlier + body.messages
+        chat = await service.lanes.short_or_long(len(data), lambda: body.chat(messages))
+        parts = service.parts_of(chat)
+        if body.logprobs and parts is not None:
+            raise ApiError(400, "log-probs need a request without tools and a server without --reasoning")
+
+        def keep(document: dict[str, Any]) -> None:
+            if body.store:
+                after = list(messages)
+                for item in document["output"]:
+                    add_item(after, item)
+                conversations.add(document, after)
+
+        answer = ResponseAnswer(
+            _echo(body, chat.temperature, chat.top_p, chat.tool_choice),
+            streams=body.stream,
+            keep=keep,
+            spelling=service.spelling if body.logprobs else None,
+            parts=parts,
+            new_id=service.model.tool_format.new_id,
+            count=lambda text: _count(service, text),
+        )
+        return await service.converse(chat, answer, len(data), request)
+
+    @router.get("/{response_id}")
+    async def retrieve(response_id: str) -> dict[str, Any]:
+        return conversations.response(response_id)
+
+    @router.delete("/{response_id}")
+    async def delete(response_id: str) -> dict[str, Any]:
+        conversations.remove(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return router
+
+
+def _count(service: Service, text: str) -> int:
+    try:
+        return len(service.model.tokenizer.encode(text))
+    except RequestError:  # a replacement character that the vocabulary lacks
+        return len(text)
+
+
+def _echo(body: ResponseBody, temperature: float, top_p: float, tool_choice: str) -> dict[str, Any]:
+    """The fields of a response that repeat arguments."""
+    form = body.text.format
+    return {
+        "model": body.model,
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None},
+        "store": body.store,
+        "temperature": temperature,
+        "text": {
+            "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+        },
+        "tool_choice": tool_choice,
+        "tools": [tool.model_dump() for tool in body.tools],
+        "top_logprobs": body.top_logprobs,
+        "top_p": top_p,
+        "truncation": "disabled",
+    }
