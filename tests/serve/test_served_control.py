@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def server(root: Path) -> Iterator[Served]:
     with served(
         root / "base",
         *("--slots", "8", "--control", "--adapters-from", str(root / "adapters"), "--embeddings", "mean"),
+        *("--traces", str(root / "spans.jsonl")),
     ) as running:
         yield running
 
@@ -330,6 +332,46 @@ def test_a_bad_embedding_request_is_refused(
     assert (refused.status_code, message in refused.json()["error"]["message"]) == (status, True), (
         refused.text
     )
+
+
+def test_each_request_has_an_id_and_a_span(http: httpx.Client, root: Path) -> None:
+    def spans() -> list[dict[str, Any]]:
+        lines = (root / "spans.jsonl").read_text().splitlines()
+        return [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0] for line in lines]
+
+    def last(path: str, body: dict[str, Any], **headers: str) -> tuple[httpx.Response, Any, dict[str, Any]]:
+        before = len(spans())
+        answer = http.post(path, json=body, headers=headers)
+        deadline = time.monotonic() + 30
+        while len(spans()) == before and time.monotonic() < deadline:  # it is written after the answer
+            time.sleep(0.01)
+        (span,) = spans()[before:]
+        values = {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+        return answer, span, values
+
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    asked = {"model": "base", "prompt": "12+34=", "max_tokens": 5, "ignore_eos": True}
+    answer, span, values = last(
+        "/v1/completions",
+        asked | {"stream": True},
+        traceparent=f"00-{trace}-{parent}-01",
+        **{"X-Request-Id": "a/1"},
+    )
+    assert answer.headers["x-request-id"] == values["perilune.request_id"] == "a/1"
+    assert (span["name"], span["kind"], span["status"]) == ("text_completion base", 2, {"code": 1})
+    assert (span["traceId"], span["parentSpanId"]) == (trace, parent)
+    assert int(span["endTimeUnixNano"]) > int(span["startTimeUnixNano"])
+    assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == ("6", "5")
+    assert (values["http.route"], values["http.response.status_code"]) == ("/v1/completions", "200")
+    answer, span, values = last("/v1/embeddings", {"model": "base", "input": "123"})
+    assert span["name"] == "embeddings base"
+    assert values["gen_ai.usage.input_tokens"] == "3"
+    answer, span, values = last("/v1/completions", asked | {"model": "x"}, **{"X-Request-Id": "two words"})
+    assert answer.headers["x-request-id"] == values["perilune.request_id"] != "two words"
+    assert (span["name"], values["http.response.status_code"]) == ("POST /v1/completions", "404")
+    assert "parentSpanId" not in span
+    answer, span, values = last("/nowhere", {})
+    assert span["name"] == "POST"
 
 
 def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from time import time
+from time import time, time_ns
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI
@@ -27,6 +27,7 @@ from perilune.serve.errors import (
 from perilune.serve.guard import BodyLimits, Guard
 from perilune.serve.metrics import Metrics
 from perilune.serve.service import Service
+from perilune.serve.tracing import Spans, request_id
 
 
 class AnyService(Protocol):
@@ -59,13 +60,19 @@ class AnyService(Protocol):
 
 
 def make_app(
-    service: AnyService, *, token: str | None, bodies: BodyLimits, routers: Sequence[APIRouter]
+    service: AnyService,
+    *,
+    token: str | None,
+    bodies: BodyLimits,
+    routers: Sequence[APIRouter],
+    spans: Spans | None = None,
 ) -> FastAPI:
     """The application that answers with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
         routers: the routes, besides /health and /metrics.
+        spans: gets a span of each request.
     """
 
     @asynccontextmanager
@@ -74,6 +81,8 @@ def make_app(
         yield
         service.thread.stop()
         service.close()
+        if spans is not None:
+            spans.close()
 
     # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -92,7 +101,7 @@ def make_app(
         draining=lambda: service.draining,
         open_paths=service.open_paths,
     )
-    app.add_middleware(_Counted, service=service)
+    app.add_middleware(_Recorded, service=service, spans=spans)
     for router in routers:
         app.include_router(router)
 
@@ -141,18 +150,33 @@ def text_routes(service: Service) -> APIRouter:
     return router
 
 
-class _Counted:
-    """Counts requests by route and status; a path that is not served counts as "other"."""
+class _Recorded:
+    """Gives each request an id, counts it by route and status, and writes its span.
 
-    def __init__(self, app: ASGIApp, *, service: AnyService) -> None:
-        self._app, self._service = app, service
+    A path that is not served counts as "other".
+    """
+
+    def __init__(self, app: ASGIApp, *, service: AnyService, spans: Spans | None) -> None:
+        self._app, self._service, self._spans = app, service, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name, began, status = request_id(dict(scope["headers"])), time_ns(), 0
+
+        async def recorded(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 route = scope.get("route")  # the router sets it
-                path = "other" if route is None else route.path
-                self._service.metrics.answered(path, message["status"])
+                self._service.metrics.answered("other" if route is None else route.path, status)
+                headers = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, recorded)
+        finally:
+            if self._spans is not None:
+                self._spans.write(scope, name, status, began)

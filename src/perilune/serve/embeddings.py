@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
+from perilune.serve.answers import Usage
 from perilune.serve.bodies import RequestBody, read_body
 from perilune.serve.errors import CLIENT_LEFT, ApiError
 from perilune.serve.responses import Disconnected, while_connected
@@ -79,6 +80,7 @@ class Embeddings:
             except Disconnected:
                 service.metrics.disconnected()
                 return Response(status_code=CLIENT_LEFT)
+        request.state.model, request.state.usage = body.model, Usage(tokens)
         service.metrics.finished(began, prompt=tokens, completion=0, cached=0)
         return await asyncio.to_thread(lambda: JSONResponse(_document(body, vectors, tokens)))
 

@@ -48,12 +48,15 @@ class Exchange:
 
     Args:
         began: arrival of the request, on the performance counter.
+
+    Attributes:
+        usage: tokens so far.
     """
 
     def __init__(self, stream: Stream, answer: Answering, metrics: Metrics, began: float) -> None:
         self._stream, self._answer, self._metrics, self._began = stream, answer, metrics, began
         self._prompts = [request.token_ids for request in stream.requests]
-        self._usage = Usage(sum(map(len, self._prompts)))
+        self.usage = Usage(sum(map(len, self._prompts)))
         self._begun: set[int] = set()  # choices with a first event
 
     async def document(self, request: Request) -> Response:
@@ -71,7 +74,7 @@ class Exchange:
         ordered = [choices[choice] for choice in sorted(choices)]
         # In a thread, because many choices with log-probs are many megabytes.
         return await asyncio.to_thread(
-            lambda: JSONResponse(self._answer.whole(ordered, self._prompts, self._usage))
+            lambda: JSONResponse(self._answer.whole(ordered, self._prompts, self.usage))
         )
 
     async def _collected(self) -> dict[int, Delta]:
@@ -96,21 +99,21 @@ class Exchange:
         except PeriluneError as error:  # the status is sent already
             yield self._answer.failed(error)
             return
-        yield self._answer.closing(self._usage)
+        yield self._answer.closing(self.usage)
 
     async def _next(self) -> list[tuple[int, Delta]]:
         deltas = await self._stream.next()
-        if deltas and self._stream.in_pieces and not self._usage.completion:
+        if deltas and self._stream.in_pieces and not self.usage.completion:
             self._metrics.first_token(self._began)
         for _, delta in deltas:
-            self._usage.completion += len(delta.token_ids)
-            self._usage.cached = max(self._usage.cached, delta.cached_tokens)
+            self.usage.completion += len(delta.token_ids)
+            self.usage.cached = max(self.usage.cached, delta.cached_tokens)
         return deltas
 
     def close(self) -> None:
         """Record that the response was sent, or stop the engine because the client has left."""
         self._stream.abort()
-        usage = self._usage
+        usage = self.usage
         self._metrics.finished(
             self._began, prompt=usage.prompt, completion=usage.completion, cached=usage.cached
         )

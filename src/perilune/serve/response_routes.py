@@ -6,6 +6,7 @@ The server keeps the newest conversations in memory, for requests with `previous
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +46,17 @@ class Conversations:
         self._most_bytes, self._most = most_bytes, most
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
+        self._lock = threading.Lock()  # whole responses are added from other threads
 
     def add(self, document: dict[str, Any], messages: Messages) -> None:
         """Keep a response and its conversation; the ones that were used longest ago are dropped."""
         kept = _Kept(json.dumps(document).encode(), json.dumps(messages).encode())
-        self._kept[document["id"]] = kept
-        self._bytes += kept.size
-        while self._bytes > self._most_bytes or len(self._kept) > self._most:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.size
+        with self._lock:
+            self._kept[document["id"]] = kept
+            self._bytes += kept.size
+            while self._bytes > self._most_bytes or len(self._kept) > self._most:
+                _, dropped = self._kept.popitem(last=False)
+                self._bytes -= dropped.size
 
     def response(self, response_id: str) -> dict[str, Any]:
         """A response that is kept.
@@ -74,6 +77,10 @@ class Conversations:
         return messages
 
     def _find(self, response_id: str, param: str) -> _Kept:
+        with self._lock:
+            return self._found(response_id, param)
+
+    def _found(self, response_id: str, param: str) -> _Kept:
         if response_id not in self._kept:
             message = f"no response {shorten(response_id)!r}; it was not stored, or dropped for newer ones"
             raise ApiError(404, message, param=param, code="previous_response_not_found")
@@ -86,8 +93,9 @@ class Conversations:
         Raises:
             ApiError: 404, when it is not kept.
         """
-        self._bytes -= self._find(response_id, "response_id").size
-        del self._kept[response_id]
+        with self._lock:
+            self._bytes -= self._found(response_id, "response_id").size
+            del self._kept[response_id]
 
 
 def response_routes(service: Service, conversations: Conversations) -> APIRouter:

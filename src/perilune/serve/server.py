@@ -36,6 +36,7 @@ from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
 from perilune.serve.speech import SpeechService, speech_routes
 from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
+from perilune.serve.tracing import Spans
 from perilune.serve.weights import MOST_CHUNK, WeightUpdates, weight_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
@@ -67,6 +68,7 @@ class Settings:
         weight_updates: whether clients may replace the weights.
         adapters: folders of LoRA adapters in PEFT format, by their names in requests.
         adapters_from: folder from which clients may load adapters; None for none.
+        traces: file to which a span of each request is appended; None for none.
         embeddings: how hidden states become an embedding; None for no embeddings.
         control: whether clients may pause the server, put it to sleep and empty its prefix cache.
         reasoning: whether the text in <think> ... </think> is returned apart.
@@ -92,6 +94,7 @@ class Settings:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     adapters_from: Path | None = None
     embeddings: Pooling | None = None
+    traces: Path | None = None
     control: bool = False
     reasoning: bool = False
     tool_format: ToolFormatName | None = None
@@ -259,7 +262,7 @@ class _Server(uvicorn.Server):
         announce: Callable[[], None],
     ) -> None:
         bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
-        app = make_app(service, token=token, bodies=bodies, routers=routers)
+        app = make_app(service, token=token, bodies=bodies, routers=routers, spans=_spans(settings.traces))
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),
@@ -306,6 +309,13 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         self._service.abort_all("the server was shut down")
         self.should_exit = True
+
+
+def _spans(path: Path | None) -> Spans | None:
+    try:
+        return None if path is None else Spans(path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}", where="--traces") from None
 
 
 def _connection_limits() -> tuple[int, int]:

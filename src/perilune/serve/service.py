@@ -192,6 +192,7 @@ class Service:
                 ending = self.model.tokenizer.decode(stream.requests[0].token_ids[-8:])
                 answer.reasoning_begun = ending.rstrip().endswith(THINK)
             exchange = Exchange(stream, answer, self.metrics, began)
+            request.state.model, request.state.usage = body.model, exchange.usage
             if not body.stream:
                 return await exchange.document(request)
             handed_on = True

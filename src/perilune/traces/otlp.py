@@ -19,7 +19,7 @@ from perilune.data.spans import Span
 
 _ROUND = 1_000_000_000  # nanoseconds
 _INTERNAL, _CLIENT = 1, 3  # SpanKind
-_OK, _ERROR = 1, 2  # StatusCode
+OK, ERROR = 1, 2  # StatusCode
 
 
 def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> dict[str, Any]:
@@ -29,10 +29,14 @@ def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> di
         begin: time of the first round of each episode, in nanoseconds since 1970.
         texts: whether the spans contain the messages.
     """
-    spans = [span for episode in episodes for span in _episode(episode, begin, texts)]
+    return export_request([span for episode in episodes for span in _episode(episode, begin, texts)])
+
+
+def export_request(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An ExportTraceServiceRequest with the spans."""
     scope = {"name": "perilune", "version": version("perilune")}
-    resource = {"attributes": _attributes({"service.name": "perilune"})}
-    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": spans}]}]}
+    resource = {"attributes": attributes({"service.name": "perilune"})}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}]}
 
 
 def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, Any]]:
@@ -59,8 +63,8 @@ def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, An
             "kind": _INTERNAL,
             "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND),
             "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND),
-            "attributes": _attributes(shared | agent | prompt),
-            "status": _status(episode) if not span.parent else {"code": _OK},
+            "attributes": attributes(shared | agent | prompt),
+            "status": _status(episode) if not span.parent else {"code": OK},
         }
         if span.parent:
             own["parentSpanId"] = _hex(f"{episode.episode_id} {span.parent}", 16)
@@ -79,13 +83,13 @@ def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, An
                 "kind": _CLIENT,
                 "startTimeUnixNano": str(begin + place * _ROUND),
                 "endTimeUnixNano": str(begin + (place + 1) * _ROUND),
-                "attributes": _attributes(shared | turn),
+                "attributes": attributes(shared | turn),
                 "links": [
                     {"traceId": trace, "spanId": _hex(f"{episode.episode_id} {one.span_id}", 16)}
                     for one in joined
                     if one.joined == place
                 ],
-                "status": {"code": _OK},
+                "status": {"code": OK},
             }
 
 
@@ -117,7 +121,7 @@ def _outcome(episode: Episode) -> dict[str, Any]:
 
 
 def _status(episode: Episode) -> dict[str, Any]:
-    return {"code": _ERROR, "message": episode.failure} if episode.failure else {"code": _OK}
+    return {"code": ERROR, "message": episode.failure} if episode.failure else {"code": OK}
 
 
 def _messages(messages: Sequence[Mapping[str, str]]) -> str:
@@ -127,7 +131,7 @@ def _messages(messages: Sequence[Mapping[str, str]]) -> str:
     return json.dumps(parts, ensure_ascii=False)
 
 
-def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Values in the form of AnyValue; 64-bit integers are strings."""
     kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
     return [

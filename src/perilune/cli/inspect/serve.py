@@ -87,6 +87,10 @@ Embeddings = Annotated[
     Literal["off", "mean", "last"],
     typer.Option(help="Serve /v1/embeddings: hidden states averaged over a text, or of its last token."),
 ]
+Traces = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Append an OpenTelemetry span of each request, as JSON lines (OTLP)."),
+]
 ToolFormat = Annotated[
     Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"],
     typer.Option(help="How the model writes tool calls. auto finds it in the chat template."),
@@ -122,6 +126,7 @@ def serve(
     reasoning: Reasoning = False,
     tool_format: ToolFormat = "auto",
     embeddings: Embeddings = "off",
+    traces: Traces = None,
 ) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/responses.
 
@@ -165,6 +170,7 @@ def serve(
         control=control,
         adapters_from=adapters_from,
         reasoning=reasoning,
+        traces=traces,
         embeddings=None if embeddings == "off" else embeddings,
         tool_format=None if tool_format == "auto" else tool_format,
         adapters=dict(map(_adapter, adapter or [])),

@@ -1,0 +1,89 @@
+"""A span for each request, in a file of OpenTelemetry's JSON lines, and the id of each request.
+
+The spans follow the semantic conventions for HTTP servers and for generative AI, as `perilune traces export`
+does. A request with a `traceparent` header (W3C Trace Context) becomes part of that trace.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Scope
+
+from perilune.traces.otlp import ERROR, OK, attributes, export_request
+
+_SERVER = 2  # SpanKind
+_PARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
+_REQUEST_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+
+
+def request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The X-Request-Id of a request if it is short and plain, otherwise a new one."""
+    given = headers.get(b"x-request-id", b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+
+
+class Spans:
+    """Writes spans to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def write(self, scope: Scope, name: str, status: int, began: int) -> None:
+        """Write the span of a request that ends now.
+
+        Args:
+            name: id of the request.
+            status: its HTTP status; 0 if the client left before it was sent.
+            began: nanoseconds since 1970.
+        """
+        headers, route = dict(scope["headers"]), scope.get("route")
+        parent = _PARENT.fullmatch(headers.get(b"traceparent", b""))
+        path = "" if route is None else str(route.path)
+        values: dict[str, Any] = {"http.request.method": scope["method"], "perilune.request_id": name}
+        values |= {"http.route": path} if path else {}
+        values |= {"http.response.status_code": status} if status else {}
+        values |= (about := _about_answer(path, scope.get("state", {})))
+        model = about.get("gen_ai.request.model")
+        span = {
+            "traceId": parent[1].decode() if parent else secrets.token_hex(16),
+            "spanId": secrets.token_hex(8),
+            "name": f"{_OPERATIONS[path]} {model}" if model else f"{scope['method']} {path}".strip(),
+            "kind": _SERVER,
+            "startTimeUnixNano": str(began),
+            "endTimeUnixNano": str(time.time_ns()),
+            "attributes": attributes(values),
+            "status": {"code": ERROR if status >= 500 else OK},
+        } | ({"parentSpanId": parent[2].decode()} if parent else {})
+        self._file.write(json.dumps(export_request([span])) + "\n")
+
+
+def _about_answer(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a request that the engine has computed."""
+    if path not in _OPERATIONS or "usage" not in state:
+        return {}
+    usage = state["usage"]
+    return {
+        "gen_ai.operation.name": _OPERATIONS[path],
+        "gen_ai.provider.name": "perilune",
+        "gen_ai.request.model": state["model"],
+        "gen_ai.usage.input_tokens": usage.prompt,
+        "gen_ai.usage.output_tokens": usage.completion,
+        "perilune.cached_tokens": usage.cached,
+    }
