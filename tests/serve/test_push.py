@@ -38,7 +38,7 @@ def altered(checkpoint: Path, folder: Path, seed: int, values: int | None = None
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Served]:
-    options = ("--weight-updates", "--max-body", "0.1", "--token-env", "SERVER_TOKEN")
+    options = ("--weight-updates", "--control", "--max-body", "0.1", "--token-env", "SERVER_TOKEN")
     with served(checkpoint, *options, token=TOKEN, SERVER_TOKEN=TOKEN) as one:
         yield one
 
@@ -164,6 +164,31 @@ def test_a_model_of_another_shape_is_refused(server: Served, tmp_path: Path) -> 
     save_checkpoint(tmp_path / "other", *load_model("small"))
     with pytest.raises(RequestError, match="another tensor"):
         target(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
+
+
+def test_a_trainer_that_drives_vllm_drives_this_server(
+    server: Served, checkpoint: Path, tmp_path: Path
+) -> None:
+    """It is paused, loads a folder that it can read, and goes on."""
+    vllm = VLLMServer(push._Http(server.url, TOKEN))
+    folder = altered(checkpoint, tmp_path / "driven", 11)
+    before = target(server.url, TOKEN)
+    assert isinstance(before, PeriluneServer)
+    vllm.push(folder, None, lambda sent, total: None)
+    assert answer(server) == expected(folder)
+    again = altered(checkpoint, tmp_path / "pushed", 12, 4)  # a delta after it finds the right base
+    report = target(server.url, TOKEN).push(again, folder, lambda sent, total: None)
+    assert report.changed < 1
+    assert answer(server) == expected(again)
+    with server.http() as http:
+        for body, message in (
+            ({"method": "eval", "kwargs": {}}, "method"),
+            ({"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}, "no file"),
+        ):
+            refused = http.post("/collective_rpc", json=body)
+            assert refused.status_code == 400
+            assert message in refused.json()["error"]["message"], refused.text
+    assert answer(server) == expected(again)
 
 
 class VLLM(httpx.MockTransport):

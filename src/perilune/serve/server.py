@@ -37,7 +37,7 @@ from perilune.serve.service import Service
 from perilune.serve.speech import SpeechService, speech_routes
 from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
 from perilune.serve.tracing import Spans
-from perilune.serve.weights import MOST_CHUNK, WeightUpdates, weight_routes
+from perilune.serve.weights import MOST_CHUNK, WeightUpdates, reload_routes, weight_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
 
@@ -217,7 +217,10 @@ def _optional_routes(
                 where="--weight-updates",
             )
         chunk = min(settings.max_body, MOST_CHUNK)
-        routers.append(weight_routes(WeightUpdates(engine, loaded, service.thread, chunk, changing)))
+        updates = WeightUpdates(engine, loaded, service.thread, chunk, changing)
+        routers.append(weight_routes(updates))
+        if settings.control:  # it reads any folder of this machine
+            routers.append(reload_routes(updates))
     if settings.adapters_from is not None:
         if not settings.adapters_from.is_dir():
             raise RequestError(f"there is no folder {settings.adapters_from}", where="--adapters-from")

@@ -4,6 +4,8 @@
     GET  /v1/weights/SHA256     the number of bytes that have arrived of a file
     PUT  /v1/weights/SHA256     the next bytes of the file, with a Content-Range
     POST /v1/weights            {"file": SHA256} loads the file, a weight update (`weights.delta`)
+    POST /collective_rpc        {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}, as in vLLM:
+                                loads a checkpoint that the server can read
 
 The server answers requests while it receives, checks and decodes a file. Its tensors replace the old ones
 between two steps of the engine, all at once. An interrupted transfer resumes where it stopped.
@@ -15,7 +17,7 @@ import asyncio
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +29,7 @@ from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError
+from perilune.weights.checkpoint import tensors_of
 from perilune.weights.delta import WeightReader
 
 MOST_CHUNK = 1 << 22  # bytes of a file in one request
@@ -39,6 +42,22 @@ class _UseBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     file: str = Field(pattern=f"^{_DIGEST.pattern}$")
+
+
+class _Reload(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    weights_path: str = Field(min_length=1, max_length=4096)
+    is_checkpoint_format: Literal[True] = True
+
+
+class _RpcBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    method: Literal["reload_weights"]
+    kwargs: _Reload
+    args: tuple[()] = ()
+    timeout: float | None = None
 
 
 class WeightUpdates:
@@ -130,6 +149,18 @@ class WeightUpdates:
             path.unlink()
         return {"version": self._reader.version, "digest": self._reader.result}
 
+    async def reload(self, folder: Path) -> None:
+        """Give the engine the weights of the checkpoint in `folder`.
+
+        Raises:
+            RequestError: when the folder has no checkpoint of the same shape.
+        """
+        async with self._lock, self._changing:
+            state = await asyncio.to_thread(tensors_of, folder, self._tensors)
+            version = self._reader.version + 1
+            await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
+            await asyncio.to_thread(self._reader.adopt, state, version)
+
     def _read(self, path: Path) -> tuple[int, dict[str, Tensor]]:
         """The version of an update, and all tensors after it."""
         with self._decoder.in_memory():
@@ -141,6 +172,19 @@ class WeightUpdates:
         if not _DIGEST.fullmatch(digest):
             raise ApiError(404, "a file is named by its SHA-256 in lower-case hexadecimal digits")
         return Path(self._folder.name) / digest
+
+
+def reload_routes(updates: WeightUpdates) -> APIRouter:
+    """The route that loads a checkpoint from a folder."""
+    router = APIRouter()
+
+    @router.post("/collective_rpc")
+    async def collective_rpc(request: Request) -> dict[str, Any]:
+        body = read_body(await request.body(), _RpcBody)
+        await updates.reload(Path(body.kwargs.weights_path))
+        return {"results": [None]}
+
+    return router
 
 
 def weight_routes(updates: WeightUpdates) -> APIRouter:

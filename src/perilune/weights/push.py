@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
-import torch
-from torch import Tensor
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import sha256_file
 from perilune.models.adapters.files import CONFIG
-from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.weights.checkpoint import tensors_of
 from perilune.weights.delta import KeptCopy, Update, WeightWriter
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ATTEMPTS = 8  # failed connections in a row, after which a push fails
 _LONGEST_WAIT = 10.0  # seconds between them
 _CONNECTING = 10.0  # seconds
@@ -158,26 +154,10 @@ def _write(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any
     writer, kept = WeightWriter("full"), None
     if base is not None:
         from_base, kept = WeightWriter("delta"), KeptCopy()
-        before = from_base.write(scratch / "base", _state(base, has["tensors"]), has["version"], kept)
+        before = from_base.write(scratch / "base", tensors_of(base, has["tensors"]), has["version"], kept)
         before.path.unlink()
         writer = from_base if before.result == has["digest"] else writer
-    return writer.write(scratch / "update", _state(folder, has["tensors"]), has["version"] + 1, kept)
-
-
-def _state(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint in the server's precision.
-
-    Raises:
-        RequestError: when the server's model has other tensors.
-    """
-    stored = stored_tensors(CheckpointFolder(folder))
-    for name, form in wanted.items():
-        if name not in stored or list(stored[name].shape) != form["shape"]:
-            raise RequestError(f"the server's model has another tensor {name}", where=str(folder))
-        if form["dtype"] not in _DTYPES:
-            raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
-    tensors = read_tensors(stored[name] for name in wanted)
-    return {name: tensor.to(_DTYPES[wanted[name]["dtype"]]) for name, tensor in tensors}
+    return writer.write(scratch / "update", tensors_of(folder, has["tensors"]), has["version"] + 1, kept)
 
 
 class _Http:

@@ -1,0 +1,35 @@
+"""The tensors of a checkpoint in the form in which a server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def tensors_of(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors of the checkpoint in `folder`.
+
+    Args:
+        wanted: dtype and shape of each tensor that the server has.
+
+    Raises:
+        RequestError: when the server's model has other tensors.
+    """
+    stored = stored_tensors(CheckpointFolder(folder))
+    for name, form in wanted.items():
+        if name not in stored or list(stored[name].shape) != form["shape"]:
+            raise RequestError(f"the server's model has another tensor {name}", where=str(folder))
+        if form["dtype"] not in _DTYPES:
+            raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
+    tensors = read_tensors(stored[name] for name in wanted)
+    return {name: tensor.to(_DTYPES[wanted[name]["dtype"]]) for name, tensor in tensors}
