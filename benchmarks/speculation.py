@@ -66,17 +66,18 @@ def largest_order(orders):
 """
 PASSAGE = """\
 The Luna 3 probe was launched on 4 October 1959 from the Baikonur Cosmodrome. It was the third spacecraft \
-to reach the neighborhood of the Moon, and the first to send photographs of its far side, which had never been \
-seen before. The probe passed about 6,200 kilometers above the southern pole of the Moon and then took 29 \
-photographs over 40 minutes, covering 70 percent of the far side. The film was developed, fixed and dried on \
-board, and then scanned by a beam of light that a photomultiplier turned into an electric signal. Seventeen \
-of the pictures were received on Earth by 18 October, when contact with the probe was lost. The pictures were \
-of low quality, but they showed that the far side has mountains and few of the dark plains of the near side."""
+to reach the neighborhood of the Moon, and the first to send photographs of its far side, which had never \
+been seen before. The probe passed about 6,200 kilometers above the southern pole of the Moon and then \
+took 29 photographs over 40 minutes, covering 70 percent of the far side. The film was developed, fixed \
+and dried on board, and then scanned by a beam of light that a photomultiplier turned into an electric \
+signal. Seventeen of the pictures were received on Earth by 18 October, when contact with the probe was \
+lost. The pictures were of low quality, but they showed that the far side has mountains and few of the \
+dark plains of the near side."""
 TEXTS = {
-    "code edit": f"Rename the function total_price to order_total in this file. Answer with the whole file.\n\n\
-```python\n{PYTHON}```",
-    "quote": f"{PASSAGE}\n\nRepeat the sentences of this text that say how the pictures were taken and sent, \
-word for word.",
+    "code edit": "Rename the function total_price to order_total in this file. Answer with the whole file."
+    f"\n\n```python\n{PYTHON}```",
+    "quote": f"{PASSAGE}\n\nRepeat the sentences of this text that say how the pictures were taken and sent,"
+    " word for word.",
     "summary": f"{PASSAGE}\n\nSummarize this text in four sentences.",
     "story": "Write a story about a lighthouse keeper who finds a letter in a bottle.",
 }
@@ -125,15 +126,17 @@ def main() -> None:
 
 ABOUT = f"""\
 SmolLM2-135M-Instruct in float32 on one thread answers four prompts: *code edit* asks for a file of Python \
-with one name changed, *quote* for sentences of a text, *summary* for a summary of it, and *story* for a story. \
-All arms draw the same tokens and log-probs, bit for bit. *Lookup* guesses that a text goes on as after an \
-earlier occurrence of its last tokens. *int8 draft* guesses with the same model, its matrices in int8. Both \
-decide by the share of accepted guesses how many tokens to propose, up to 10; *not adaptive* arms always \
-propose as many as they can, up to 10 and 4. *Tokens a second* are sampled tokens by processor seconds \
-without the prompt; *gain* is relative to *off* (medians). *Tokens a step* is the mean of a sample.
+with one name changed, *quote* for sentences of a text, *summary* for a summary of it, and *story* for a \
+story. All arms draw the same tokens and log-probs, bit for bit. *Lookup* guesses that a text goes on as \
+after an earlier occurrence of its last tokens. *int8 draft* guesses with the same model, its matrices in \
+int8. Both decide by the share of accepted guesses how many tokens to propose, up to 10; *not adaptive* \
+arms always propose as many as they can, up to 10 and 4. *Tokens a second* are sampled tokens by processor \
+seconds without the prompt; *gain* is relative to *off* (medians). *Tokens a step* is the mean of a \
+sample.
 
-*Time of a step*: computing several tokens of one sequence at position {POSITION}, all with logits. A step of one \
-token takes as long as reading the weights; *a guess costs* is the time of one more token, as a share of it."""
+*Time of a step*: computing several tokens of one sequence at position {POSITION}, all with logits. A step \
+of one token takes as long as reading the weights; *a guess costs* is the time of one more token, as a \
+share of it."""
 
 
 def step_times(model: Any) -> list[dict[str, Any]]:

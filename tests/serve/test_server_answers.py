@@ -462,6 +462,7 @@ def test_an_evaluation_by_a_server_is_refused_early(checkpoint: Path, tmp_path: 
 
 def test_conversations_come_back_from_offloaded_blocks(checkpoint: Path) -> None:
     options = "--slots", "2", "--cache-tokens", "320", "--offload-memory", "0.0001", "--offload-disk", "0.1"
+    options += "--speculate", "draft"
     direct = Direct.load(checkpoint)
     with served(checkpoint, *options) as server, server.client() as client:
         texts = [letter * 100 for letter in "123456"] * 3
@@ -477,3 +478,4 @@ def test_conversations_come_back_from_offloaded_blocks(checkpoint: Path) -> None
     ]
     assert metrics["offload_loaded_disk_blocks"] + metrics["offload_refused_blocks"] > 0
     assert metrics["offload_corrupt_blocks"] == 0
+    assert 0 < metrics["accepted_tokens"] <= metrics["proposed_tokens"]

@@ -167,7 +167,7 @@ class Engine:
             RequestError: for a runner whose bits depend on how a sequence is split into steps, or a draft
                 that does not fit the model.
         """
-        if not splits_exactly(self._runner):
+        if not self.speculates_exactly:
             raise RequestError(
                 f"with {type(self._runner).__name__}, the bits of a token depend on how many are computed at"
                 " once, so speculation would change samples",
@@ -177,6 +177,11 @@ class Engine:
         self._speculation = settings
         self._draft = self._make_draft()
         self._open()
+
+    @property
+    def speculates_exactly(self) -> bool:
+        """Whether `speculate` is possible."""
+        return splits_exactly(self._runner)
 
     def _make_draft(self) -> Runner | None:
         settings = self._speculation

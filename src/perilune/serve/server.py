@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 import uvicorn
@@ -18,6 +19,7 @@ from fastapi import APIRouter
 from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
 from perilune.engine.offload import OffloadSettings
+from perilune.engine.speculation import SpeculationSettings
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.stored import StoredDecoder
@@ -61,6 +63,8 @@ class Settings:
         max_queue: samples that may wait.
         cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
         offload: where evicted blocks are kept; None for nowhere.
+        speculate: how to guess tokens; "auto" looks them up where that changes no bit, None does not guess.
+        draft: checkpoint that guesses for "draft"; None for the model itself in int8.
         max_body: largest request body in bytes.
         drain: seconds to finish open requests after SIGTERM.
         stalled: seconds until a client that neither reads nor sends is disconnected.
@@ -84,6 +88,8 @@ class Settings:
     max_queue: int = 256
     cache_tokens: int = 0
     offload: OffloadSettings | None = None
+    speculate: Literal["auto", "lookup", "draft"] | None = "auto"
+    draft: Path | None = None
     max_body: int = 4 << 20
     device: str = "auto"
     dtype: str = "float32"
@@ -144,6 +150,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
     )
     if settings.offload is not None:
         engine.offload(settings.offload)
+    _speculate(engine, settings, dtype)
     for name, folder in settings.adapters.items():
         if name == settings.name:
             raise RequestError(
@@ -171,6 +178,9 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
             "preemptions": engine.counters.preemptions,
             "cached_tokens": engine.counters.cached_tokens,
             "computed_prompt_tokens": engine.counters.prompt_tokens,
+            "sampled_tokens": engine.counters.sampled_tokens,
+            "proposed_tokens": engine.counters.proposed_tokens,
+            "accepted_tokens": engine.counters.accepted_tokens,
             "offload_loaded_memory_blocks": engine.offloaded.loaded_from_memory,
             "offload_loaded_disk_blocks": engine.offloaded.loaded_from_disk,
             "offload_refused_blocks": engine.offloaded.refused,
@@ -203,6 +213,24 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
     speaker.warm_up()
     service = SpeechService(settings.name, speaker, settings.slots + settings.max_queue)
     return service, [speech_routes(service)]
+
+
+def _speculate(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
+    """Turn speculation on as the settings say."""
+    if settings.draft is not None and settings.speculate != "draft":
+        raise RequestError("--draft needs --speculate draft", where="--draft")
+    if settings.speculate == "draft":
+        draft = None
+        if settings.draft is not None:
+            loaded, _ = load_for_inference(settings.draft, _device(settings.device), dtype)
+            if not isinstance(loaded, Decoder):
+                raise RequestError(
+                    "a draft must be a model that Perilune computes itself", where=str(settings.draft)
+                )
+            draft = loaded
+        engine.speculate(SpeculationSettings("draft", draft=draft))
+    elif settings.speculate == "lookup" or (settings.speculate == "auto" and engine.speculates_exactly):
+        engine.speculate(SpeculationSettings("lookup"))
 
 
 def _optional_routes(

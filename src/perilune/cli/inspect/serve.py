@@ -67,6 +67,20 @@ OffloadDisk = Annotated[
         min=0, metavar="GIB", help="Size of a temporary file for what does not fit into host memory, in GiB."
     ),
 ]
+Speculate = Annotated[
+    Literal["auto", "off", "lookup", "draft"],
+    typer.Option(
+        help="Guess tokens and verify several at once, which changes no answer: from earlier text (lookup) or"
+        " with a draft model. auto: lookup on a CPU."
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="The model that guesses for --speculate draft. Default: the served model in int8.",
+    ),
+]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the model.")]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
@@ -115,6 +129,8 @@ def serve(
     cache_tokens: CacheTokens = 0,
     offload_memory: OffloadMemory = 0.0,
     offload_disk: OffloadDisk = 0.0,
+    speculate: Speculate = "auto",
+    draft: Draft = "",
     max_body: MaxBody = 4.0,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -160,6 +176,8 @@ def serve(
         offload=OffloadSettings(round(offload_memory * 2**30), round(offload_disk * 2**30))
         if offload_memory or offload_disk
         else None,
+        speculate=None if speculate == "off" else speculate,
+        draft=checkpoint_folder(draft) if draft else None,
         max_body=round(max_body * 2**20),
         device=device,
         dtype=dtype,
