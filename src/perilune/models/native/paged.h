@@ -132,7 +132,7 @@ static void find_pair(
     int64_t most = buffers->longest / BLOCK, bytes = element_bytes(cache->kind) * a->size * BLOCK;
     const void **keys = buffers->pointers + slot * 4 * most, **values = keys + most;
     const float **key_scales = (const float **)(values + most), **value_scales = key_scales + most;
-    pair->row = index / a->kv_heads, pair->head = index % a->kv_heads;
+    pair->row = index % a->step->rows, pair->head = index / a->step->rows;
     pair->position = a->step->positions[pair->row];
     pair->start = a->window && pair->position + 1 > a->window ? pair->position + 1 - a->window : 0;
     for (int64_t block = pair->start / BLOCK; block <= pair->position / BLOCK; block++) {
@@ -146,7 +146,8 @@ static void find_pair(
     pair->blocks = (struct blocks){.keys = keys, .values = values, .key_scales = key_scales, .value_scales = value_scales};
 }
 
-/* Attention of this thread's share of (row, key-value head) pairs. */
+/* Attention of this thread's share of (key-value head, row) pairs: the rows of a sequence read the same keys in turn,
+ * which stay in the cache of the core. */
 static void attend_pairs(const struct attention *a, const struct attention_buffers *buffers, int64_t rank, int64_t threads)
 {
     int64_t group = a->heads / a->kv_heads, from, to, kind = a->cache->kind;
