@@ -1,6 +1,6 @@
 """Speculation: tokens a second with and without, by text, temperature and batch size.
 
-    python benchmarks/speculation.py --model FOLDER [--tokens 96] [--repeats 3]
+    python benchmarks/speculation.py --model FOLDER [--tokens 48] [--repeats 1]
 
 `--model` is the folder of `perilune model fetch smollm2-135m`. Every arm draws the same tokens, which is
 checked. Writes results/speculation.json.
@@ -81,7 +81,8 @@ TEXTS = {
     "summary": f"{PASSAGE}\n\nSummarize this text in four sentences.",
     "story": "Write a story about a lighthouse keeper who finds a letter in a bottle.",
 }
-BATCHES = {8: ("code edit", "story"), 64: ("code edit", "story")}
+BATCHES = {8: 2, 64: 4}  # samples, and by how much their answers are shorter
+BATCH_TEXTS = "code edit", "story"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Case:
 def main() -> None:
     parser = options(__doc__, "speculation")
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
     began = time.monotonic()
     torch.set_num_threads(1)
@@ -111,7 +112,7 @@ def main() -> None:
         name: tokenizer.encode_prompt([{"role": "user", "content": text}]) for name, text in TEXTS.items()
     }
     single = [Case(text, temperature, 1) for text in TEXTS for temperature in (0.0, 0.7)]
-    batches = [Case(text, 0.7, samples) for samples, texts in BATCHES.items() for text in texts]
+    batches = [Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS]
     document_ = {
         "title": "Speculation: tokens a second with and without",
         "about": ABOUT,
@@ -170,7 +171,7 @@ def measure(
     expected: list[Completion] = []
     for repeat in range(arguments.repeats if case.samples == 1 else 1):
         for arm, engine in engines.items():
-            tokens = arguments.tokens if case.samples < 64 else arguments.tokens // 2
+            tokens = arguments.tokens // BATCHES.get(case.samples, 1)
             speed, samples = _speed(engine, prompts[case.text], case, tokens)
             speeds[arm].append(speed)
             expected = expected or samples
