@@ -204,7 +204,7 @@ def test_a_request_in_flight_is_kept_or_stopped(http: httpx.Client) -> None:
         return found, error
 
     assert interrupted("/pause?mode=keep", "/resume") == (expected, {})
-    assert interrupted("/pause?mode=wait", "/resume") == (expected, {})
+    assert interrupted("/pause?mode=keep", "/pause?mode=wait", "/resume") == (expected, {})
     assert interrupted("/sleep?mode=keep", "/wake_up") == (expected, {})
     found, error = interrupted("/pause", "/resume")
     assert found == expected[: len(found)]
@@ -219,6 +219,7 @@ def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -
     with server.client() as client, pytest.raises(openai.InternalServerError) as refused:
         client.completions.create(model="base", prompt="1", max_tokens=2)
     assert (refused.value.status_code, refused.value.code) == (503, "sleeping")
+    assert http.post("/v1/embeddings", json={"model": "base", "input": "1"}).status_code == 503
     assert http.post("/resume").status_code == 409
     assert load(http, "dream", "poet").status_code == 200  # it takes effect afterwards
     assert http.post("/wake_up?tags=weights").status_code == 200

@@ -45,6 +45,8 @@ class Control:
         self.gate.close()
         if mode == "abort":
             self._thread.abort_all("the server was paused")
+        if mode == "wait":  # requests that an earlier pause has kept finish too
+            await self._set_paused(False)
         while mode == "wait" and self._thread.open_samples:
             await asyncio.sleep(_POLL)
             if not self.gate.closed:  # resumed meanwhile
@@ -65,8 +67,11 @@ class Control:
         """
         if self.gate.sleeping:
             raise ApiError(409, "the model sleeps; wake it up with POST /wake_up", code="sleeping")
-        await self._thread.between_steps(lambda: setattr(self._thread, "paused", False))
+        await self._set_paused(False)
         self.gate.open()
+
+    async def _set_paused(self, paused: bool) -> None:
+        await self._thread.between_steps(lambda: setattr(self._thread, "paused", paused))
 
     async def sleep(self, mode: Mode) -> None:
         """Pause, and free the cache and the engine's copy of the weights."""

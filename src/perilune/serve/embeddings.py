@@ -87,13 +87,13 @@ class Embeddings:
     async def _computed(self, texts: list[list[int]], adapter: str | None) -> list[NDArray[np.float32]]:
         vectors: list[NDArray[np.float32]] = []
         async with self._turn:
-            await self._service.gate.enter()
             pieces = self._engine.embed(texts, self._pooling, adapter)
 
             def compute() -> None:
                 vectors.extend(next(pieces))
 
             while len(vectors) < len(texts):
+                await self._service.gate.enter()
                 await self._service.thread.between_steps(compute)
         return vectors
 
