@@ -172,8 +172,11 @@ GROUPED = {**SIZES, "num_hidden_layers": 4, "intermediate_size": 64, "num_key_va
             {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
             "'linear",
         ),
-        ("Qwen3Next", {**LINEAR, **EXPERTS}, "a qwen3_next model has layers of kind 'linear_attention'"),
-        ("Qwen3_5Text", LINEAR, "a qwen3_5_text model has layers of kind 'linear_attention'"),
+        (
+            "Qwen3Next",
+            {**LINEAR, **EXPERTS, "hidden_act": "gelu"},
+            "a qwen3_next model has layers of kind 'linear_attention'",
+        ),
         (
             "FalconH1",
             {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1},

@@ -11,20 +11,27 @@ from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
-from perilune.models.config.layer_kinds import Experts, Latent
+from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.text.tokenizer import Tokenizer
 
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 3, 48, dense_layers=(1,)))
 LATENT = PRESETS["tiny"].replace(
     architecture="deepseek_v3", num_kv_heads=4, head_dim=24, latent=Latent(40, 8, 16, 12, 20)
 )
+LINEAR = PRESETS["tiny"].replace(architecture="qwen3_5_text", delta=DeltaRule((0, 2), 2, 4, 8, 12))
 
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize(
     ("config", "temperature", "token_budget"),
-    [(PRESETS["tiny"], 1.0, 100_000), (PRESETS["tiny"], 0.8, 60), (MIXTURE, 0.8, 200), (LATENT, 0.8, 200)],
-    ids=["dense", "dense, small batches", "experts", "latent attention"],
+    [
+        (PRESETS["tiny"], 1.0, 100_000),
+        (PRESETS["tiny"], 0.8, 60),
+        (MIXTURE, 0.8, 200),
+        (LATENT, 0.8, 200),
+        (LINEAR, 0.8, 200),
+    ],
+    ids=["dense", "dense, small batches", "experts", "latent attention", "linear attention"],
 )
 def test_engine_and_learner_agree(config: DecoderConfig, temperature: float, token_budget: int) -> None:
     tokenizer = Tokenizer.characters()

@@ -117,10 +117,13 @@ def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[st
     card = card_of(config)
     assert card.parameters == sum(parameter.numel() for parameter in decoder.parameters())
     assert not card.notes
-    assert [layer.mixer.window for layer in card.layers] == list(map(config.window, range(config.num_layers)))
+    delta, layers = config.delta, range(config.num_layers)
+    attending = [layer for layer in layers if not config.is_linear(layer)]
+    assert [card.layers[layer].mixer.window for layer in attending] == list(map(config.window, attending))
     heads, size = config.cached_heads
-    token = (1 if config.latent else 2) * config.num_layers * heads * size
-    assert card.cache_bytes(10, 4) == 4 * token * 10
+    tokens = (1 if config.latent else 2) * len(attending) * heads * size * 10
+    state = delta.heads * delta.key_size * delta.value_size + 3 * delta.channels if delta else 0
+    assert card.cache_bytes(10, 4) == 4 * (tokens + (len(layers) - len(attending)) * state)
 
 
 def test_every_family_is_held_to_transformers() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
-from perilune.models.config.layer_kinds import Experts, Latent
+from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.config.multipliers import Multipliers
 from perilune.models.config.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
@@ -64,6 +64,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         multipliers=option("logits_scaling", st.builds(Multipliers, *[st.sampled_from([0.3, 1.0])] * 4)),
         experts=mixture,
         latent=latent,
+        delta=draw(deltas(layers)) if "linear_num_value_heads" in options else None,
         bos_token_id=draw(st.sampled_from([None, 0, 5])),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3, unique=True))),
     )
@@ -103,6 +104,14 @@ def experts(draw: st.DrawFn, layers: int, options: frozenset[str]) -> Experts:
         groups_per_token=kept,
         scale=draw(st.sampled_from([1.0, 2.5])) if "routed_scaling_factor" in options else 1.0,
     )
+
+
+@st.composite
+def deltas(draw: st.DrawFn, layers: int) -> DeltaRule:
+    chosen = draw(st.sets(st.integers(0, layers - 2))) if layers > 1 else ()
+    heads = draw(st.integers(1, 8))
+    sizes = draw(st.tuples(*[st.integers(1, 200)] * 3))
+    return DeltaRule(tuple(sorted(chosen)), heads, heads * draw(st.integers(1, 3)), *sizes)
 
 
 @st.composite

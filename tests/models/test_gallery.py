@@ -96,6 +96,11 @@ WITH = {
     "MoE": {"model_type": "qwen3_moe", **EXPERTS, **SMALL},
 }
 WITH["MLA"] = {"model_type": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 2, **SMALL}
+WITH["Gated DeltaNet"] = {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], **SMALL,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}  # fmt: skip
 WITHOUT = {"model_type": "llama", **SMALL}
 ALWAYS_CALLED = {"GQA", "SWA", "NoPE"}  # the same function computes models without them
 

@@ -23,7 +23,7 @@ from perilune.learn.training_settings import LearnerSettings
 from perilune.models.adapters.lora import BaseKind, attach, narrow_base
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
-from perilune.models.config.layer_kinds import Experts, Latent
+from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
 from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
 from perilune.models.text.tokenizer import Tokenizer
@@ -38,11 +38,12 @@ MIXTURE = DecoderConfig(
     num_kv_heads=2, head_dim=32, experts=Experts(4, 2, 48, dense_layers=(0,)), tie_word_embeddings=False,
 )  # fmt: skip
 LATENT = WIDE.replace(architecture="deepseek_v3", num_kv_heads=6, head_dim=24, latent=Latent(40, 8, 16, 12))
+LINEAR = WIDE.replace(architecture="qwen3_5_text", delta=DeltaRule((0, 1, 2, 4), 2, 4, 8, 12))
 TOKENS = 1024
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")])
-@pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT])
+@pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT, LINEAR])
 def test_numbers_of_an_adapter_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
     decoder = Decoder(config)
     attach(decoder, targets, 4, alpha=8.0, seed=0)

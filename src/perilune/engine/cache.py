@@ -41,6 +41,9 @@ class PagedCache:
         rank: elements at the beginning of a key that are the value too, in latent attention; otherwise 0.
         key_scales, value_scales: float32[blocks, KV, 16] for each layer of an int8 cache, with one scale per
             token and head; otherwise empty.
+        states, tails: float32[blocks, H, Dk, Dv] and float32[blocks, K - 1, C] for each layer of linear
+            attention (`engine.recurrence`), where keys and values are empty; elsewhere empty.
+        state_table: the index of the block table of these layers.
         table_of: the index of the block table of each layer, which is the index of its window.
         routes: the experts of each token, if they are recorded.
     """
@@ -58,20 +61,28 @@ class PagedCache:
         self.dtype, self.device = dtype, torch.device(device)
         windows = [config.window(layer) for layer in range(config.num_layers)]
         self.table_of = tuple(config.distinct_windows.index(window) for window in windows)
-        self.keys, self._keys_by_table = self._make((self.size, BLOCK), dtype)
+        self._parts: list[Tensor] = []
+        linear = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
+        attending = [layer for layer in range(config.num_layers) if layer not in linear]
+        self.keys = self._make((self.heads, self.size, BLOCK), dtype, attending)
         self.values: list[Tensor] = []
-        self._parts = [*self._keys_by_table]
         if not self.rank:
-            self.values, values_by_table = self._make((BLOCK, self.size), dtype)
-            self._parts += values_by_table
+            self.values = self._make((self.heads, BLOCK, self.size), dtype, attending)
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         if dtype == torch.int8:
-            self.key_scales, scale_keys = self._make((BLOCK,), torch.float32)
-            self._parts += scale_keys
+            self.key_scales = self._make((self.heads, BLOCK), torch.float32, attending)
             if not self.rank:
-                self.value_scales, scale_values = self._make((BLOCK,), torch.float32)
-                self._parts += scale_values
+                self.value_scales = self._make((self.heads, BLOCK), torch.float32, attending)
+        self.states: list[Tensor] = []
+        self.tails: list[Tensor] = []
+        self.state_table = -1
+        if config.delta is not None and linear:
+            delta = config.delta
+            self.state_table = self.table_of[linear[0]]
+            state = delta.heads, delta.key_size, delta.value_size
+            self.states = self._make(state, torch.float32, linear)
+            self.tails = self._make((delta.taps - 1, delta.channels), torch.float32, linear)
         self.routes: RouteStore | None = None
 
     def record_routes(self, config: DecoderConfig) -> RouteStore:
@@ -149,7 +160,7 @@ class PagedCache:
 
     def _of_window(self, index: int) -> list[Tensor]:
         """Everything that is stored in the blocks of window `index`, [layers, blocks, ...] each."""
-        parts = self._parts[index :: len(self.num_blocks)]
+        parts = [part for part in self._parts[index :: len(self.num_blocks)] if len(part)]
         if self.routes is not None and self.routes.table == index:
             return [*parts, self.routes.experts[None]]
         return parts
@@ -166,14 +177,18 @@ class PagedCache:
         """Bytes of all blocks, used or not, without routes."""
         return sum(part.nbytes for part in self._parts)
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Zeros [blocks, KV, *shape] per layer, and the same memory as [layers, blocks, ...] per window."""
+    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
+        """Zeros [blocks, *shape] for each of `layers`, parts of one tensor per table; empty for others."""
+        tables = [self.table_of[layer] for layer in layers]
         by_table = [
-            _zeros((self.table_of.count(table), blocks, self.heads, *shape), dtype, self.device)
+            _zeros((tables.count(table), blocks, *shape), dtype, self.device)
             for table, blocks in enumerate(self.num_blocks)
         ]
-        layers = [iter(part) for part in by_table]
-        return [next(layers[table]) for table in self.table_of], by_table
+        self._parts += by_table
+        of_table = [iter(part) for part in by_table]
+        of_layer = {layer: next(of_table[self.table_of[layer]]) for layer in layers}
+        none = torch.empty(0, dtype=dtype, device=self.device)
+        return [of_layer.get(layer, none) for layer in range(len(self.table_of))]
 
 
 def _as_bytes(part: Tensor) -> Tensor:
@@ -195,7 +210,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     size = math.prod(shape) * dtype.itemsize
     try:
-        if device.type != "cpu":
+        if device.type != "cpu" or not size:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -193,7 +193,7 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
 
     Raises:
         RequestError: when the draft has another vocabulary or fewer positions, or the C kernels do not
-            compute the model.
+            compute the model; or when the draft has linear attention.
     """
     if draft is None:
         if not isinstance(place.runner, NativeRunner):
@@ -209,6 +209,12 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
             f"the model has a vocabulary of {own:,} tokens, the draft one of {other:,}",
             where="speculation",
             remedy="use a draft of the same family",
+        )
+    if draft.config.delta is not None:
+        raise RequestError(
+            "a rejected guess cannot be taken back from the draft's state of linear attention",
+            where="speculation",
+            remedy="use a draft that has attention in every layer",
         )
     few = draft.config.max_position_embeddings
     if few < place.positions:

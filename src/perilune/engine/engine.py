@@ -167,6 +167,12 @@ class Engine:
             RequestError: for a runner whose bits depend on how a sequence is split into steps, or a draft
                 that does not fit the model.
         """
+        if getattr(self._config, "delta", None) is not None:
+            raise RequestError(
+                "a rejected guess cannot be taken back from the state of linear attention",
+                where="speculation",
+                remedy="turn it off for this model",
+            )
         if not self.speculates_exactly:
             raise RequestError(
                 f"with {type(self._runner).__name__}, the bits of a token depend on how many are computed at"

@@ -97,8 +97,9 @@ class GraphRunner(TorchRunner):
 
 
 def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels compute the attention of this model: no latents, sinks or bounded scores."""
-    return config.latent is None and not config.family.sinks and config.score_softcap is None
+    """Whether the kernels compute this model: no latent or linear attention, sinks, bounded scores."""
+    plain = config.latent is None and config.delta is None
+    return plain and not config.family.sinks and config.score_softcap is None
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_
 from perilune.engine.offload import OffloadStore
 from perilune.engine.prefix_tree import PrefixTree
 from perilune.engine.sequences import Rows, Sequences
-from perilune.models.memory import blocks_in
+from perilune.models.config.decoder_config import STATE_WINDOW
+from perilune.models.memory import STATE_TOKENS, blocks_in
 
 
 class BlockPools:
@@ -29,6 +30,9 @@ class BlockPools:
         windows: tokens that a query sees, including its own; None for all before it.
         clock: seconds, for sessions whose return is announced.
         store: takes the evicted blocks.
+
+    Attributes:
+        most_at_once: most tokens of one sequence in a step.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class BlockPools:
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
         self.tree = PrefixTree(self.windows, self.pools, clock, store)
+        self.most_at_once = STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
         self.behind, self.find, self.record = self.tree.behind, self.tree.find, self.tree.record
         self.forget_all = self.tree.forget_all
 
@@ -99,7 +104,7 @@ class BlockPools:
         for index, (window, start, pool) in enumerate(zip(self.windows, starts, self.pools, strict=True)):
             need = blocks_for(length) - len(path)
             if window is not None:
-                need = min(need, blocks_in(window + most_fed))
+                need = min(need, blocks_in(window + min(most_fed, self.most_at_once)))
             unused = sum(not pool.references[node.blocks[index]] for node in path[start:] if node is not None)
             if need + spare > pool.available - unused:
                 return False

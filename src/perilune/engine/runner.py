@@ -20,6 +20,7 @@ from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedAttention, PagedCache, places_of
 from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.offload import BlockContents
+from perilune.engine.recurrence import PagedRecurrence, WithRecurrence
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
@@ -203,9 +204,14 @@ class TorchRunner:
         """The attention of the batch, with the arithmetic of the learner."""
         config = self.decoder.config
         has_kernel = config.latent is None and config.score_softcap is None
+        attention: Attention
         if is_native(self.decoder.model.norm.weight, self.cache.size) and has_kernel:
-            return NativePagedAttention(self.cache, batch)
-        return PagedAttention(self.cache, batch, rows)
+            attention = NativePagedAttention(self.cache, batch)
+        else:
+            attention = PagedAttention(self.cache, batch, rows)
+        if not self.cache.states:
+            return attention
+        return WithRecurrence(attention, PagedRecurrence(self.cache, batch, rows))
 
     def _recorder(self, batch: StepBatch, rows: int) -> RouteRecorder | None:
         if self.cache.routes is None:

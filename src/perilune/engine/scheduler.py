@@ -183,7 +183,7 @@ class Scheduler:
         """Allocate blocks for the next tokens of `row`, at most `most`, and return their number."""
         sequences = self.sequences
         computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
-        count = min(int(sequences.length[row]) - computed, most)
+        count = min(int(sequences.length[row]) - computed, most, self.pools.most_at_once)
         need = blocks_for(computed + count) - held
         while need > self.pools.available and (latest := self._latest()) != row:
             self._preempt(latest)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
 from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
+from perilune.models.recurrence import PackedRecurrence
 
 _COLUMNS = 16
 # With fewer rows MKL's products round differently: below 4 on AMD, below 12 on Intel (MKL 2024.2).
@@ -167,6 +168,12 @@ class PackedAttention:
         self._layout: _Layout | None = None
         self._long = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
         self._in_order = Spans(starts, lengths, of, prefixes)
+        self._all_spans = spans
+
+    @cached_property
+    def recurrence(self) -> PackedRecurrence:
+        """The recurrent layers of these sequences."""
+        return PackedRecurrence(self._all_spans)
 
     def __call__(
         self,

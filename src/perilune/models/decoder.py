@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from perilune.models.attention import Attention, ScoreOptions, capped
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
+from perilune.models.delta import GatedDeltaNet
 from perilune.models.feed_forward import MLP, MixtureOfExperts
-from perilune.models.kernels import both_halves, rms_norm, rotate_part
+from perilune.models.kernels import both_halves, rms_norm, rotate_part, sigmoid
 from perilune.models.latent import LatentAttention
 from perilune.models.layers import Projection, RMSNorm, copied_in_place, named_maps
 from perilune.models.narrow import NarrowKind, Precision
@@ -37,7 +38,8 @@ class SelfAttention(nn.Module):
         self.layer, self.window = layer, config.window(layer)
         self.heads, self.kv_heads, self.size = config.num_heads, config.num_kv_heads, config.head_dim
         queries, keys, hidden = self.heads * self.size, self.kv_heads * self.size, config.hidden_size
-        of_qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        self.gated = config.family.output_gate
+        of_qkv = {"q_proj": queries * (2 if self.gated else 1), "k_proj": keys, "v_proj": keys}
         self.qkv = named_maps(self, config.family, hidden, of_qkv, config.qkv_bias)
         self.out = named_maps(self, config.family, queries, {"o_proj": hidden}, config.out_bias)
         self.qk_norm = config.qk_norm
@@ -53,7 +55,9 @@ class SelfAttention(nn.Module):
         self.frozen_qk_norm: Tensor | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attention: Attention) -> Tensor:
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if self.gated:
+            qkv, gate = self._split_gate(qkv)
         if self.qk_norm == "full":
             qkv = self._normalised_in_full(qkv)
         qkv = qkv.view(x.shape[0], -1, self.size)
@@ -66,7 +70,8 @@ class SelfAttention(nn.Module):
         if self.query_scale != 1 and self.qk_norm != "head":
             q = q * self.query_scale
         attended = attention(self.layer, q, k, v, self.window, options=self.score_options)
-        return self.out(attended.reshape(x.shape[0], -1))
+        out = attended.reshape(x.shape[0], -1)
+        return self.out(out if gate is None else out * sigmoid(gate))
 
     @property
     def score_options(self) -> ScoreOptions | None:
@@ -74,6 +79,13 @@ class SelfAttention(nn.Module):
         if self.sinks is None and self.score_softcap is None:
             return None
         return ScoreOptions(self.sinks, self.score_softcap)
+
+    def _split_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values without the gate that follows the query of each head, and the gate."""
+        queries = self.heads * self.size
+        q, rest = torch.split_with_sizes(qkv, [2 * queries, qkv.shape[1] - 2 * queries], 1)
+        q, gate = q.reshape(len(q), self.heads, 2, self.size).unbind(2)
+        return torch.cat([q.flatten(1), rest], dim=1), gate.flatten(1)
 
     def qk_norm_weight(self) -> Tensor:
         """float[H + KV, D]: the norm weight of each head of q, then of k."""
@@ -106,10 +118,13 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn: SelfAttention | LatentAttention
-        if config.latent is None:
-            self.self_attn = SelfAttention(config, layer)
-        else:
+        self.linear_attn: GatedDeltaNet | None = None
+        if config.delta is not None and config.is_linear(layer):
+            self.linear_attn = GatedDeltaNet(config, config.delta, layer)
+        elif config.latent is not None:
             self.self_attn = LatentAttention(config, config.latent, layer)
+        else:
+            self.self_attn = SelfAttention(config, layer)
         self._feed_forward = config.family.module("mlp")
         if config.experts is not None and config.is_sparse(layer):
             index = sum(config.is_sparse(before) for before in range(layer))
@@ -131,7 +146,11 @@ class Block(nn.Module):
         routing: Routing | None = None,
     ) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        attended = self.self_attn(self._normalised(before_attention, x), cos, sin, attention)
+        mixed = self._normalised(before_attention, x)
+        if self.linear_attn is not None:
+            attended = self.linear_attn(mixed, attention)
+        else:
+            attended = self.self_attn(mixed, cos, sin, attention)
         x = x + self._scaled(self._normalised(after_attention, attended))
         fed = self._normalised(before_mlp, x)
         network = self.feed_forward
@@ -323,6 +342,8 @@ class Decoder(nn.Module):
                 own.freeze(other)
             if isinstance(other, MixtureOfExperts) and isinstance(own, MixtureOfExperts) and own.corrects:
                 own.freeze_correction(other)
+            if isinstance(other, GatedDeltaNet) and isinstance(own, GatedDeltaNet):
+                own.freeze(other)
             if isinstance(other, SelfAttention) and isinstance(own, SelfAttention):
                 own.freeze(other)
 
@@ -343,6 +364,9 @@ class Decoder(nn.Module):
                 else:
                     deviation = self.config.initializer_range
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            for module in self.modules():
+                if isinstance(module, GatedDeltaNet):
+                    module.initialize(generator)
 
 
 def finished(logits: Tensor, config: DecoderConfig) -> Tensor:

@@ -34,7 +34,7 @@ from functools import lru_cache
 
 from perilune.models.card.from_config import model_card
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
-from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
 
 PROCESS_BYTES = 430 << 20
 """Resident size of Python, torch and the other libraries without a model, measured on Linux."""
@@ -55,6 +55,9 @@ heap fragments and grows.
 _FLOAT = 4
 BLOCK = 16
 """Tokens in a block of the engine's cache."""
+
+STATE_TOKENS = 512
+"""Most tokens of one sequence in a step with linear attention: each block of them takes a state."""
 
 TOKEN_BUDGET = 4096
 """Default for the most tokens that the engine computes in a step."""
@@ -158,16 +161,27 @@ def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOA
     return blocks_bytes(model, 1 + samples * -(-length // BLOCK), samples, item_bytes)
 
 
-def blocks_bytes(model: Model, num_blocks: int, samples: int, item_bytes: int = _FLOAT) -> int:
-    """Bytes of a KV cache of `num_blocks` blocks (fewer for layers with a window) and `samples` states."""
-    mixers = [layer.mixer for layer in card_of(model).layers]
-    of_samples = sum(mixer.cached(1) * item_bytes + mixer.state * _FLOAT for mixer in mixers if mixer.state)
-    of_blocks = sum(
-        mixer.cached(1) * BLOCK * window_blocks(mixer.window, num_blocks, slots=samples)
-        for mixer in mixers
-        if not mixer.state
-    )
-    return samples * of_samples + of_blocks * item_bytes
+def blocks_bytes(
+    model: Model,
+    num_blocks: int,
+    samples: int,
+    item_bytes: int = _FLOAT,
+    *,
+    token_budget: int = TOKEN_BUDGET,
+) -> int:
+    """Bytes of a KV cache of `num_blocks` blocks, or fewer for layers with a window, and `samples` samples.
+
+    A block of linear attention holds one state in float32.
+    """
+    size = 0
+    for mixer in (layer.mixer for layer in card_of(model).layers):
+        window = STATE_WINDOW if mixer.state else mixer.window
+        blocks = window_blocks(window, num_blocks, slots=samples, token_budget=token_budget)
+        of_block = mixer.cached(1) * BLOCK * item_bytes
+        if mixer.state:
+            of_block = (mixer.cached(1) + mixer.state) * _FLOAT
+        size += blocks * of_block
+    return size
 
 
 def window_blocks(
@@ -180,6 +194,8 @@ def window_blocks(
     """
     if window is None:
         return num_blocks
+    if window == STATE_WINDOW:
+        token_budget = min(token_budget, 2 * STATE_TOKENS)
     return min(num_blocks, 1 + slots * (blocks_in(window) + 1) + -(-token_budget // BLOCK))
 
 
@@ -203,12 +219,15 @@ def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str
     """Parameters of A and B for the linear maps called `targets`, in all layers."""
     d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    attention = {"q_proj": d + queries, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
+    inward = 2 * queries if config.family.output_gate else queries
+    attention = {"q_proj": d + inward, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
     if config.latent is not None:
         attention = {"o_proj": config.num_heads * config.latent.value_size + d}
         if config.latent.query_rank is None:
             attention["q_proj"] = d + queries
-    sides = config.num_layers * sum(size for name, size in attention.items() if name in targets)
+    linear = 0 if config.delta is None else len(config.delta.layers)
+    attending = config.num_layers - linear
+    sides = attending * sum(size for name, size in attention.items() if name in targets)
     for layer in range(config.num_layers):
         count, inner = 1, config.intermediate_size
         if config.experts is not None and config.is_sparse(layer):

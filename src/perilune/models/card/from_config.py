@@ -164,7 +164,9 @@ class _ModelReader:
         values = heads * value_size
         channels = 2 * key_heads * key_size + values
         parameters = hidden * (channels + 2 * values + 2 * heads) + channels * kernel + 2 * heads + value_size
-        return LinearAttention(parameters, "gated delta net", heads, key_size, value_size, channels * kernel)
+        return LinearAttention(
+            parameters, "gated delta net", heads, key_size, value_size, channels * (kernel - 1)
+        )
 
     def feed_forward(self, index: int) -> FeedForward:
         experts = next((self.read.count(key) for key in _EXPERTS if key in self.read.raw), 0)

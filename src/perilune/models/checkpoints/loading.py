@@ -333,6 +333,8 @@ def _missing(name: str, path: Path) -> RequestError:
 
 def _is_unread(name: str, config: DecoderConfig) -> bool:
     """Whether other tensors determine this one, or it belongs to a layer that predicts further tokens."""
+    if config.family.linear and name.startswith("mtp."):
+        return True
     if "num_nextn_predict_layers" in config.family.options:
         layer = name.removeprefix("model.layers.").partition(".")[0]
         if layer.isdecimal() and int(layer) >= config.num_layers:

@@ -11,8 +11,10 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.models.config.families import DECODER_FAMILIES, Architecture, Family
 from perilune.models.config.layer_kinds import (
+    DeltaRule,
     Experts,
     Latent,
+    read_delta,
     read_experts,
     read_latent,
     read_unrotated,
@@ -23,6 +25,9 @@ from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
 _ROPE = Rope(1e4)
+
+STATE_WINDOW = 2
+"""The window of linear attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class DecoderConfig:
         experts: the mixture of experts, if any.
         latent: latent attention, if any. A head then has `latent.key_size` and `latent.rotary_size` elements,
             and each query head has its own keys and values.
+        delta: linear attention in some layers, if any.
 
     Raises:
         RequestError: when the values do not describe a possible model.
@@ -74,6 +80,7 @@ class DecoderConfig:
     multipliers: Multipliers | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    delta: DeltaRule | None = None
     max_position_embeddings: int = 4096
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -100,6 +107,7 @@ class DecoderConfig:
             _positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.windows:
             self._check_windows()
+        self._check_delta()
         if self.experts is not None:
             self._check_experts(self.experts)
 
@@ -140,6 +148,15 @@ class DecoderConfig:
             _positive("latent.query_rank", latent.query_rank)
         if (self.num_kv_heads, self.head_dim) != (self.num_heads, latent.key_size + latent.rotary_size):
             raise _impossible("heads of latent attention have their own keys, of key_size + rotary_size")
+
+    def _check_delta(self) -> None:
+        if (self.delta is None) != ("linear_num_value_heads" not in self.family.options):
+            raise _impossible(f"linear attention does not fit a {self.architecture} model")
+        if self.delta is not None:
+            if flaw := self.delta.flaw():
+                raise _impossible(flaw)
+            if not set(self.delta.layers) < set(range(self.num_layers)):
+                raise _impossible(f"layers {self.delta.layers} of {self.num_layers} have linear attention")
 
     def _check_windows(self) -> None:
         if len(self.windows) != self.num_layers:
@@ -192,12 +209,21 @@ class DecoderConfig:
     @property
     def distinct_windows(self) -> tuple[int | None, ...]:
         """The different windows among the layers: None (no window) first, then the window size."""
-        distinct = set(self.windows or (None,))
+        distinct = {self.window(layer) for layer in range(self.num_layers)}
         return tuple(sorted(distinct, key=lambda window: window or 0))
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of that layer sees, including its own; None for all."""
+        """How many tokens a query of that layer sees, including its own; None for all.
+
+        In linear attention a token sees the state that the token before it left.
+        """
+        if self.is_linear(layer):
+            return STATE_WINDOW
         return self.windows[layer] if self.windows else None
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether that layer has linear attention."""
+        return self.delta is not None and layer in self.delta.layers
 
     @property
     def query_scale(self) -> float:
@@ -241,6 +267,7 @@ class DecoderConfig:
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers, options = read.integer("num_hidden_layers"), family.options
         latent = read_latent(read, options) if "kv_lora_rank" in options else None
+        delta = read_delta(read, family, layers) if "linear_num_value_heads" in options else None
         head_dim = read.integer("head_dim", hidden_size // max(heads, 1))
         if latent is not None:
             head_dim = latent.key_size + latent.rotary_size
@@ -260,7 +287,7 @@ class DecoderConfig:
             head_dim=head_dim,
             rope=rope,
             local_rope=local_rope,
-            windows=read_windows(read, family, layers),
+            windows=() if delta else read_windows(read, family, layers),
             query_pre_attn_scalar=None if scalar == head_dim else scalar,
             rms_norm_eps=read.number("rms_norm_eps", 1e-6),
             tie_word_embeddings=read.boolean("tie_word_embeddings", False),
@@ -273,6 +300,7 @@ class DecoderConfig:
             multipliers=Multipliers.read(read) if "logits_scaling" in options else None,
             experts=read_experts(read, family, layers) if "num_experts" in options else None,
             latent=latent,
+            delta=delta,
             max_position_embeddings=read.integer("max_position_embeddings", 2048),
             initializer_range=read.number("initializer_range", 0.02),
             bos_token_id=next(iter(read.integers("bos_token_id")), None),
@@ -338,6 +366,18 @@ class DecoderConfig:
             raw["layer_types"] = [
                 "sliding_attention" if window else "full_attention" for window in self.windows
             ]
+        if self.delta is not None:
+            raw |= {
+                "layer_types": [
+                    "linear_attention" if self.is_linear(layer) else "full_attention"
+                    for layer in range(self.num_layers)
+                ],
+                "linear_num_key_heads": self.delta.key_heads,
+                "linear_num_value_heads": self.delta.heads,
+                "linear_key_head_dim": self.delta.key_size,
+                "linear_value_head_dim": self.delta.value_size,
+                "linear_conv_kernel_dim": self.delta.taps,
+            }
         if self.latent is not None:
             raw |= {
                 "kv_lora_rank": self.latent.rank,

@@ -34,6 +34,9 @@ Architecture = Literal[
     "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 ]
 """The `model_type` of a family that the decoder computes."""
 
@@ -67,6 +70,7 @@ class Family:
             which refuses such a config.
         local_rope: layers with a window have a rotary embedding of their own.
         linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
+        linear_grouped: the inputs of linear attention are stacked by key head, not by kind.
         router: what turns the router's logits into scores of the experts.
         correction: a bias of each expert is added to its score for the choice, and not for the weight.
         expert_bias: experts and their router have biases.
@@ -98,6 +102,7 @@ class Family:
     windows: Literal["none", "all", "upper", "most", "listed"] = "none"
     local_rope: bool = False
     linear: Literal["", "delta", "lightning", "kimi"] = ""
+    linear_grouped: bool = False
     router: Literal["softmax", "sigmoid"] = "softmax"
     correction: bool = False
     expert_bias: bool = False
@@ -188,21 +193,60 @@ _DEEPSEEK_V2 = Family(
         "first_k_dense_replace": 0,
     },
 )
-_QWEN_NEXT = Family(
+_DELTA_OPTIONS = frozenset(
+    {
+        "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads", "attention_bias", "partial_rotary_factor",
+    }
+)  # fmt: skip
+_QWEN_3_5 = Family(
+    "Qwen3_5ForCausalLM",
+    options=_DELTA_OPTIONS,
+    norm_offset=True,
+    mlp_bias=False,
     qk_norm="head",
     output_gate=True,
     linear="delta",
-    shared_gate=True,
     defaults={
         "full_attention_interval": 4,
         "head_dim": 256,
+        "partial_rotary_factor": 0.25,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
+    },
+)
+_QWEN_3_5_MOE = replace(
+    _QWEN_3_5,
+    hf_class="Qwen3_5MoeForCausalLM",
+    options=_DELTA_OPTIONS | _MIXTURE_OPTIONS | {"shared_expert_intermediate_size"},
+    shared_gate=True,
+    modules={"shared_experts": "shared_expert"},
+    defaults={
+        **_QWEN_3_5.defaults,
+        "intermediate_size": 512,  # of no layer: all have experts
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
         "shared_expert_intermediate_size": 512,
     },
+)
+_QWEN_NEXT = replace(
+    _QWEN_3_5_MOE,
+    hf_class="Qwen3NextForCausalLM",
+    options=_DELTA_OPTIONS | _EXPERT_OPTIONS | _SPARSE_OPTIONS | {"shared_expert_intermediate_size"},
+    linear_grouped=True,
+    modules={
+        "shared_experts": "shared_expert",
+        "in_proj_qkv": "in_proj_qkvz",
+        "in_proj_z": "in_proj_qkvz",
+        "in_proj_b": "in_proj_ba",
+        "in_proj_a": "in_proj_ba",
+    },
+    defaults={**_QWEN_3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
 )
 _GPT = Family(
     norm_vectors=2,
@@ -307,8 +351,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_NO_WINDOW,
         ),
         "qwen3_next": _QWEN_NEXT,
-        "qwen3_5_text": _QWEN_NEXT,
-        "qwen3_5_moe_text": _QWEN_NEXT,
+        "qwen3_5_text": _QWEN_3_5,
+        "qwen3_5_moe_text": _QWEN_3_5_MOE,
         "gemma": Family(
             "GemmaForCausalLM",
             activation="gelu_pytorch_tanh",

@@ -1,4 +1,4 @@
-"""What layers are made of beside plain attention: sliding windows, latent attention and experts."""
+"""What layers are made of beside plain attention: windows, latent and linear attention, experts."""
 
 from __future__ import annotations
 
@@ -80,6 +80,59 @@ def read_latent(read: Reader, options: Collection[str]) -> Latent:
         value_size=read.count("v_head_dim"),
         query_rank=None if read.raw.get("q_lora_rank") is None else read.count("q_lora_rank"),
         interleaved="rope_interleave" not in options or read.boolean("rope_interleave", True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Linear attention by the gated delta rule in some layers (`models.delta`).
+
+    Attributes:
+        layers: the layers that have it.
+        key_heads: heads of queries and keys, each shared by `heads` / `key_heads` value heads.
+        heads: value heads, each with a state [key_size, value_size].
+        taps: tokens that the short convolution before the rule sees, including the current one.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    taps: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_size + self.heads * self.value_size
+
+    def flaw(self) -> str | None:
+        """Why no such layers are possible; None when they are."""
+        for name in ("key_heads", "heads", "key_size", "value_size", "taps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                return f"delta.{name} is {value!r}, not a positive integer"
+        if self.heads % self.key_heads:
+            return f"{self.heads} value heads cannot share {self.key_heads} key heads evenly"
+        return None
+
+
+def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
+    """The layers of linear attention and their sizes.
+
+    Raises:
+        RequestError: when `layer_types` names another kind of layer, or no layer with full attention.
+    """
+    kinds = layer_kinds(read, family, layers)
+    if not {"full_attention"} <= set(kinds) <= {"full_attention", "linear_attention"}:
+        raise read.wrong("layer_types", "give full_attention or linear_attention for each layer, and both")
+    return DeltaRule(
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+        key_heads=read.count("linear_num_key_heads"),
+        heads=read.count("linear_num_value_heads"),
+        key_size=read.count("linear_key_head_dim"),
+        value_size=read.count("linear_value_head_dim"),
+        taps=read.count("linear_conv_kernel_dim"),
     )
 
 

@@ -56,14 +56,14 @@ class _Model(Structure):
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size.
 
-    It does not compute latent attention.
+    It does not compute latent or linear attention.
     """
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
     if not _is_plain(config):
         return False
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
-    return whole and even and config.latent is None and ops.available()
+    return whole and even and config.latent is None and config.delta is None and ops.available()
 
 
 def _is_plain(config: DecoderConfig) -> bool:

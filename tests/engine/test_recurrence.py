@@ -1,0 +1,133 @@
+"""Linear attention: a state per sequence in the engine and in the learner, through prefixes and chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.engine.engine import Engine
+from perilune.engine.offload import OffloadSettings
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.speculation import SpeculationSettings
+from perilune.errors import RequestError
+from perilune.models.attention import PackedAttention
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.layer_kinds import DeltaRule
+from perilune.models.decoder import Decoder
+from perilune.models.memory import blocks_bytes
+from perilune.models.recurrence import DeltaInputs, PackedRecurrence
+
+CONFIG = PRESETS["tiny"].replace(architecture="qwen3_5_text", delta=DeltaRule((0, 2), 2, 4, 8, 12))
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    decoder = Decoder(CONFIG)
+    decoder.initialize(0)
+    return decoder
+
+
+def prompts(*lengths: int, shared: int = 0) -> list[Prompt]:
+    """Random prompts of which the first `shared` tokens are equal."""
+    begin = np.random.default_rng(99).integers(0, 98, shared).tolist()
+    drawn = [np.random.default_rng(length).integers(0, 98, length).tolist() for length in lengths]
+    return [Prompt([*begin, *tokens], (0, 0, index)) for index, tokens in enumerate(drawn)]
+
+
+def samples(engine: Engine, of: list[Prompt], n: int = 3) -> list[Any]:
+    out = engine.sample(of, n, SamplingParams(max_tokens=30))
+    return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in out for one in group]
+
+
+def test_chunks_preemption_and_forks_change_nothing(decoder: Decoder) -> None:
+    of = prompts(5, 16, 48, 83)
+    expected = samples(Engine(decoder, slots=16), of)
+    small = Engine(decoder, slots=4, cache_tokens=176, token_budget=24)
+    assert samples(small, of) == expected
+    assert small.counters.preemptions
+
+
+def test_a_prefix_is_found_at_a_border(decoder: Decoder) -> None:
+    of = prompts(7, 20, shared=70)
+    alone = [samples(Engine(decoder, slots=4), [one], 2) for one in of]
+    engine = Engine(decoder, slots=4)
+    assert [samples(engine, [one], 2) for one in of] == alone
+    assert engine.counters.cached_tokens == 64
+    scored = engine.score([of[0].token_ids], [alone[0][0][0]])
+    np.testing.assert_array_equal(scored[0], np.array(alone[0][0][1], dtype=np.float32))
+
+
+def test_an_evicted_state_is_loaded(decoder: Decoder) -> None:
+    of = prompts(40, 41, 42)
+    expected = [samples(Engine(decoder, slots=2), [one], 1) for one in of]
+    engine = Engine(decoder, slots=2, cache_tokens=128)
+    engine.offload(OffloadSettings(1 << 24, always=True))
+    for _ in range(2):
+        assert [samples(engine, [one], 1) for one in of] == expected
+    assert engine.offloaded.loaded_from_memory
+
+
+def test_the_cache_takes_what_is_planned(decoder: Decoder) -> None:
+    engine = Engine(decoder, slots=4, cache_tokens=512, token_budget=64)
+    assert engine._runner.cache.nbytes == blocks_bytes(CONFIG, 33, 4, token_budget=64)  # type: ignore[attr-defined]
+
+
+def test_a_guess_cannot_be_taken_back(decoder: Decoder) -> None:
+    with pytest.raises(RequestError, match="linear attention"):
+        Engine(decoder, slots=2).speculate(SpeculationSettings())
+
+
+def rule(inputs: DeltaInputs) -> torch.Tensor:
+    """The gated delta rule by its definition, for one sequence."""
+    state = torch.zeros(2, 4, 3, dtype=torch.float64)
+    outs = []
+    for q, k, v, decay, strength in zip(*inputs, strict=True):
+        state = decay[:, None, None] * state
+        error = v - torch.einsum("hkv,hk->hv", state, k)
+        state = state + strength[:, None, None] * torch.einsum("hk,hv->hkv", k, error)
+        outs.append(torch.einsum("hkv,hk->hv", state, q))
+    return torch.stack(outs)
+
+
+def test_packed_sequences_follow_the_rule_from_their_prefix() -> None:
+    """Two completions leave a prompt at different tokens; a third sequence stands alone."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 84, 2, 4, dtype=torch.float64)
+    k = k / k.norm(dim=-1, keepdim=True)
+    v, decays = torch.randn(84, 2, 3, dtype=torch.float64), torch.rand(2, 84, 2, dtype=torch.float64)
+    inputs = DeltaInputs(q, k, v, *decays)
+    for x in inputs:
+        x.requires_grad_()
+    spans = torch.tensor([[0, 66, 0, 0], [66, 9, 0, 66], [75, 4, 0, 20], [79, 5, 0, 0]])
+    out = PackedRecurrence(spans).scan(0, inputs)
+    tokens = torch.arange(84)
+    sequences = [tokens[:66], tokens[:75], torch.cat([tokens[:20], tokens[75:79]]), tokens[79:]]
+    expected = torch.cat(
+        [
+            rule(DeltaInputs(*(x[of] for x in inputs)))[-length:]
+            for of, length in zip(sequences, spans[:, 1].tolist(), strict=True)
+        ]
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    factors = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad((y * factors).sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_completion_has_the_same_bits_after_a_shared_prompt(decoder: Decoder) -> None:
+    prompt, answers = torch.randint(98, (37,)), [torch.randint(98, (n,)) for n in (21, 3)]
+    tokens = torch.cat([prompt, *answers])
+    at = torch.cat([torch.arange(37), 37 + torch.arange(21), 30 + torch.arange(3)])
+    packed = PackedAttention(
+        torch.tensor([0, 37, 58, 61]), torch.tensor([-1, 0, 0]), torch.tensor([0, 37, 30])
+    )
+    shared = decoder(tokens, at, packed)
+    for answer, length, rows in zip(answers, (37, 30), (slice(37, 58), slice(58, 61)), strict=True):
+        alone = torch.cat([prompt[:length], answer])
+        bounds = torch.tensor([0, len(alone)])
+        whole = decoder(alone, torch.arange(len(alone)), PackedAttention(bounds))
+        assert torch.equal(whole[length:], shared[rows])
