@@ -16,7 +16,8 @@ Transient memory, of which only the largest counts:
 * sampling: logits and intermediate results, 24 S V;
 * training on N tokens in sequences of T: gradients b P; activations, as the card computes them; logits,
   log-probs, probabilities and their gradient, 16 V for each row computed at a time
-  (`models.logprobs.in_row_chunks`), and one more gradient of the head;
+  (`models.logprobs.in_row_chunks`), and one more gradient of the head; in linear attention, the states of
+  64 tokens of each sequence in one layer, which its gradient computes again;
 * an update: three temporaries of the largest tensor.
 
 With an adapter of A parameters beside frozen weights (`models.adapters.lora`), the weights take the bytes of
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from perilune.models.card.from_config import model_card
+from perilune.models.card.layers import STATES_KEPT_EVERY
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
 
@@ -244,7 +246,9 @@ def learning_bytes(
     rows = max(1, LOGITS_AT_ONCE // card.vocab_size)
     parts = item_bytes * card.table_parameters if tokens > rows else 0
     logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
-    return tokens * card.kept_bytes(length, item_bytes, recompute=recompute) + logits + parts
+    states = STATES_KEPT_EVERY * max(layer.mixer.state for layer in card.layers) * -(-tokens // length)
+    kept = tokens * card.kept_bytes(length, item_bytes, recompute=recompute)
+    return kept + states * _FLOAT + logits + parts
 
 
 def _largest(card: ModelCard) -> int:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-_CHUNK = 64  # tokens between the states that training keeps; those between are recomputed
+from perilune.models.card.layers import STATES_KEPT_EVERY
 
 
 class DeltaInputs(NamedTuple):
@@ -138,7 +138,7 @@ class _Sequences:
         starts, lengths = spans[:, 0], spans[:, 1]
         self.prefixes: list[tuple[int, int]] = [(start, length) for start, length in spans[:, 2:].tolist()]
         longest = int(lengths.max()) if len(spans) else 0
-        bounds = sorted({*range(0, longest, _CHUNK), longest, *(length for _, length in ends)})
+        bounds = sorted({*range(0, longest, STATES_KEPT_EVERY), longest, *(length for _, length in ends)})
         row_of = {start: row for row, start in enumerate(starts.tolist())}
         self._chunks: list[tuple[Tensor, Tensor, dict[tuple[int, int], int]]] = []
         for first, last in pairwise(bounds):
@@ -164,21 +164,56 @@ class _Sequences:
                     strength=chunk.strength.masked_fill(padding[..., None], 0.0),
                 )
             state = state[: len(tokens)]
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (state, *chunk)):
-                out, state = checkpoint(
-                    _scan_chunk, state, *chunk, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                out, state = _scan_chunk(state, *chunk)
+            out, state = _Chunk.apply(state, *chunk)  # type: ignore[no-untyped-call]
             outs.append(out.flatten(0, 1))
             states |= {key: state[row] for key, row in kept.items()}
         return outs, states
 
 
-def _scan_chunk(state: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [S, T, H, Dv] and last states of T tokens of each sequence, from inputs [S, T, ...]."""
-    outs: list[Tensor] = []
-    for token in zip(*(x.unbind(1) for x in chunk), strict=True):
-        out, state = delta_step(state, DeltaInputs(*token))
-        outs.append(out)
-    return torch.stack(outs, dim=1), state
+class _Chunk(torch.autograd.Function):
+    """Outputs [S, T, H, Dv] and last states of T tokens of each sequence, from inputs [S, T, ...].
+
+    Only the first states are kept for the gradient, which computes the others again. With C the change that a
+    token makes, b (v - S^T k), and d the gradients, from the last token to the first:
+
+        dS += q do^T;  dq = S do;  dC = dS^T k;  dk = dS C;  db = dC (v - S'^T k);  dv = b dC
+        dS' = dS - k (b dC)^T;  dk -= S' (b dC);  da = sum(dS' * S_before);  dS_before = a dS'
+
+    with S' = a S_before, the state when the token has let it decay.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(state, *chunk)
+        outs: list[Tensor] = []
+        for token in zip(*(x.unbind(1) for x in chunk), strict=True):
+            out, state = delta_step(state, DeltaInputs(*token))
+            outs.append(out)
+        return torch.stack(outs, dim=1), state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        state, *chunk = ctx.saved_tensors
+        tokens = [DeltaInputs(*token) for token in zip(*(x.unbind(1) for x in chunk), strict=True)]
+        states = [state]
+        for token in tokens:
+            states.append(delta_step(states[-1], token)[1])
+        gradients: list[tuple[Tensor, ...]] = []
+        for token, own in zip(reversed(tokens), reversed(grad_out.unbind(1)), strict=True):
+            q, k, v, decay, strength = token
+            after, before = states.pop(), states[-1]
+            decayed = before * decay[..., None, None]
+            error = v - (decayed * k[..., None]).sum(-2)
+            grad = grad + q[..., None] * own[..., None, :]
+            grad_q = (after * own[..., None, :]).sum(-1)
+            grad_change = (grad * k[..., None]).sum(-2)
+            grad_v = grad_change * strength[..., None]
+            change = error * strength[..., None]
+            grad_k = (grad * change[..., None, :]).sum(-1) - (decayed * grad_v[..., None, :]).sum(-1)
+            grad = grad - k[..., None] * grad_v[..., None, :]
+            grad_decay, grad_strength = (grad * before).sum((-2, -1)), (grad_change * error).sum(-1)
+            gradients.append((grad_q, grad_k, grad_v, grad_decay, grad_strength))
+            grad = grad * decay[..., None, None]
+        stacked = (torch.stack(of_input, dim=1) for of_input in zip(*reversed(gradients), strict=True))
+        return grad, *stacked

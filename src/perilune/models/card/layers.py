@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+STATES_KEPT_EVERY = 64
+"""Tokens between the recurrent states that are kept for the gradient; those between are computed again."""
+
 _SCORES = 512  # most attention scores per query kept for the gradient; longer rows are recomputed
 
 
@@ -164,7 +167,7 @@ class LinearAttention:
         return self.flops(tokens)
 
     def kept(self, tokens: int) -> int:
-        return 6 * self.heads * (self.key_size + self.value_size)
+        return 6 * self.heads * (self.key_size + self.value_size) + self.state // STATES_KEPT_EVERY
 
 
 @dataclass(frozen=True, slots=True)
