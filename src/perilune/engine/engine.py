@@ -472,8 +472,15 @@ class Engine:
         """Check that an adapter fits the decoder. Another thread may do this while the engine samples.
 
         Raises:
-            RequestError: when it does not fit.
+            RequestError: when it does not fit, or adapts experts, whose rows are not those of the step.
         """
+        expert = next((name for name in adapter.pairs if ".experts." in name), None)
+        if expert is not None:
+            raise RequestError(
+                "adapters of experts cannot be applied to single requests",
+                where=f"adapter, {expert}",
+                remedy="merge the adapter into the model, or train one without experts' maps",
+            )
         with self._source.in_memory():
             adapter.check(self._source)
 
