@@ -76,8 +76,10 @@ def test_the_cache_takes_what_is_planned(decoder: Decoder) -> None:
 
 
 def test_a_guess_cannot_be_taken_back(decoder: Decoder) -> None:
+    engine = Engine(decoder, slots=2)
+    assert not engine.speculates_exactly
     with pytest.raises(RequestError, match="linear attention"):
-        Engine(decoder, slots=2).speculate(SpeculationSettings())
+        engine.speculate(SpeculationSettings())
 
 
 def rule(inputs: DeltaInputs) -> torch.Tensor:

@@ -186,8 +186,9 @@ class Engine:
 
     @property
     def speculates_exactly(self) -> bool:
-        """Whether `speculate` is possible."""
-        return splits_exactly(self._runner)
+        """Whether `speculate` is possible: not with linear attention, whose states cannot be rolled back."""
+        recurrent = getattr(self._config, "delta", None) is not None
+        return not recurrent and splits_exactly(self._runner)
 
     def _make_draft(self) -> Runner | None:
         settings = self._speculation
