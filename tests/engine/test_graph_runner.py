@@ -247,3 +247,11 @@ def test_captured_graphs_sample_what_torch_does(config: DecoderConfig, cache: An
     for sample, (tokens, logprobs) in expected.items():
         if found[sample][0] == tokens:
             np.testing.assert_allclose(found[sample][1], logprobs, atol=5e-3)
+
+
+def test_with_bfloat16_products_the_cache_of_a_gpu_is_bfloat16() -> None:
+    decoder = make(TINY)
+    assert graphed(decoder, (4,)).cache.dtype == torch.float32
+    decoder.compute_in("bfloat16")
+    assert graphed(decoder, (4,)).cache.dtype == torch.bfloat16
+    assert TorchRunner(decoder, (4,)).cache.dtype == torch.float32  # on a CPU

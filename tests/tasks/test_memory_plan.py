@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,12 +18,30 @@ from perilune.engine.cache import PagedCache
 from perilune.errors import RequestError
 from perilune.files import write_json
 from perilune.learn import losses
+from perilune.learn.training_settings import LearnerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.memory import cache_bytes, card_of, learning_bytes, plan_memory
+from perilune.models.memory import (
+    BLOCK,
+    blocks_bytes,
+    cache_bytes,
+    card_of,
+    learning_bytes,
+    plan_memory,
+)
+from perilune.models.narrow import NarrowWeight
+from perilune.models.native import ops
 from perilune.recipe.load import load_recipe
-from perilune.tasks.stage.memory_plan import CACHE_BYTES, SLOTS, engine_size, slots_for
+from perilune.tasks.stage.memory_plan import (
+    CACHE_BYTES,
+    PROMPT_TOKENS,
+    SLOTS,
+    CacheRoom,
+    engine_size,
+    slots_for,
+    stage_memory,
+)
 
 TINY = PRESETS["tiny"]
 WIDE = DecoderConfig(
@@ -34,6 +52,10 @@ QWEN3_0_6B: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_8B = QWEN3_0_6B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -167,20 +189,56 @@ def test_a_command_refuses_it_before_any_stage_begins(
 
 def test_samples_in_flight_fit_their_room() -> None:
     config = DecoderConfig.from_hf(QWEN3_0_6B)
-    for device, room in CACHE_BYTES.items():
-        slots = slots_for(config, 256, device)
-        assert cache_bytes(config, slots, 512) <= room
-        assert slots == SLOTS or room < cache_bytes(config, slots + 1, 512)
-        room_of_all = engine_size(config, 256, device)
-        assert room_of_all["slots"] == slots
-        assert room_of_all["cache_tokens"] >= slots * 512
-        assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= room
-    assert slots_for(TINY, 64, "auto") == SLOTS
-    assert engine_size(TINY, 64, "cpu")["cache_tokens"] == SLOTS * 320
-    assert engine_size(TINY, 64, "cpu", samples=24) == {"slots": 24, "cache_tokens": 24 * 320}
+    cpu = CacheRoom("auto", "bfloat16")  # on a CPU the cache stays float32
+    slots = slots_for(config, 256, cpu)
+    assert cache_bytes(config, slots, 512) <= CACHE_BYTES["cpu"] < cache_bytes(config, slots + 1, 512)
+    room_of_all = engine_size(config, 256, cpu)
+    assert room_of_all["slots"] == slots and room_of_all["cache_tokens"] >= slots * 512
+    assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= CACHE_BYTES["cpu"]
+    assert slots_for(TINY, 64, cpu) == SLOTS
+    assert engine_size(TINY, 64, cpu)["cache_tokens"] == SLOTS * 320
+    assert engine_size(TINY, 64, cpu, samples=24) == {"slots": 24, "cache_tokens": 24 * 320}
     long = config.replace(num_layers=1)  # few samples are planned for, but one of the longest has room
-    assert engine_size(long.replace(max_position_embeddings=200_000), 16, "cpu")["cache_tokens"] == 200_000
-    assert slots_for(config.replace(num_layers=10_000), 40_000, "cpu") == 1
+    assert engine_size(long.replace(max_position_embeddings=200_000), 16, cpu)["cache_tokens"] == 200_000
+    assert slots_for(config.replace(num_layers=10_000), 40_000, cpu) == 1
+
+
+@pytest.mark.parametrize(("precision", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_a_gpu_takes_samples_of_the_expected_length_and_its_cache_is_planned(
+    precision: Literal["float32", "bfloat16"], item: int
+) -> None:
+    config = DecoderConfig.from_hf(QWEN3_8B)
+    room, expected = CacheRoom("cuda", precision), PROMPT_TOKENS + 16_384 // 4
+    slots = slots_for(config, 16_384, room)
+    needed = [cache_bytes(config, count, expected, item) for count in (slots, slots + 1)]
+    assert needed[0] <= CACHE_BYTES["cuda"] < needed[1]
+    size = engine_size(config, 16_384, room)
+    blocks = 1 + size["cache_tokens"] // BLOCK
+    held = blocks_bytes(config, blocks, slots, item)
+    assert held <= CACHE_BYTES["cuda"] < held + blocks_bytes(config, 3, slots, item)
+    settings = LearnerSettings(precision=precision)
+    plan = stage_memory(config, samples=512, max_tokens=16_384, device="cuda", learner=settings)
+    assert plan.slots == slots and plan.persistent["cache"] == held
+    few = stage_memory(config, samples=4, max_tokens=256, device="cuda", learner=settings)
+    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest that there is
+    assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
+
+
+def test_the_engine_of_a_gpu_has_matrices_in_the_precision_of_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "available", lambda: False)  # plain tensors, as on a GPU
+    config = PRESETS["small"]
+    decoder = Decoder(config)
+    decoder.compute_in("bfloat16")
+    copy = decoder.frozen()
+    weights = [projection.frozen[0] for projection in copy.projections() if projection.frozen]
+    stored = sum(one.values.nbytes for one in weights if isinstance(one, NarrowWeight))
+    stored += copy.model.embed_tokens.weight.nbytes
+    settings = LearnerSettings(precision="bfloat16")
+    plan = stage_memory(config, samples=4, max_tokens=64, device="cuda", learner=settings)
+    norms = 2 * (2 * config.num_layers + 1) * config.hidden_size + 4 * config.num_layers * config.head_dim
+    assert plan.persistent["engine"] == stored + norms  # which the plan counts as two bytes too
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])

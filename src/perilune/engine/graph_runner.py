@@ -42,7 +42,7 @@ class GraphRunner(TorchRunner):
         weights: how matrices are stored; by default products have the decoder's precision. int8 saves memory
             but no time, because matrices are widened for each product.
         cache: how keys and values are stored; by default in the dtype of activations, or bfloat16 with
-            bfloat16 weights.
+            bfloat16 weights or products.
         attention: attention of decoding samples.
 
     Raises:
@@ -67,6 +67,8 @@ class GraphRunner(TorchRunner):
                 "decoding on a GPU needs Triton, which is not installed",
                 remedy='pip install "perilune[gpu]"',
             )
+        if cache is None and weights is None and decoder.precision == "bfloat16":
+            cache = "bfloat16"
         super().__init__(
             decoder, num_blocks, None if cache is None else getattr(torch, cache), weights=weights
         )

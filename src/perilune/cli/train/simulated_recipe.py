@@ -23,7 +23,7 @@ from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
 from perilune.simulate.times import Calibrated, RunTimes, load, model_digest
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.stage.memory_plan import engine_size, planned_tokens, section_config
+from perilune.tasks.stage.memory_plan import CacheRoom, engine_size, planned_tokens, section_config
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -111,9 +111,9 @@ class _Simulator:
             asynchronous = own.model_copy(update={"staleness": setting})
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
-        device = "cuda" if self.options.machines else job.resources.device
+        room = CacheRoom("cuda" if self.options.machines else job.resources.device, spec.precision)
         longest = planned_tokens(job.environment, spec.max_tokens, self.config)
-        size = engine_size(self.config, longest, device, None if asynchronous else spec.most_samples)
+        size = engine_size(self.config, longest, room, None if asynchronous else spec.most_samples)
         make_engine = partial(
             SimulatedEngine, SimulatedModel.of(self.config), times.step, token_budget=4096, **size
         )

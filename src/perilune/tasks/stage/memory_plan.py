@@ -6,7 +6,7 @@ import resource
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -21,8 +21,10 @@ from perilune.models.memory import (
     MemoryPlan,
     MemorySavings,
     adapter_parameters,
+    base_bytes,
     blocks_bytes,
     cache_bytes,
+    card_of,
     plan_memory,
 )
 from perilune.rollout.limits import episode_tokens
@@ -42,6 +44,7 @@ CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys a
 OTHER_PROCESSES = "rollout processes"  # part of a plan that the stage's own process does not hold
 SENT = "sent weights"  # part of a plan: the copy of the weights that rollout processes have
 PROMPT_TOKENS = 256  # assumed length of a prompt: the plan doesn't read the tasks
+EXPECTED_SHARE = {"cpu": 1, "cuda": 4}  # the longest answer divided by the expected one
 
 
 def model_config(job: Job) -> DecoderConfig:
@@ -71,15 +74,47 @@ def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderC
     return max(max_tokens, min(tokens, config.max_position_embeddings - 1))
 
 
-def slots_for(config: DecoderConfig, max_tokens: int, device: str) -> int:
-    """The most samples in flight on a device of this type ("auto" counts as "cpu").
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """Where the keys and values of samples are, and how large each number is.
 
-    It depends on the recipe and not on the free memory, so that a run can be repeated.
+    Attributes:
+        device: "cuda"; everything else counts as "cpu".
+        precision: of matrix products. On a GPU, the cache has this precision too.
     """
-    available = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
-    length = _length(config, max_tokens)
-    slots = range(1, SLOTS + 1)
-    return max(1, bisect_right(slots, available, key=lambda count: cache_bytes(config, count, length)))
+
+    device: str = "cpu"
+    precision: str = "float32"
+
+    @property
+    def kind(self) -> str:
+        """The device's key in the tables of this module."""
+        return "cuda" if self.device == "cuda" else "cpu"
+
+    @property
+    def bytes(self) -> int:
+        """The most memory that the cache may take."""
+        return CACHE_BYTES[self.kind]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number in the cache."""
+        return 2 if self.kind == "cuda" and self.precision == "bfloat16" else 4
+
+
+def slots_for(config: DecoderConfig, max_tokens: int, room: CacheRoom) -> int:
+    """The most samples in flight: as many of the expected length as fit.
+
+    On a CPU the expected length is the longest. On a GPU it is a quarter of it; when longer samples fill the
+    cache, the latest ones wait and are computed again. The number depends on the recipe and not on the free
+    memory, so that a run can be repeated.
+    """
+    length = _length(config, max_tokens // EXPECTED_SHARE[room.kind])
+
+    def needed(count: int) -> int:
+        return cache_bytes(config, count, length, room.item_bytes)
+
+    return max(1, bisect_right(range(1, SLOTS + 1), room.bytes, key=needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +148,27 @@ class EngineSize(TypedDict):
 
 
 def engine_size(
-    config: DecoderConfig, max_tokens: int, device: str, samples: int | None = None
+    config: DecoderConfig, max_tokens: int, room: CacheRoom, samples: int | None = None
 ) -> EngineSize:
-    """Room for the samples of the planned length, and for at least one of the model's full length.
+    """Room for the samples of the planned length, as far as it fits, and for one of the model's full length.
 
     A prompt longer than planned leaves less room for other samples.
 
     Args:
         samples: most samples that the stage has at a time; None if unknown.
     """
-    slots = min(slots_for(config, max_tokens, device), samples or SLOTS)
-    planned = slots * -(-_length(config, max_tokens) // BLOCK) * BLOCK
-    available = CACHE_BYTES["cuda" if device == "cuda" else "cpu"]
-    counts = range(1, 1 - (-config.max_position_embeddings // BLOCK))
-    one = BLOCK * bisect_right(counts, available, key=lambda count: blocks_bytes(config, 1 + count, slots))
-    return EngineSize(slots=slots, cache_tokens=max(planned, min(config.max_position_embeddings, one)))
+    slots = min(slots_for(config, max_tokens, room), samples or SLOTS)
+    one = -(-_length(config, max_tokens) // BLOCK)
+    wanted = max(slots * one, -(-config.max_position_embeddings // BLOCK))
+
+    def needed(count: int) -> int:
+        return blocks_bytes(config, 1 + count, slots, room.item_bytes)
+
+    fitting = BLOCK * bisect_right(range(1, 1 + wanted), room.bytes, key=needed)
+    full = min(config.max_position_embeddings, fitting)
+    return EngineSize(
+        slots=slots, cache_tokens=max(min(slots * one * BLOCK, max(fitting, one * BLOCK)), full)
+    )
 
 
 def make_engine(
@@ -149,8 +190,8 @@ def make_engine(
     """
     from perilune.engine.engine import Engine
 
-    device = next(decoder.parameters()).device
-    size = engine_size(decoder.config, max_tokens, device.type, samples)
+    room = CacheRoom(next(decoder.parameters()).device.type, decoder.precision)
+    size = engine_size(decoder.config, max_tokens, room, samples)
     engine = Engine(decoder, tokenizer=tokenizer, **size)
     if record_routes:
         engine.record_routes()
@@ -182,19 +223,36 @@ def stage_memory(
     """
     require_prompt_room(config, max_tokens)
     length = _length(config, max_tokens)
-    slots = min(samples, slots_for(config, max_tokens, device))
+    room = CacheRoom(device, "float32" if learner is None else learner.precision)
+    slots = min(samples, slots_for(config, max_tokens, room))
 
     def planned(budget: int) -> MemoryPlan:
-        return plan_memory(
+        plan = plan_memory(
             config,
             sampling=(slots, length) if samples else None,
             learning=(budget, min(length, budget)) if budget else None,
             reference=reference,
             savings=_savings(config, learner),
         )
+        return _on_gpu(plan, config, max_tokens, room, slots) if room.kind == "cuda" and samples else plan
 
     plan = planned(token_budget)
     return StageMemory(plan.persistent, plan.transient, token_budget, planned, slots)
+
+
+def _on_gpu(
+    plan: MemoryPlan, config: DecoderConfig, max_tokens: int, room: CacheRoom, slots: int
+) -> MemoryPlan:
+    """The plan with the engine that a GPU has: a cache of `engine_size`, allocated whole at the start, and
+    matrices in the precision of products. (On a CPU, pages of the cache that nothing touches take no memory.)
+    """
+    blocks = 1 + engine_size(config, max_tokens, room, slots)["cache_tokens"] // BLOCK
+    held = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
+    if room.precision == "bfloat16":
+        card = card_of(config)
+        head = room.item_bytes * card.table_parameters if card.tied else 0
+        held["engine"] = base_bytes(config, "bfloat16") + head
+    return replace(plan, persistent=held)
 
 
 def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:
