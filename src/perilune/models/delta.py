@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
@@ -26,12 +28,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.layer, self.sizes = layer, delta
         hidden, width = config.hidden_size, delta.heads * delta.value_size
-        grouped = config.family.linear_grouped
+        self._grouped = config.family.linear_grouped
         outputs = {"in_proj_qkv": delta.channels, "in_proj_z": width}
         outputs |= {"in_proj_b": delta.heads, "in_proj_a": delta.heads}
         self.inward = named_maps(self, config.family, hidden, outputs)
         self.outward = named_maps(self, config.family, width, {"out_proj": hidden})
-        self._order = _order(delta) if grouped else None
         self.conv1d = nn.Module()
         self.conv1d.weight = nn.Parameter(torch.empty(delta.channels, 1, delta.taps))
         self.dt_bias, self.A_log = (nn.Parameter(torch.ones(delta.heads)) for _ in range(2))
@@ -41,7 +42,7 @@ class GatedDeltaNet(nn.Module):
         assert isinstance(attention, HasRecurrence), "this attention has no recurrent layers"
         sizes, recurrence = self.sizes, attention.recurrence
         projected = self.inward(x)
-        if self._order is not None:
+        if self._grouped:
             projected = projected.index_select(1, self._order.to(x.device))
         width = sizes.heads * sizes.value_size
         mixed, z, b, a = torch.split(projected, [sizes.channels, width, sizes.heads, sizes.heads], dim=1)
@@ -64,6 +65,17 @@ class GatedDeltaNet(nn.Module):
         out = rms_norm(out, self.norm.factor().to(dtype), self.norm.eps).to(x.dtype)
         return self.outward(swiglu(z, out.flatten(1)))
 
+    @cached_property
+    def _order(self) -> Tensor:
+        """int64[outputs], the columns in the order q, k, v, z, b, a from (q, k, v, z), (b, a) by key head."""
+        delta = self.sizes
+        shared = delta.heads // delta.key_heads
+        sizes = [delta.key_size, delta.key_size, *[shared * delta.value_size] * 2]
+        wide = torch.arange(delta.key_heads * sum(sizes)).view(delta.key_heads, -1)
+        narrow = wide.numel() + torch.arange(2 * delta.heads).view(delta.key_heads, -1)
+        parts = [*torch.split(wide, sizes, dim=1), *torch.split(narrow, [shared, shared], dim=1)]
+        return torch.cat([part.flatten() for part in parts])
+
     def _normalised(self, qk: Tensor) -> Tensor:
         """Queries and keys float[N, 2 Hk, Dk] of length 1, and queries divided by sqrt(Dk) for scores."""
         size = self.sizes.key_size
@@ -83,16 +95,6 @@ class GatedDeltaNet(nn.Module):
         self.A_log.copy_(torch.rand(self.A_log.shape, generator=generator).mul(15.99).add(0.01).log())
         self.dt_bias.fill_(1.0)
         self.norm.weight.fill_(1.0)
-
-
-def _order(delta: DeltaRule) -> Tensor:
-    """The columns in the order q, k, v, z, b, a by head, from an order by key head: (q, k, v, z), (b, a)."""
-    shared = delta.heads // delta.key_heads
-    sizes = [delta.key_size, delta.key_size, *[shared * delta.value_size] * 2]
-    wide = torch.arange(delta.key_heads * sum(sizes), device="cpu").view(delta.key_heads, -1)
-    narrow = wide.numel() + torch.arange(2 * delta.heads, device="cpu").view(delta.key_heads, -1)
-    parts = [*torch.split(wide, sizes, dim=1), *torch.split(narrow, [shared, shared], dim=1)]
-    return torch.cat([part.flatten() for part in parts])
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class SimulatedModel:
     @classmethod
     def of(cls, config: DecoderConfig) -> SimulatedModel:
         """The model of a configuration."""
-        windows = Counter(config.windows or (None,))
+        windows = Counter(config.window(layer) for layer in range(config.num_layers))
         shares = {window: count / windows.total() for window, count in windows.items()}
         return cls(config.vocab_size + 1, config.max_position_embeddings, shares)
 

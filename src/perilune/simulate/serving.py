@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from perilune.errors import RequestError
 from perilune.files import read_regular
 from perilune.models.card.model_card import ModelCard
+from perilune.models.config.decoder_config import STATE_WINDOW
 from perilune.models.memory import TOKEN_BUDGET
 from perilune.simulate.autoscaling import Autoscaling, Scaled, scale
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
@@ -298,7 +299,7 @@ def _shares(items: Sequence[_Sent], count: int) -> list[Sequence[_Sent]]:
 
 
 def _shape(model: ModelCard) -> SimulatedModel:
-    windows = [layer.mixer.window for layer in model.layers]
+    windows = [STATE_WINDOW if layer.mixer.state else layer.mixer.window for layer in model.layers]
     shares = {window: windows.count(window) / len(windows) for window in dict.fromkeys(windows)}
     return SimulatedModel(VOCABULARY + 1, model.max_positions, shares)
 
