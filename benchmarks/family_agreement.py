@@ -46,15 +46,51 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+ROUTED = {
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 8, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+OLMO3 = {
+    "sliding_window": 64,
+    "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156,
+    "logits_scaling": 8.0,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 192}),
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "mistral": ("Mistral", {"sliding_window": 64}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "phi3": ("Phi3", {"head_dim": 32, "sliding_window": 64}),
+    "smollm3": ("SmolLM3", {}),
+    "granite": ("Granite", GRANITE | {"head_dim": 32}),
     "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", OLMO3 | {"head_dim": 32}),
+    "olmoe": ("Olmoe", {"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 64}),
     "gemma3_text": ("Gemma3Text", {"sliding_window": 64, "sliding_window_pattern": 2}),
+    "glm4_moe": ("Glm4Moe", ROUTED | {"use_qk_norm": True}),
+    "gpt_oss": ("GptOss", {"sliding_window": 64, "num_local_experts": 8, "rope_parameters": YARN}),
+    "deepseek_v2": ("DeepseekV2", LATENT | ROUTED | {"head_dim": 16, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", LATENT | ROUTED | {"head_dim": 16}),
 }
 
 
@@ -79,12 +115,14 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest absolute differences of log-probs of one family, in nats."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in theirs.named_parameters():
         if name.endswith(("norm.weight", "bias")):  # not the neutral ones that they start with
             parameter.add_(torch.randn_like(parameter) * 0.2)
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "router.weight")):
             parameter.copy_(torch.randn_like(parameter) * 0.1)
+        if name.endswith("sinks"):
+            parameter.copy_(torch.randn_like(parameter))
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = load_decoder(Path(folder))

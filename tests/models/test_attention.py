@@ -16,14 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perilune.models import attention, kernels
-from perilune.models.attention import PackedAttention, attend, padded
+from perilune.models.attention import PackedAttention, ScoreOptions, attend, padded
 from perilune.models.native import ops
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, prefix: int = 0, window: int | None = None) -> Tensor:
+PLAIN = ScoreOptions()
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: int = 0,
+    window: int | None = None,
+    options: ScoreOptions = PLAIN,
+) -> Tensor:
     """Causal attention of the last queries of one sequence, head by head."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
@@ -31,7 +41,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, prefix: int = 0, window: int | None =
         for head in range(q.shape[1]):
             stop = prefix + row + 1
             visible = slice(0 if window is None else max(0, stop - window), stop)
-            weights = (k[visible, head // group] @ q[row, head] / q.shape[-1] ** 0.5).softmax(0)
+            scores = k[visible, head // group] @ q[row, head] / q.shape[-1] ** 0.5
+            if options.cap is not None:
+                scores = options.cap * (scores / options.cap).tanh()
+            if options.sinks is not None:
+                scores = torch.cat([scores, options.sinks[head : head + 1]])
+            weights = scores.softmax(0)[: stop - visible.start]
             out[row, head] = weights @ v[visible, head // group]
     return out
 
@@ -52,6 +67,7 @@ def check(
     window: int | None = None,
     prefix_lengths: list[int] | None = None,
     attend_all: Callable[..., Tensor] | None = None,
+    options: ScoreOptions | None = None,
 ) -> None:
     cu = bounds(lengths)
     inputs = random_qkv(int(cu[-1]), *heads)
@@ -60,8 +76,15 @@ def check(
     cut = None if prefix_lengths is None else torch.tensor(prefix_lengths)
     packed = PackedAttention(cu, of, cut)
     attended = partial(packed, 0) if attend_all is None else partial(attend_all, spans=packed._long)
-    out = attended(*ours, window=window)
+    out = attended(*ours, window=window, **({} if options is None else {"options": options}))
     theirs = [x.double().requires_grad_() for x in inputs]
+    same = PLAIN
+    if options is not None:
+        same = ScoreOptions(None, options.cap)
+        if options.sinks is not None:
+            theirs.append(options.sinks.detach().double().requires_grad_())
+            ours.append(options.sinks)
+            same = ScoreOptions(theirs[3], options.cap)
     parts = []
     for index, length in enumerate(lengths):
         tokens = torch.arange(int(cu[index]), int(cu[index]) + length)
@@ -69,7 +92,7 @@ def check(
         past = torch.arange(int(cu[before]), int(cu[before + 1])) if before >= 0 else tokens[:0]
         past = past if prefix_lengths is None else past[: prefix_lengths[index]]
         keys = torch.cat([past, tokens])
-        parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past), window))
+        parts.append(plain(theirs[0][tokens], theirs[1][keys], theirs[2][keys], len(past), window, same))
     expected = torch.cat(parts)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     weight = torch.randn_like(out)
@@ -85,6 +108,17 @@ def test_sequences_can_continue_only_the_beginning_of_another(
     heads: tuple[int, int], window: int | None
 ) -> None:
     check([20, 3, 5, 7, 1], [-1, 0, 0, -1, 3], heads, window, prefix_lengths=[0, 17, 1, 0, 6])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("has_sinks", "cap"), [(True, None), (False, 1.5), (True, 1.5)])
+def test_sinks_and_bounds_on_scores(
+    has_sinks: bool, cap: float | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0]).requires_grad_() if has_sinks else None
+    cut, options = [0, 17, 1, 0, 6], ScoreOptions(sinks, cap)
+    check([20, 3, 5, 7, 1], [-1, 0, 0, -1, 3], (4, 2), window, cut, options=options)
 
 
 @settings(max_examples=15, deadline=None)

@@ -39,7 +39,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
     )
     fraction = option("partial_rotary_factor", st.sampled_from([0.5, 1.0]), 1.0)
     mixture = option("num_experts", experts(layers, options))
-    one_size = DECODER_FAMILIES[architecture].names.get("moe_intermediate_size") == "intermediate_size"
+    one_size = DECODER_FAMILIES[architecture].one_width
     return DecoderConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 200_000)),

@@ -21,7 +21,6 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
 from perilune.models.checkpoints.stored import open_decoder
 from perilune.models.decoder import Decoder
-from perilune.models.native import ops
 from perilune.models.text.tokenizer import Tokenizer
 
 LENGTH, VOCABULARY, SIZE = 40, 98, 32
@@ -245,17 +244,21 @@ def learned(decoder: Decoder, tokens: Tensor) -> Tensor:
     return decoder.logits(hidden).view(*tokens.shape, -1)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+WITH_C = [(kind, "native") for kind in FAMILIES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arithmetic"), [*WITH_C, ("gpt_oss", "torch"), ("mixtral", "torch")], indirect=["arithmetic"]
+)
 @torch.no_grad()
-def test_sampling_has_the_bits_of_learning(kind: str, tmp_path: Path) -> None:
+def test_sampling_has_the_bits_of_learning(kind: str, arithmetic: str, tmp_path: Path) -> None:
     drawn(kind, 0).save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     expected = learned(decoder, tokens)
     blocks = [1 + 2 * 3] * len(decoder.config.distinct_windows)
     fastest = fastest_runner(open_decoder(tmp_path), blocks)
-    if ops.available():
-        assert isinstance(fastest, NativeRunner) == (kind not in LEFT_TO_TORCH)
+    assert isinstance(fastest, NativeRunner) == (arithmetic == "native" and kind not in LEFT_TO_TORCH)
     for runner in (TorchRunner(decoder, blocks), fastest):
         stops, logits = sampled(runner, tokens, len(blocks))
         assert torch.equal(logits, expected[:, stops])

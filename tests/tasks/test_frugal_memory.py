@@ -39,11 +39,15 @@ MIXTURE = DecoderConfig(
 )  # fmt: skip
 LATENT = WIDE.replace(architecture="deepseek_v3", num_kv_heads=6, head_dim=24, latent=Latent(40, 8, 16, 12))
 LINEAR = WIDE.replace(architecture="qwen3_5_text", delta=DeltaRule((0, 1, 2, 4), 2, 4, 8, 12))
+SHARED = MIXTURE.replace(
+    architecture="glm4_moe", experts=Experts(4, 2, 48, dense_layers=(0,), shared_size=96)
+)
+ONE_MATRIX = WIDE.replace(architecture="phi3")
 TOKENS = 1024
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")])
-@pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT, LINEAR])
+@pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT, LINEAR, SHARED, ONE_MATRIX])
 def test_numbers_of_an_adapter_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
     decoder = Decoder(config)
     attach(decoder, targets, 4, alpha=8.0, seed=0)

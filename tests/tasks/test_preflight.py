@@ -96,6 +96,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logit_softcap": 30.0,
     },
     "qwen3_moe": {"experts": Experts(8, 2, 64, dense_layers=(1,))},
+    "glm4_moe": {
+        "experts": Experts(8, 2, 64, dense_layers=(0,), shared_size=64, groups=2),
+        "rope": Rope(1e4, None, 0.5),
+    },
+    "gpt_oss": {"experts": Experts(8, 2, 160), "windows": (3, None, 3)},
+    "gemma2": {"score_softcap": 5.0, "windows": (3, None, 3)},
 }  # fmt: skip
 
 
@@ -106,7 +112,10 @@ def test_the_gradient_of_every_family_is_the_one_by_hand(family: str) -> None:
         "num_kv_heads": 2, "head_dim": 64,
     }  # fmt: skip
     config = DecoderConfig(architecture=family, **{**sizes, **FAMILIES[family]})  # type: ignore[arg-type]
-    for options in ({"kl": 0.1, "algorithm": "ppo"}, {"kl": 0.1, "algorithm": "gspo", "lora": {"rank": 8}}):
+    lora: dict[str, Any] = {"rank": 8}
+    if config.family.fused_experts:
+        lora["targets"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    for options in ({"kl": 0.1, "algorithm": "ppo"}, {"kl": 0.1, "algorithm": "gspo", "lora": lora}):
         check_gradient(Twin(spec(**options), config, torch.device("cpu")))
 
 

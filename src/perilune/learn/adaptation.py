@@ -28,7 +28,7 @@ def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
     if lora is None:
         return
     known = {name.rpartition(".")[2] for name, _ in linear_maps(decoder)}
-    missing = sorted(set(lora.targets) - known)
+    missing = sorted(name for name in lora.targets if decoder.config.family.module(name) not in known)
     if missing:
         raise RequestError(
             f"this model has no linear map {missing[0]}",

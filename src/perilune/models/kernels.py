@@ -96,7 +96,8 @@ def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tens
         return narrowed(weight, "bfloat16").times(x)
     if is_native(x):
         return ops.linear(x, ops.pack_weight(weight, temporary=True))
-    return _product(x, weight) if is_exact(x) else F.linear(x, weight)
+    # oneDNN sums in another order for another layout.
+    return _product(x, weight.contiguous()) if is_exact(x) else F.linear(x, weight)
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

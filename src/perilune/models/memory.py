@@ -37,6 +37,7 @@ from perilune.models.card.from_config import model_card
 from perilune.models.card.layers import STATES_KEPT_EVERY
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
+from perilune.models.config.families import Family
 
 PROCESS_BYTES = 430 << 20
 """Resident size of Python, torch and the other libraries without a model, measured on Linux."""
@@ -219,23 +220,39 @@ def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
 
 def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str]) -> int:
     """Parameters of A and B for the linear maps called `targets`, in all layers."""
-    d, size = config.hidden_size, config.head_dim
+    d, size, family = config.hidden_size, config.head_dim, config.family
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    inward = 2 * queries if config.family.output_gate else queries
-    attention = {"q_proj": d + inward, "k_proj": d + keys, "v_proj": d + keys, "o_proj": queries + d}
+    inward = 2 * queries if family.output_gate else queries
+    into, out = {"q_proj": inward, "k_proj": keys, "v_proj": keys}, queries
     if config.latent is not None:
-        attention = {"o_proj": config.num_heads * config.latent.value_size + d}
+        into, out = {}, config.num_heads * config.latent.value_size
         if config.latent.query_rank is None:
-            attention["q_proj"] = d + queries
-    linear = 0 if config.delta is None else len(config.delta.layers)
-    attending = config.num_layers - linear
-    sides = attending * sum(size for name, size in attention.items() if name in targets)
+            into["q_proj"] = queries
+    attending = config.num_layers - (0 if config.delta is None else len(config.delta.layers))
+    sides = attending * (_sides(family, d, into, targets) + _sides(family, out, {"o_proj": d}, targets))
+
+    def network(inner: int) -> int:
+        gates = _sides(family, d, {"gate_proj": inner, "up_proj": inner}, targets)
+        return gates + _sides(family, inner, {"down_proj": d}, targets)
+
     for layer in range(config.num_layers):
-        count, inner = 1, config.intermediate_size
-        if config.experts is not None and config.is_sparse(layer):
-            count, inner = config.experts.count, config.experts.intermediate_size
-        sides += count * (d + inner) * sum(name in targets for name in ("gate_proj", "up_proj", "down_proj"))
+        experts = config.experts
+        if experts is None or not config.is_sparse(layer):
+            sides += network(config.intermediate_size)
+            continue
+        if not family.fused_experts:
+            sides += experts.count * network(experts.intermediate_size)
+        sides += network(experts.shared_size) if experts.shared_size else 0
     return rank * sides
+
+
+def _sides(family: Family, inputs: int, outputs: Mapping[str, int], targets: Collection[str]) -> int:
+    """Inputs and outputs of the targeted maps of one input; maps with one name are one."""
+    rows: dict[str, int] = {}
+    for name, count in outputs.items():
+        rows[family.module(name)] = rows.get(family.module(name), 0) + count
+    named = {family.module(target) for target in targets}
+    return sum(inputs + count for name, count in rows.items() if name in named)
 
 
 def learning_bytes(

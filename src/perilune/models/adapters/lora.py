@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import gradient_product, linear, product
 from perilune.models.layers import ExpertMap, Projection
@@ -119,12 +120,14 @@ class _Merged(torch.autograd.Function):
 def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, seed: int) -> None:
     """Freeze `decoder` and add a trainable A and B to its linear maps called `targets` ("q_proj", ...).
 
-    A is drawn as in PEFT, uniformly within 1 / sqrt(I). B is 0, so the policy is unchanged.
+    A is drawn as in PEFT, uniformly within 1 / sqrt(I). B is 0, so the policy is unchanged. In a model that
+    stacks several maps in one matrix, such as `qkv_proj`, the name of one stands for all of them.
     """
     decoder.requires_grad_(False)
     random = np.random.default_rng([seed, _STREAM])
+    names = {decoder.config.family.module(target) for target in targets}
     for name, part in linear_maps(decoder):
-        if name.rpartition(".")[2] in targets:
+        if name.rpartition(".")[2] in names:
             out, inner = part.weight.shape
             bound = 1 / math.sqrt(inner)
             drawn = random.uniform(-bound, bound, (rank, inner)).astype(np.float32)
@@ -145,8 +148,17 @@ def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
 
     Linear maps of layers become `kind`. Embedding and head stay in bfloat16 at least, because their rounding
     matters most. Routers, norms and biases are unchanged. Call `install_merged_projections` afterwards.
+
+    Raises:
+        RequestError: for a model whose experts share tensors.
     """
     owner, _, attribute = name.rpartition(".")
+    if kind != "float32" and decoder.config.family.fused_experts:
+        raise RequestError(
+            f"the experts of {decoder.config.architecture} cannot be stored in {kind}",
+            where="lora.base",
+            remedy="set base to float32",
+        )
     if kind == "float32" or attribute != "weight":
         return
     part = decoder.get_submodule(owner)

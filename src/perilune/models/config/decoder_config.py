@@ -132,8 +132,7 @@ class DecoderConfig:
             default = type(experts).__dataclass_fields__[name].default
             if getattr(experts, name) != default and not self.family.options.intersection(key):
                 raise _impossible(f"the experts of a {self.architecture} model have no {name}")
-        one_size = self.family.names.get("moe_intermediate_size") == "intermediate_size"
-        if one_size and experts.intermediate_size != self.intermediate_size:
+        if self.family.one_width and experts.intermediate_size != self.intermediate_size:
             raise _impossible(f"the experts of a {self.architecture} model have another width")
         first = tuple(range(len(experts.dense_layers)))
         if "first_k_dense_replace" in self.family.options and experts.dense_layers != first:

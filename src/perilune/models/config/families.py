@@ -123,6 +123,11 @@ class Family:
         names = {name: raw[theirs] for name, theirs in self.names.items() if raw.get(theirs) is not None}
         return {**self.defaults, **raw, **names}
 
+    @property
+    def one_width(self) -> bool:
+        """Whether `intermediate_size` is the width of experts."""
+        return self.names.get("moe_intermediate_size") == "intermediate_size"
+
     def module(self, name: str) -> str:
         """The family's name of a module."""
         return self.modules.get(name, name)

@@ -25,7 +25,7 @@ from perilune.learn.batch import COMPONENTS, PackedBatch, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
 from perilune.learn.weights import Component, KLEstimator, Surrogate, ValueTargets, WeightedGroup
-from perilune.tasks.checks.twin import Figures, Twin, plain
+from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain
 from perilune.tasks.stage.publishing import RANDOM
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
@@ -168,11 +168,15 @@ def _central_differences(twin: Twin, direction: int, only: str | None = None) ->
     episodes = [one for group in twin.groups for one in group]
     weights = [one for one in _directions(twin, direction) if only in (None, one[0])]
 
+    routes = FirstRoutes()
+
     def shifted(by: float) -> Figures:
         for _, weight, signs in weights:
             weight.add_(signs, alpha=by)
-        return plain(twin.exact, twin.exact_critic, episodes, twin.spec.temperature)
+        return plain(twin.exact, twin.exact_critic, episodes, twin.spec.temperature, routes)
 
+    if twin.exact.config.experts is not None:
+        shifted(0.0)
     up, down = shifted(STEP), shifted(-2 * STEP)
     for _, weight, signs in weights:
         weight.add_(signs, alpha=STEP)

@@ -23,12 +23,13 @@ from perilune.models.adapters.lora import A, B
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.routing import Routing
 
 if TYPE_CHECKING:
     from perilune.rollout.groups import Groups
     from perilune.tasks.rl.spec import RLSpec
 
-_VOCABULARY, _HIDDEN, _RANK = 32, 32, 4
+_VOCABULARY, _HIDDEN, _EXPERT, _RANK = 32, 32, 16, 4
 _LENGTHS = (5, 2, 4, 1)  # lengths of answers in tokens
 # The learner's log-probs minus the sampler's, in nats: ratios from 0.5 to 4.5, inside and outside the clips.
 _DRIFT = np.array([0.0, 0.08, -0.08, 0.6, -0.6, 1.5])
@@ -128,14 +129,18 @@ def _scaled_down(config: DecoderConfig) -> DecoderConfig:
         config.experts,
         count=min(config.experts.count, 4),
         per_token=min(config.experts.per_token, 2),
-        intermediate_size=16,
+        intermediate_size=_EXPERT,
+        shared_size=_EXPERT if config.experts.shared_size else 0,
+        groups=1,
+        groups_per_token=1,
     )
+    heads = min(config.num_heads, 2)
     return config.replace(
         vocab_size=_VOCABULARY,
         hidden_size=_HIDDEN,
-        intermediate_size=_HIDDEN,
-        num_heads=min(config.num_heads, 2),
-        num_kv_heads=1,
+        intermediate_size=_EXPERT if experts and config.family.one_width else _HIDDEN,
+        num_heads=heads,
+        num_kv_heads=heads if config.latent else 1,
         experts=experts,
         initializer_range=_HIDDEN**-0.5,
     )
@@ -149,9 +154,29 @@ class Figures(NamedTuple):
     entropies: Tensor
 
 
+class FirstRoutes:
+    """Routes of the first forward pass of a mixture of experts, which later ones repeat.
+
+    The log-probs jump where a small change of weights changes a route, and have no derivative there.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, Tensor] = {}
+
+    def given(self, layer: int, rows: int) -> Tensor | None:
+        return self._chosen.get(layer)
+
+    def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
+        self._chosen.setdefault(layer, chosen)
+
+
 @torch.no_grad()
 def plain(
-    decoder: Decoder, critic: Critic | None, episodes: Sequence[Episode], temperature: float
+    decoder: Decoder,
+    critic: Critic | None,
+    episodes: Sequence[Episode],
+    temperature: float,
+    routing: Routing | None = None,
 ) -> Figures:
     """Log-probs of the trained tokens of all episodes, and values and entropies before them.
 
@@ -167,7 +192,8 @@ def plain(
     tokens = torch.from_numpy(np.concatenate(sequences)).to(device)
     positions = torch.from_numpy(np.concatenate([np.arange(len(ids)) for ids in sequences])).to(device)
     rows = torch.from_numpy(np.concatenate(learned)).to(device)
-    states = decoder(tokens, positions, PackedAttention(torch.from_numpy(ends).to(device)))[rows - 1]
+    attention = PackedAttention(torch.from_numpy(ends).to(device))
+    states = decoder(tokens, positions, attention, routing)[rows - 1]
     logprobs = (decoder.logits(states).double() / temperature).log_softmax(-1)
     values = torch.zeros(len(rows), dtype=torch.float64)
     if critic is not None:
