@@ -18,6 +18,7 @@ from perilune.bundle.plugin import load_plugin
 from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json, sha256_file
+from perilune.learn import training_settings
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_decoder, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
@@ -146,3 +147,26 @@ def test_the_plan_refuses_what_cannot_be_sharded(
     )
     with pytest.raises(RequestError, match=message):
         load_plugin("rl").plan(sharded)
+
+
+@pytest.mark.parametrize(
+    ("installed", "resources", "refused"),
+    [
+        ("2.7.1+cu126", {"processes": 2, "device": "cuda"}, True),
+        ("2.7.1", {"processes": 2, "device": "cpu", "sharded": True}, True),
+        ("2.7.1", {"processes": 2, "device": "cuda", "sharded": False}, False),
+        ("2.7.1", {"processes": 1, "device": "cuda"}, False),
+        ("2.10.0", {"processes": 2, "device": "cuda"}, False),
+    ],
+)
+def test_the_plan_says_which_torch_can_shard(
+    monkeypatch: pytest.MonkeyPatch, installed: str, resources: dict[str, Any], refused: bool
+) -> None:
+    monkeypatch.setattr(training_settings, "version", lambda name: installed)
+    job = make_job("rl")
+    job = job.model_copy(update={"resources": job.resources.model_copy(update=resources)})
+    if refused:
+        with pytest.raises(RequestError, match=r"sharding needs torch 2\.8 or newer, and torch 2\.7\.1"):
+            load_plugin("rl").plan(job)
+    else:
+        load_plugin("rl").plan(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,6 +37,9 @@ class AlgorithmSettings(BaseModel):
     )
 
 
+SHARDING_TORCH = (2, 8)  # major and minor version
+
+
 def refuse_sharding(*, adapter: bool, experts: bool) -> None:
     """Refuse to shard an adapter or a mixture of experts.
 
@@ -52,6 +56,23 @@ def refuse_sharding(*, adapter: bool, experts: bool) -> None:
     if experts:
         message = "a mixture of experts cannot be sharded, because a micro-batch reaches only some experts"
         raise RequestError(message, where="resources.sharded", remedy=remedy)
+
+
+def require_sharding_torch() -> None:
+    """Check that the installed torch can shard: FSDP2 can sum gradients since torch 2.8.
+
+    Raises:
+        RequestError: when it is older.
+    """
+    installed = version("torch")
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    if (major, minor) < SHARDING_TORCH:
+        needed = ".".join(map(str, SHARDING_TORCH))
+        raise RequestError(
+            f"sharding needs torch {needed} or newer, and torch {installed} is installed",
+            where="resources.sharded",
+            remedy=f"pip install 'torch>={needed}', or set sharded: false",
+        )
 
 
 class OptimizerSettings(BaseModel):

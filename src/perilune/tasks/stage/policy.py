@@ -13,7 +13,7 @@ from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.distributed import Ranks, join
-from perilune.learn.training_settings import LearnerSettings
+from perilune.learn.training_settings import LearnerSettings, require_sharding_torch
 from perilune.models.adapters.lora import BaseKind, base_of, narrow_base, pairs_of
 from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
@@ -90,6 +90,8 @@ def join_ranks(workspace: Workspace, device: torch.device, decoder: Decoder) -> 
     if sharded is None and (pairs_of(decoder) or decoder.config.experts is not None):
         sharded = False
     ranks = join(device, sharded)
+    if ranks.sharded:
+        require_sharding_torch()
     if ranks.count > 1:
         layout = "sharded over all processes" if ranks.sharded else "replicated in each process"
         workspace.log(f"process {ranks.rank} of {ranks.count}, trained parameters {layout}")

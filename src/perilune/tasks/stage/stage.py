@@ -10,7 +10,12 @@ from pydantic import BaseModel
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import OutputKind, complete_spec
-from perilune.learn.training_settings import LearnerSettings, OptimizerSettings, refuse_sharding
+from perilune.learn.training_settings import (
+    LearnerSettings,
+    OptimizerSettings,
+    refuse_sharding,
+    require_sharding_torch,
+)
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
@@ -54,8 +59,8 @@ class Stage(ABC, Generic[Spec]):
         """
         spec = read_spec(self.spec, job)
         require_data(job)
-        if job.resources.sharded and isinstance(spec, LearnerSettings):
-            refuse_sharding(adapter=spec.lora is not None, experts=_has_experts(job))
+        if isinstance(spec, LearnerSettings):
+            _check_sharding(spec, job)
         return {**self.describe(spec, job), **describe_defaults(spec, job)}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
@@ -77,6 +82,17 @@ class Stage(ABC, Generic[Spec]):
     @abstractmethod
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
         """Run the stage and return its summary."""
+
+
+def _check_sharding(settings: LearnerSettings, job: Job) -> None:
+    """Refuse a sharding that the job requests and that is impossible. The machine runs this torch too."""
+    resources, adapter = job.resources, settings.lora is not None
+    if resources.sharded:
+        refuse_sharding(adapter=adapter, experts=_has_experts(job))
+    by_default = resources.device == "cuda" and resources.processes * resources.nodes > 1
+    can_shard = not adapter and not (by_default and _has_experts(job))
+    if resources.sharded or (resources.sharded is None and by_default and can_shard):
+        require_sharding_torch()
 
 
 def _has_experts(job: Job) -> bool:
