@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perilune.models import memory
 
 BLOCK = memory.BLOCK
-"""Tokens per block."""
+"""Tokens per block, unless the runner's kernels need another size."""
 
 NULL_BLOCK = 0
 """The block that tables name where there is no block, and that padding is written to."""
@@ -91,27 +91,29 @@ def root_digest(version: int, adapter: int) -> bytes:
     return hashlib.blake2b(f"{version}/{adapter}".encode(), digest_size=16).digest()
 
 
-def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int] | NDArray[np.int32]) -> None:
-    """Append the digests of the full blocks of `tokens` that `digests` does not have yet.
+def extend_digests(
+    digests: list[bytes], root: bytes, tokens: Sequence[int] | NDArray[np.int32], size: int = BLOCK
+) -> None:
+    """Append the digests of the full blocks of `size` of the `tokens` that `digests` does not have yet.
 
     Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so that
     no crafted prompt can read the blocks of another one.
     """
     done = len(digests)
-    tail = np.ascontiguousarray(tokens[done * BLOCK : len(tokens) // BLOCK * BLOCK], dtype=np.int32).tobytes()
+    tail = np.ascontiguousarray(tokens[done * size : len(tokens) // size * size], dtype=np.int32).tobytes()
     parent = digests[-1] if digests else root
-    for start in range(0, len(tail), 4 * BLOCK):
-        parent = hashlib.blake2b(tail[start : start + 4 * BLOCK], digest_size=16, key=parent).digest()
+    for start in range(0, len(tail), 4 * size):
+        parent = hashlib.blake2b(tail[start : start + 4 * size], digest_size=16, key=parent).digest()
         digests.append(parent)
 
 
-def columns_behind(window: int | None, computed: NDArray[np.int64]) -> NDArray[np.int64]:
+def columns_behind(window: int | None, computed: NDArray[np.int64], size: int = BLOCK) -> NDArray[np.int64]:
     """Columns that no query from position `computed` on sees, by position; 0 without a window."""
     if window is None:
         return np.zeros_like(computed)
-    return np.maximum(0, computed - window + 1) // BLOCK
+    return np.maximum(0, computed - window + 1) // size
 
 
-def blocks_for(tokens: int) -> int:
-    """Blocks needed for `tokens` tokens."""
-    return -(-tokens // BLOCK)
+def blocks_for(tokens: int, size: int = BLOCK) -> int:
+    """Blocks of `size` tokens needed for `tokens` tokens."""
+    return -(-tokens // size)

@@ -65,13 +65,13 @@ class Engine:
         decoder: the model, on its device and in its dtype. The engine copies its weights now and at every
             `update_weights`, so training does not change a version. A `TransformersModel` is not copied.
         slots: most samples in flight at once.
-        cache_tokens: size of the KV cache in tokens of all samples, rounded up to blocks of 16. By default
+        cache_tokens: size of the KV cache in tokens of all samples, rounded up to whole blocks. By default
             enough for `slots` samples of the longest kind, at most 4 GiB.
         token_budget: most tokens computed in one step; longer prompts are split into chunks.
         score_tokens: most tokens of one scoring batch.
         tokenizer: required for stop texts and for the text of deltas.
         runner: creates the runner from the decoder and the number of blocks for each of its
-            `distinct_windows`.
+            `distinct_windows`. Its attribute `block_size` is the number of tokens per block, 16 if missing.
 
     Attributes:
         version: policy version of the weights.
@@ -93,11 +93,12 @@ class Engine:
         self._source: Any = decoder
         self._config = decoder.config
         self._slots, self._score_tokens = slots, score_tokens
+        self._block_size = block_size = int(getattr(runner, "block_size", BLOCK))
         self._token_budget = max(token_budget, 2 * slots)
         self._tokenizer = tokenizer
-        num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots))
+        num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots), block_size)
         self._num_blocks = tuple(
-            window_blocks(window, num_blocks, slots=slots, token_budget=self._token_budget)
+            window_blocks(window, num_blocks, slots=slots, token_budget=self._token_budget, size=block_size)
             for window in decoder.config.distinct_windows
         )
         self._make_runner = runner
@@ -111,6 +112,7 @@ class Engine:
             decoder.config.max_position_embeddings,
             num_blocks,
             tokenizer is not None,
+            block_size,
         )
         self.version = 0
         self.checksum = ""
@@ -122,8 +124,8 @@ class Engine:
     def _open(self) -> None:
         """Start with no requests and an empty cache."""
         windows = self._config.distinct_windows
-        self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows))
-        self._pools = BlockPools(self._num_blocks, windows, store=self._offload)
+        self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows), self._block_size)
+        self._pools = BlockPools(self._num_blocks, windows, store=self._offload, block_size=self._block_size)
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
         self._scheduler.speculation = self._speculate()
@@ -299,7 +301,7 @@ class Engine:
     @property
     def cache_tokens(self) -> int:
         """Tokens that the cache holds, in the layers that see all of them."""
-        return BLOCK * (max(self._num_blocks) - 1)
+        return self._limits.cache_tokens
 
     @property
     def cache_use(self) -> float:
@@ -377,13 +379,13 @@ class Engine:
         for index, (prompt, answer) in enumerate(zip(prompt_ids, token_ids, strict=True)):
             self._limits.check_tokens(prompt, len(answer), f"prompt {index}")
             self._limits.check_tokens([*prompt[:1], *answer], 0, f"answer {index}")
-            pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer)))
+            pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer), self._block_size))
         number = self._adapters.number(adapter, "score")
         rows = max(1, MOST_LOGITS // self._config.vocab_size)
         bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
         scores: list[NDArray[np.float32]] = []
         for batch in in_batches(pairs, bounds):
-            blocks = self._scheduler.allocate_temporarily(sum(blocks_for(len(pair.tokens)) for pair in batch))
+            blocks = self._scheduler.allocate_temporarily(sum(pair.blocks for pair in batch))
             logprobs = []
             try:
                 for step, targets in lay_out(batch, blocks, number, bounds):

@@ -32,17 +32,24 @@ class EngineLimits:
         positions: most tokens of a sequence.
         num_blocks: blocks of the cache, including the null block.
         has_tokenizer: whether stop texts are possible.
+        block_size: tokens per block.
     """
 
     vocab_size: int
     positions: int
     num_blocks: int
     has_tokenizer: bool
+    block_size: int = BLOCK
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds, in the layers that see all of them."""
+        return (self.num_blocks - 1) * self.block_size
 
     @property
     def longest(self) -> int:
         """Most tokens of one sequence."""
-        return min(self.positions, (self.num_blocks - 1) * BLOCK)
+        return min(self.positions, self.cache_tokens)
 
     def check(self, request: Request, where: str) -> None:
         """Raise RequestError, naming `where`, for a request that the engine cannot serve."""
@@ -90,9 +97,9 @@ class EngineLimits:
                 where=where,
                 remedy="shorten the prompt, or request fewer tokens",
             )
-        if blocks_for(total) >= self.num_blocks:
+        if total > self.cache_tokens:
             raise RequestError(
-                f"{len(prompt)} tokens and {more} more exceed the cache's {(self.num_blocks - 1) * BLOCK}",
+                f"{len(prompt)} tokens and {more} more exceed the cache's {self.cache_tokens}",
                 where=where,
                 remedy="shorten the prompt, request fewer tokens, or give the engine more cache_tokens",
             )

@@ -30,6 +30,7 @@ class BlockPools:
         windows: tokens that a query sees, including its own; None for all before it.
         clock: seconds, for sessions whose return is announced.
         store: takes the evicted blocks.
+        block_size: tokens per block.
 
     Attributes:
         most_at_once: most tokens of one sequence in a step.
@@ -41,11 +42,12 @@ class BlockPools:
         windows: Sequence[int | None] = (None,),
         clock: Callable[[], float] = time.monotonic,
         store: OffloadStore | None = None,
+        block_size: int = BLOCK,
     ) -> None:
-        self.windows = tuple(windows)
+        self.windows, self.block_size = tuple(windows), block_size
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
-        self.tree = PrefixTree(self.windows, self.pools, clock, store)
+        self.tree = PrefixTree(self.windows, self.pools, clock, store, block_size)
         self.most_at_once = STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
         self.behind, self.find, self.record = self.tree.behind, self.tree.find, self.tree.record
         self.forget_all = self.tree.forget_all
@@ -100,11 +102,11 @@ class BlockPools:
         `spare` blocks must remain.
         """
         path = self.tree.path(digests)
-        starts = self.behind(len(path) * BLOCK)
+        starts = self.behind(len(path) * self.block_size)
         for index, (window, start, pool) in enumerate(zip(self.windows, starts, self.pools, strict=True)):
-            need = blocks_for(length) - len(path)
+            need = blocks_for(length, self.block_size) - len(path)
             if window is not None:
-                need = min(need, blocks_in(window + min(most_fed, self.most_at_once)))
+                need = min(need, blocks_in(window + min(most_fed, self.most_at_once), self.block_size))
             unused = sum(not pool.references[node.blocks[index]] for node in path[start:] if node is not None)
             if need + spare > pool.available - unused:
                 return False
@@ -116,7 +118,7 @@ class BlockPools:
         for index, (window, blocks, left) in enumerate(tables):
             if window is None:
                 continue
-            behind = columns_behind(window, sequences.computed[rows])
+            behind = columns_behind(window, sequences.computed[rows], self.block_size)
             due = np.flatnonzero(behind > left[rows])
             for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
                 self.tree.release(index, blocks[row, left[row] : end])

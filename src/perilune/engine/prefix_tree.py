@@ -66,12 +66,14 @@ class PrefixTree:
         windows: tokens that a query sees in the layers of each pool; None for all before it.
         clock: seconds, for announced returns.
         store: takes the evicted blocks.
+        block_size: tokens per block.
     """
 
     windows: tuple[int | None, ...]
     pools: tuple[BlockPool, ...]
     clock: Callable[[], float]
     store: OffloadStore | None = None
+    block_size: int = BLOCK
     _nodes: dict[bytes, Node] = field(default_factory=dict)
     _holders: list[dict[int, Node]] = field(default_factory=list)  # by pool and block
     _spare: list[dict[int, Node]] = field(default_factory=list)  # unreferenced and not needed, oldest first
@@ -121,12 +123,12 @@ class PrefixTree:
         for window, lacks in zip(self.windows, missing, strict=True):
             # For each length, the start of the unbroken run of blocks that ends there.
             begins = np.maximum.accumulate(np.where([False, *lacks], lengths, 0))
-            possible &= begins <= columns_behind(window, lengths * BLOCK)
+            possible &= begins <= columns_behind(window, lengths * self.block_size, self.block_size)
         return int(np.flatnonzero(possible)[-1])
 
     def behind(self, computed: int) -> list[int]:
         """For each pool, the number of columns that no query from position `computed` on sees."""
-        return [int(columns_behind(window, np.array(computed))) for window in self.windows]
+        return [int(columns_behind(window, np.array(computed), self.block_size)) for window in self.windows]
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
         """int32[W, C] of the longest prefix with one more reference each; null behind a window."""
@@ -154,10 +156,10 @@ class PrefixTree:
         )
         wanted = [
             [column for column in range(start, length) if of_pool[column]]
-            for start, of_pool in zip(self.behind(length * BLOCK), lacks, strict=True)
+            for start, of_pool in zip(self.behind(length * self.block_size), lacks, strict=True)
         ]
         keys = [(index, digests[column]) for index, columns in enumerate(wanted) for column in columns]
-        if length <= known or not store.pays(keys, (length - known) * BLOCK):
+        if length <= known or not store.pays(keys, (length - known) * self.block_size):
             return None
         # All is read first, because allocating evicts blocks, for which the store may drop others.
         contents = [
@@ -179,7 +181,7 @@ class PrefixTree:
     def _refer_to(self, path: Sequence[Node | None], lacks: Sequence[Sequence[bool]]) -> Blocks:
         """Tables int32[W, C] of the blocks that the next query sees, with one more reference each."""
         table = np.full((len(self.pools), len(path)), NULL_BLOCK, dtype=np.int32)
-        for index, start in enumerate(self.behind(len(path) * BLOCK)):
+        for index, start in enumerate(self.behind(len(path) * self.block_size)):
             for column, node in enumerate(path[start:], start):
                 if node is not None and not lacks[index][column]:
                     table[index, column] = self._refer(index, node)
@@ -406,7 +408,7 @@ class PrefixTree:
         for index, window in enumerate(self.windows):
             if window is not None:
                 nodes = list(self._last_window(end, window))
-                if nodes[-1].column > _first_seen(end, window) or any(
+                if nodes[-1].column > self._first_seen(end, window) or any(
                     node.blocks[index] == NULL_BLOCK for node in nodes
                 ):
                     return False
@@ -414,7 +416,7 @@ class PrefixTree:
 
     def _last_window(self, end: Node, window: int) -> Iterator[Node]:
         """The nodes from `end` back to the first that a query after it sees."""
-        start = _first_seen(end, window)
+        start = self._first_seen(end, window)
         node: Node | None = end
         while node is not None and node.column >= start:
             yield node
@@ -426,7 +428,7 @@ class PrefixTree:
             for block, pool in zip(node.blocks, self.pools, strict=True)
         )
 
-
-def _first_seen(end: Node, window: int) -> int:
-    """The first column that a query after `end` sees."""
-    return int(columns_behind(window, np.array((end.column + 1) * BLOCK)))
+    def _first_seen(self, end: Node, window: int) -> int:
+        """The first column that a query after `end` sees."""
+        computed = np.array((end.column + 1) * self.block_size)
+        return int(columns_behind(window, computed, self.block_size))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, Blocks, blocks_for
+from perilune.engine.blocks import Blocks, blocks_for
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import InputEmbeddings
 from perilune.engine.sequences import Entry, Rows, Sequences
@@ -135,7 +135,7 @@ class Scheduler:
         sequences = self.sequences
         while True:
             rows = self.decoding
-            due = rows[sequences.num_blocks[rows] * BLOCK < sequences.length[rows]]
+            due = rows[sequences.num_blocks[rows] * self.pools.block_size < sequences.length[rows]]
             if len(due) <= self.pools.available:
                 break
             self._preempt(self._latest())
@@ -149,11 +149,11 @@ class Scheduler:
             return []
         most = self.speculation.most(rows)
         most = np.clip(budget - np.cumsum(most) + most, 0, most)
-        room = sequences.num_blocks[rows] * BLOCK - sequences.length[rows]
+        room = sequences.num_blocks[rows] * self.pools.block_size - sequences.length[rows]
         due = np.flatnonzero(most > room)[: max(0, self.pools.available - len(rows))]
         if len(due):
             sequences.add_blocks(rows[due], self.pools.allocate(len(due)))
-            room[due] += BLOCK
+            room[due] += self.pools.block_size
         return self.speculation.propose(rows, np.minimum(most, room))
 
     def _chunks(self) -> list[tuple[int, int]]:
@@ -184,11 +184,11 @@ class Scheduler:
         sequences = self.sequences
         computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
         count = min(int(sequences.length[row]) - computed, most, self.pools.most_at_once)
-        need = blocks_for(computed + count) - held
+        need = blocks_for(computed + count, self.pools.block_size) - held
         while need > self.pools.available and (latest := self._latest()) != row:
             self._preempt(latest)
         need = min(need, self.pools.available)
-        count = min(count, (held + need) * BLOCK - computed)
+        count = min(count, (held + need) * self.pools.block_size - computed)
         if need:
             sequences.blocks[:, row, held : held + need] = self.pools.allocate(need)
             sequences.num_blocks[row] = held + need
@@ -253,14 +253,14 @@ class Scheduler:
         """Start the prefill of a sample after its cached prefix."""
         sequences = self.sequences
         blocks = self.pools.find(self._chain(row, int(sequences.length[row]) - 1))
-        columns = blocks.shape[1]
+        columns, cached = blocks.shape[1], blocks.shape[1] * self.pools.block_size
         sequences.blocks[:, row, :columns] = blocks
-        sequences.num_blocks[row], sequences.computed[row] = columns, columns * BLOCK
-        sequences.left_behind[:, row] = self.pools.behind(columns * BLOCK)
+        sequences.num_blocks[row], sequences.computed[row] = columns, cached
+        sequences.left_behind[:, row] = self.pools.behind(cached)
         sequences.stale[row] = False
-        self.counters.cached_tokens += columns * BLOCK
+        self.counters.cached_tokens += cached
         if sequences.length[row] == sequences.prompt_length[row]:
-            sequences.cached[row] = columns * BLOCK
+            sequences.cached[row] = cached
         self.prefilling.append(row)
         self.prefilling.sort(key=sequences.arrival.__getitem__)
 
@@ -268,7 +268,7 @@ class Scheduler:
         """Digests of the full blocks of the first `length` tokens."""
         entry = self.sequences.entries[row]
         assert entry is not None
-        return entry.chain(self.version, self.sequences.tokens[row, :length])
+        return entry.chain(self.version, self.sequences.tokens[row, :length], self.pools.block_size)
 
     def _step(self, chunks: list[tuple[int, int]], proposals: list[Proposal]) -> Step:
         """Build the step: one token of each decoding sample, then those with guesses, then the chunks."""
@@ -386,7 +386,7 @@ class Scheduler:
             return []
         sequences = self.sequences
         length, table = int(sequences.length[row]), sequences.table(row)
-        full = length // BLOCK
+        full = length // self.pools.block_size
         columns = table.shape[1]
         if full < columns:
             placed = followers[: self.pools.available]

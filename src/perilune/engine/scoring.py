@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import Blocks, blocks_for
+from perilune.engine.blocks import BLOCK, Blocks, blocks_for
 from perilune.engine.step import StepBatch
 
 MOST_LOGITS = 1 << 26  # in memory at a time
@@ -21,15 +21,22 @@ class Pair:
     Attributes:
         tokens: int64[T], prompt and answer.
         answer: number of tokens of the answer.
+        block_size: tokens per block of the cache.
     """
 
     tokens: NDArray[np.int64]
     answer: int
+    block_size: int = BLOCK
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that its keys and values take."""
+        return blocks_for(len(self.tokens), self.block_size)
 
     @property
     def size(self) -> NDArray[np.int64]:
         """Tokens, blocks and rows of logits."""
-        return np.array([len(self.tokens), blocks_for(len(self.tokens)), self.answer])
+        return np.array([len(self.tokens), self.blocks, self.answer])
 
     def predicting(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the next token belongs to the answer, for each position."""
@@ -78,7 +85,7 @@ def lay_out(
 
     Each comes with the tokens int64[R] that its logits predict.
     """
-    counts = np.array([blocks_for(len(pair.tokens)) for pair in pairs])
+    counts = np.array([pair.blocks for pair in pairs])
     tables = np.zeros((len(blocks), len(pairs), int(counts.max())), dtype=np.int32)
     tables[:, np.arange(tables.shape[2]) < counts[:, None]] = blocks
     longest = max(len(pair.tokens) for pair in pairs)

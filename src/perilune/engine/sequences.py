@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.engine.blocks import BLOCK, Blocks, extend_digests, root_digest
+from perilune.engine.blocks import BLOCK, Blocks, blocks_for, extend_digests, root_digest
 from perilune.engine.random import uniforms
 from perilune.engine.request import Request
 
@@ -42,17 +42,17 @@ class Entry:
     root: bytes = b""
     digests: list[bytes] = field(default_factory=list)
 
-    def chain(self, version: int, tokens: NDArray[np.int32]) -> list[bytes]:
+    def chain(self, version: int, tokens: NDArray[np.int32], size: int = BLOCK) -> list[bytes]:
         """Digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
         root = root_digest(version, self.adapter)
         if self.request.inputs is not None:  # of which the tokens say nothing
             root = root_digest(version, -2 - self.id)
         if self.root != root:
             self.root, self.digests = root, []
-            extend_digests(self.digests, root, self.prompt)
-        digests = self.digests[: len(tokens) // BLOCK]
-        if len(tokens) // BLOCK > len(digests):
-            extend_digests(digests, root, tokens)
+            extend_digests(self.digests, root, self.prompt, size)
+        digests = self.digests[: len(tokens) // size]
+        if len(tokens) // size > len(digests):
+            extend_digests(digests, root, tokens, size)
         return digests
 
 
@@ -79,8 +79,8 @@ class Sequences:
         embedded: bool, whether the request brings the inputs of its tokens.
     """
 
-    def __init__(self, rows: int, vocab_size: int, windows: int = 1) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, rows: int, vocab_size: int, windows: int = 1, block_size: int = BLOCK) -> None:
+        self.vocab_size, self._block_size = vocab_size, block_size
         self.entries: list[Entry | None] = [None] * rows
         self.sample, self.arrival, self.prompt_length, self.length, self.limit, self.computed = np.zeros(
             (6, rows), dtype=np.int64
@@ -200,5 +200,5 @@ class Sequences:
         more = (0, 0), (0, missing)
         self.tokens, self.versions = np.pad(self.tokens, more), np.pad(self.versions, more)
         self.logprobs = np.pad(self.logprobs, more)
-        columns = -(-self.tokens.shape[1] // BLOCK) - self.blocks.shape[2]
+        columns = blocks_for(self.tokens.shape[1], self._block_size) - self.blocks.shape[2]
         self.blocks = np.pad(self.blocks, ((0, 0), (0, 0), (0, columns)))

@@ -23,7 +23,8 @@ class StepBatch:
         cu_seqlens: int64[S + 1], bounds of the sequences in the tokens.
         decodes: number of sequences at the beginning that have one token each.
         block_tables: int32[W, S, B], for each of the model's `distinct_windows`, with the block of positions
-            16 j .. 16 j + 15 in column j. Columns behind a window or beyond the end are arbitrary.
+            16 j .. 16 j + 15 in column j, or of as many as the runner's blocks have. Columns behind a window
+            or beyond the end are arbitrary.
         logit_rows: int64[R], tokens whose logits are needed.
         adapters: int32[S], the adapter number of each sequence or -1; None when no sequence has one.
         inputs: the inputs of each sequence, or None where its tokens are embedded; None when all are.

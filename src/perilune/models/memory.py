@@ -188,9 +188,14 @@ def blocks_bytes(
 
 
 def window_blocks(
-    window: int | None, num_blocks: int, *, slots: int, token_budget: int = TOKEN_BUDGET
+    window: int | None,
+    num_blocks: int,
+    *,
+    slots: int,
+    token_budget: int = TOKEN_BUDGET,
+    size: int = BLOCK,
 ) -> int:
-    """Blocks that layers with this window can use, at most `num_blocks`.
+    """Blocks of `size` tokens that layers with this window can use, at most `num_blocks`.
 
     Each of `slots` samples holds the window of its next query, with a partly filled block at both ends, and
     `token_budget` tokens are being computed.
@@ -199,12 +204,12 @@ def window_blocks(
         return num_blocks
     if window == STATE_WINDOW:
         token_budget = min(token_budget, 2 * STATE_TOKENS)
-    return min(num_blocks, 1 + slots * (blocks_in(window) + 1) + -(-token_budget // BLOCK))
+    return min(num_blocks, 1 + slots * (blocks_in(window, size) + 1) + -(-token_budget // size))
 
 
-def blocks_in(tokens: int) -> int:
-    """Most blocks that `tokens` consecutive tokens can touch."""
-    return (tokens + BLOCK - 2) // BLOCK + 1
+def blocks_in(tokens: int, size: int = BLOCK) -> int:
+    """Most blocks of `size` that `tokens` consecutive tokens can touch."""
+    return (tokens + size - 2) // size + 1
 
 
 def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
