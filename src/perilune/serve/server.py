@@ -19,6 +19,8 @@ from fastapi import APIRouter
 from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
 from perilune.engine.offload import OffloadSettings
+from perilune.engine.openvino_runner import OpenVino
+from perilune.engine.select_runner import fastest_runner
 from perilune.engine.speculation import SpeculationSettings
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
@@ -104,6 +106,7 @@ class Settings:
     control: bool = False
     reasoning: bool = False
     tool_format: ToolFormatName | None = None
+    openvino: OpenVino | None = None
 
 
 def serve(
@@ -146,7 +149,11 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
     tokenizer = tokenizer.showing(calls.marks)
     config = loaded.config
     engine = Engine(
-        loaded, slots=settings.slots, cache_tokens=settings.cache_tokens or None, tokenizer=tokenizer
+        loaded,
+        slots=settings.slots,
+        cache_tokens=settings.cache_tokens or None,
+        tokenizer=tokenizer,
+        runner=settings.openvino or fastest_runner,
     )
     if settings.offload is not None:
         engine.offload(settings.offload)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from perilune.cli.arguments import CheckpointArgument, checkpoint_folder
 from perilune.cli.output import echo
 from perilune.errors import RequestError
+
+if TYPE_CHECKING:
+    from perilune.engine.openvino_runner import OpenVino
 
 NEEDED = ("fastapi", "httptools", "prometheus_client", "uvicorn")
 
@@ -82,7 +85,24 @@ Draft = Annotated[
     ),
 ]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of the model.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Device of the model: auto, cpu or cuda; with --backend openvino auto, CPU, GPU, NPU, or another"
+        " that `perilune doctor` lists."
+    ),
+]
+Backend = Annotated[
+    Literal["native", "openvino"],
+    typer.Option(help="What computes the model: Perilune, or OpenVINO on Intel devices."),
+]
+Weights = Annotated[
+    Literal["float32", "int8"], typer.Option(help="How OpenVINO stores matrices; needs --backend openvino.")
+]
+KvCache = Annotated[
+    Literal["float32", "u8"],
+    typer.Option(help="How OpenVINO stores keys and values; needs --backend openvino."),
+]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
 Drain = Annotated[float, typer.Option(min=0, help="Seconds to finish open requests after SIGTERM or Ctrl-C.")]
 Stall = Annotated[
@@ -132,7 +152,10 @@ def serve(
     speculate: Speculate = "auto",
     draft: Draft = "",
     max_body: MaxBody = 4.0,
+    backend: Backend = "native",
     device: Device = "auto",
+    weights: Weights = "float32",
+    kv_cache: KvCache = "float32",
     dtype: Dtype = "float32",
     drain: Drain = 30.0,
     stall: Stall = 60.0,
@@ -152,6 +175,7 @@ def serve(
     \b
     perilune serve rl --name my-model
     perilune serve ./my-model --adapter math=./lora
+    perilune serve ./my-model --backend openvino --device GPU
     perilune serve ./my-model --offload-memory 4 --offload-disk 20
     """
     missing = [package for package in NEEDED if find_spec(package) is None]
@@ -179,7 +203,7 @@ def serve(
         speculate=None if speculate == "off" else speculate,
         draft=checkpoint_folder(draft) if draft else None,
         max_body=round(max_body * 2**20),
-        device=device,
+        device="cpu" if backend == "openvino" else _torch_device(device),
         dtype=dtype,
         drain=drain,
         stalled=stall,
@@ -192,12 +216,39 @@ def serve(
         embeddings=None if embeddings == "off" else embeddings,
         tool_format=None if tool_format == "auto" else tool_format,
         adapters=dict(map(_adapter, adapter or [])),
+        openvino=_openvino(backend, device, weights, kv_cache, dtype),
     )
     run_server(
         settings,
         lambda url: echo(f"{settings.name} answers at {url}", err=True),
         lambda notice: echo(notice, err=True),
     )
+
+
+def _torch_device(given: str) -> str:
+    if given not in {"auto", "cpu", "cuda"}:
+        raise RequestError(
+            f"{given!r} is not auto, cpu or cuda", where="--device", remedy="or add --backend openvino"
+        )
+    return given
+
+
+def _openvino(
+    backend: str,
+    device: str,
+    weights: Literal["float32", "int8"],
+    cache: Literal["float32", "u8"],
+    dtype: Literal["float32", "bfloat16"],
+) -> OpenVino | None:
+    """The settings of the backend, if it is OpenVINO."""
+    if backend == "openvino":
+        from perilune.engine.openvino_runner import OpenVino
+
+        return OpenVino(device.upper(), weights, cache, precision=dtype)
+    for option, value in {"--weights": weights, "--kv-cache": cache}.items():
+        if value != "float32":
+            raise RequestError(f"{value} needs --backend openvino", where=option)
+    return None
 
 
 def _adapter(given: str) -> tuple[str, Path]:

@@ -128,7 +128,7 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
         from perilune.execution.readiness import examine, package_versions
 
         machine = observe_machine()
-        findings = [*examine(machine), *_home(), *_containers(), _confinement(), _kernels()]
+        findings = [*examine(machine), *_home(), *_containers(), _confinement(), _kernels(), _openvino()]
     except ModuleNotFoundError as error:
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
@@ -196,6 +196,18 @@ def _kernels() -> Finding:
         return Finding("kernels", "ok", f"compiled for this processor: {kernels.reason}")
     problem = f"not available, so torch is used and is slower: {kernels.reason}"
     return Finding("kernels", "advice", problem, "apt-get install gcc  (or another C compiler)")
+
+
+def _openvino() -> Finding:
+    from perilune.engine.openvino_package import devices
+    from perilune.execution.readiness import Finding
+
+    try:
+        return Finding("OpenVINO", "ok", f"devices {', '.join(devices())}")
+    except RequestError as error:
+        return Finding(
+            "OpenVINO", "advice", f"{error.what}; it is needed only for engine: openvino", error.remedy
+        )
 
 
 def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[SamplingSpeed], list[Finding]]:

@@ -19,7 +19,7 @@ from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planne
 from perilune.tasks.stage.outcomes import CORRECT, evaluation_summary
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
-from perilune.tasks.stage.sampling import Sampler, open_server, remote_sampler
+from perilune.tasks.stage.sampling import Sampler, ServerSpec, open_server, remote_sampler
 from perilune.tasks.stage.sub_agents import open_sub_agents
 from perilune.tasks.stage.system_message import with_system
 from perilune.verifiers import Scorer
@@ -120,7 +120,7 @@ def _sampler(
     spec: EvaluateSpec, workspace: Workspace
 ) -> Iterator[tuple[Sampler, Callable[[], dict[str, Any]]]]:
     """The engine or server that samples, and a function for its entries in the summary."""
-    if spec.engine is not None:
+    if isinstance(spec.engine, ServerSpec):
         with open_server(spec.engine, workspace) as server:
             described = {"url": server.url, "model": server.model, "kind": server.server}
             yield remote_sampler(server, workspace), lambda: {"server": described}
@@ -132,7 +132,8 @@ def _sampler(
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
     needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
     memory = require_memory(needed, workspace.job.resources)
-    engine = make_engine(policy.decoder, longest, policy.tokenizer, samples=memory.slots)
+    backend = spec.engine.runner() if spec.engine else None
+    engine = make_engine(policy.decoder, longest, policy.tokenizer, samples=memory.slots, backend=backend)
     sub_agents = open_sub_agents(workspace, policy, device, longest)
     sampler = Sampler(engine, policy.tokenizer, policy.stop_token_ids, sub_agents)
     yield sampler, lambda: {"memory": memory_figures(memory, device)}

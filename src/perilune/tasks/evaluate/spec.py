@@ -8,7 +8,7 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.tasks.stage.own_metrics import OwnMetricsField
-from perilune.tasks.stage.sampling import RecordingSpec, ServerSpec
+from perilune.tasks.stage.sampling import EngineField, RecordingSpec
 
 
 class EvaluateSpec(RecordingSpec):
@@ -24,6 +24,8 @@ class EvaluateSpec(RecordingSpec):
     )
     metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")
-    engine: ServerSpec | None = Field(
-        None, description="server with the weights; the checkpoint then provides only the tokenizer"
+    engine: EngineField = Field(
+        None,
+        description="what samples: openvino, or a server with the weights, for which the checkpoint provides"
+        " only the tokenizer; null: Perilune's own engine",
     )

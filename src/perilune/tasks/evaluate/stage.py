@@ -9,7 +9,7 @@ from perilune.bundle.job import Job
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
 from perilune.tasks.stage.own_metrics import OwnMetrics
-from perilune.tasks.stage.sampling import check_server
+from perilune.tasks.stage.sampling import ServerSpec, check_server
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ class Evaluate(Stage[EvaluateSpec]):
     def describe(self, spec: EvaluateSpec, job: Job) -> Mapping[str, object]:
         """Answers to sample, and memory or the server."""
         OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
-        config = None if spec.engine else model_config(job)
+        server = spec.engine if isinstance(spec.engine, ServerSpec) else None
+        config = None if server else model_config(job)
         longest = planned_tokens(job.environment, spec.max_tokens, config)
-        if spec.engine is not None:
-            check_server(spec.engine, job)
-            needs: dict[str, object] = {"engine": spec.engine.url}
+        if server is not None:
+            check_server(server, job)
+            needs: dict[str, object] = {"engine": server.url}
         else:
             needs = {"memory": sampling_memory(job, spec.max_tokens, spec.tasks * spec.samples)}
         return {

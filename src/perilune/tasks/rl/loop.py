@@ -47,7 +47,14 @@ def run(
     """
     with ExitStack() as stack:
         opened = stack.enter_context(
-            open_player(workspace, spec.max_tokens, spec, spec.memory_plan, record_routes=spec.routing_replay)
+            open_player(
+                workspace,
+                spec.max_tokens,
+                spec,
+                spec.memory_plan,
+                record_routes=spec.routing_replay,
+                backend=spec.engine.runner() if spec.engine else None,
+            )
         )
         sub_agents = open_sub_agents(
             workspace, opened.policy, opened.device, opened.longest, trained=spec.train_sub_agents

@@ -18,7 +18,7 @@ from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
-from perilune.tasks.stage.sampling import RecordingSpec
+from perilune.tasks.stage.sampling import OpenVinoField, RecordingSpec
 
 
 class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, ForgettingSpec):
@@ -56,6 +56,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     )
     train_sub_agents: bool = Field(
         False, description="train on the turns of sub-agents too, each with the reward of its episode"
+    )
+    engine: OpenVinoField = Field(
+        None, description="what samples: openvino, or null for Perilune's own engine"
     )
     asynchronous: AsynchronousSettings | None = Field(
         None, description="sample in separate processes while training; {} uses the defaults"

@@ -65,6 +65,7 @@ class ReinforcementStage(Stage[Spec]):
             "algorithm": f"{_describe(spec.algorithm)}, updates a step"
             f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
+            **({"engine": f"OpenVINO on {spec.engine.device}"} if spec.engine else {}),
             **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),
             **({"routing": "replayed in training"} if spec.routing_replay else {}),
             **({"auxiliary rewards": spec.auxiliary_rewards.describe()} if spec.auxiliary_rewards else {}),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from perilune.engine.engine import Engine
+    from perilune.engine.openvino_runner import OpenVino
     from perilune.learn.training_settings import LearnerSettings
     from perilune.models.decoder import Decoder
     from perilune.models.text.tokenizer import Tokenizer
@@ -178,21 +179,25 @@ def make_engine(
     *,
     samples: int | None = None,
     record_routes: bool = False,
+    backend: OpenVino | None = None,
 ) -> Engine:
     """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
 
     Args:
         tokenizer: for stop texts.
         samples: most samples that the stage has at a time; None if unknown.
+        backend: what computes the steps, by default Perilune.
 
     Raises:
-        RequestError: when `record_routes` is set for a model whose routes cannot be recorded.
+        RequestError: when the backend cannot compute the model, or `record_routes` is set for a model whose
+            routes cannot be recorded.
     """
     from perilune.engine.engine import Engine
+    from perilune.engine.select_runner import fastest_runner
 
     room = CacheRoom(next(decoder.parameters()).device.type, decoder.precision)
     size = engine_size(decoder.config, max_tokens, room, samples)
-    engine = Engine(decoder, tokenizer=tokenizer, **size)
+    engine = Engine(decoder, tokenizer=tokenizer, runner=backend or fastest_runner, **size)
     if record_routes:
         engine.record_routes()
     return engine

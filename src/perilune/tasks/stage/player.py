@@ -11,6 +11,7 @@ import torch
 from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.engine.engine import Engine
+from perilune.engine.openvino_runner import OpenVino
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment
@@ -86,6 +87,7 @@ def open_player(
     *,
     environments: int = 1,
     record_routes: bool = False,
+    backend: OpenVino | None = None,
 ) -> Iterator[Player]:
     """Load the stage's checkpoint, open its environment, and set up engine and rollout worker.
 
@@ -96,6 +98,7 @@ def open_player(
             the type of device. The plan must fit the machine before the engine is made.
         environments: number of environment processes.
         record_routes: record which experts compute each token.
+        backend: what computes the engine's steps, by default Perilune.
 
     Raises:
         RequestError: when the answers leave no room for a prompt, or the plan does not fit.
@@ -114,7 +117,12 @@ def open_player(
             planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
         samples = None if planned is None else planned.slots
         engine = make_engine(
-            policy.decoder, longest, policy.tokenizer, samples=samples, record_routes=record_routes
+            policy.decoder,
+            longest,
+            policy.tokenizer,
+            samples=samples,
+            record_routes=record_routes,
+            backend=backend,
         )
         ranks = join_ranks(workspace, device, policy.decoder)
         rollouts = RolloutWorker(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from perilune.bundle.job import Frozen, Job
 from perilune.errors import RequestError
+from perilune.learn.name_or_section import NameOrSection
 from perilune.rollout.sub_agents import SubAgents
 from perilune.servers import require_client, server_root
 from perilune.tasks.stage.defaults import ModelDefaults
@@ -17,6 +18,7 @@ from perilune.tasks.stage.defaults import ModelDefaults
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace
     from perilune.engine.backend import SamplingBackend
+    from perilune.engine.openvino_runner import OpenVino
     from perilune.engine.remote import RemoteEngine
     from perilune.engine.request import SamplingParams
     from perilune.models.text.tokenizer import Tokenizer
@@ -49,6 +51,7 @@ class RecordingSpec(SamplingSpec):
 class ServerSpec(Frozen):
     """The fields of a stage's `engine` section: a server that samples."""
 
+    name: Literal["server"] = Field("server", description="may be left out")
     url: str = Field(
         description="URL of an OpenAI-compatible server (vLLM, SGLang, perilune serve), with or without /v1"
     )
@@ -65,6 +68,44 @@ class ServerSpec(Frozen):
         " processing; by default inferred from the kind of server",
     )
     concurrency: int = Field(32, ge=1, le=1024, description="most concurrent requests")
+
+
+class OpenVinoSpec(Frozen):
+    """The fields of a stage's `engine` section: OpenVINO computes the steps of the engine."""
+
+    name: Literal["openvino"] = Field("openvino", description="compute with OpenVINO")
+    device: str = Field(
+        "CPU", description="CPU, GPU, NPU, or another device that `perilune doctor` lists; AUTO prefers a GPU"
+    )
+    weights: Literal["float32", "int8"] = Field(
+        "float32", description="how the engine stores matrices; int8 has one scale per output channel"
+    )
+    cache: Literal["float32", "u8"] = Field("float32", description="how the engine stores keys and values")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="precision of the engine's products; lower ones widen the gap to the learner"
+    )
+
+    def runner(self) -> OpenVino:
+        """The settings as the engine takes them."""
+        from perilune.engine.openvino_runner import OpenVino
+
+        return OpenVino(**self.model_dump(exclude={"name"}))
+
+
+def _server_by_default(value: Any) -> Any:
+    """A section without a name is that of a server."""
+    return {"name": "server", **value} if isinstance(value, dict) else value
+
+
+OpenVinoField = Annotated[OpenVinoSpec | None, NameOrSection(("openvino",))]
+"""Type of a field that selects the engine of a stage with the weights: Perilune's own, or `openvino`."""
+
+EngineField = Annotated[
+    Annotated[ServerSpec | OpenVinoSpec | None, Field(discriminator="name")],
+    BeforeValidator(_server_by_default),
+    NameOrSection(("openvino",)),
+]
+"""Type of a field that also takes a server: `openvino`, or `{url: ...}`."""
 
 
 @dataclass(frozen=True)

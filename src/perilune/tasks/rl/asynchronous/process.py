@@ -163,6 +163,7 @@ def main() -> None:
             spec,
             environments=environments,
             record_routes=spec.routing_replay,
+            backend=spec.engine.runner() if spec.engine else None,
         ) as player:
             RolloutProcess(player, spec, Path(sys.argv[2]), send).run()
     except Exception as error:

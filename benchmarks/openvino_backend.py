@@ -1,0 +1,187 @@
+"""The engine with OpenVINO against the engine with Perilune's own kernels, in turns on the same cores.
+
+Both decode the same prompts greedily. Then the log-probs that OpenVINO samples with are compared with those
+of the kernels, fifty updates of the weights are timed while the process's memory is watched, and the
+quickstart is trained with OpenVINO as its sampler.
+
+    perilune model fetch smollm2-135m
+    python benchmarks/openvino_backend.py [--model smollm2-135m] [--repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from perilune.control.record.home import Home
+from perilune.engine.engine import Engine
+from perilune.engine.native_runner import NativeRunner
+from perilune.engine.openvino_runner import OpenVino
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.decoder import Decoder
+from recipe_runs import HERE, document, mean_pass_rate, run_recipe, write
+
+PROMPT, TOKENS, BATCHES, UPDATES = 32, 24, (1, 8, 64), 50
+SMALLER = ("traces.traces=6000", "sft.steps=300", "rl.steps=60", "rl.prompts=16", "base.tasks=16")
+PARTS = ("speed", "updates", "training")
+TITLE = "Sampling speed: OpenVINO against Perilune's kernels"
+ABOUT = (
+    f"SmolLM2-135M decodes {TOKENS} tokens after a prompt of {PROMPT} on one thread, with OpenVINO and with "
+    "Perilune's own kernels, in turns. Ratios are of processor time, because others use the machine too. "
+    "int8 rounds the matrices and the cache of both, each in its own format. In training, OpenVINO samples "
+    "the quickstart's rl stage."
+)
+RUNNERS: dict[str, dict[str, Any]] = {
+    "float32": {"Perilune": NativeRunner, "OpenVINO": OpenVino()},
+    "int8": {
+        "Perilune": partial(NativeRunner, weights="int8", cache="int8"),
+        "OpenVINO": OpenVino(weights="int8", cache="u8"),
+    },
+}
+
+
+def prompts(vocabulary: int, count: int, seed: int) -> list[Prompt]:
+    """Random prompts, which differ between rounds, so that no round finds another's prefix."""
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (count, PROMPT))
+    return [Prompt(row.tolist(), (0, seed, index)) for index, row in enumerate(tokens)]
+
+
+def speeds(decoder: Decoder, repeats: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Tokens per second by weights, batch and engine; and how well the samples of both agree."""
+    rows: list[dict[str, Any]] = []
+    agreement: dict[str, Any] = {}
+    for weights, runners in RUNNERS.items():
+        engines = {
+            name: Engine(decoder, slots=64, cache_tokens=64 * 128, runner=runner)
+            for name, runner in runners.items()
+        }
+        rows += [speed(engines, decoder.config.vocab_size, weights, batch, repeats) for batch in BATCHES]
+        agreement[weights] = agree(engines, decoder.config.vocab_size)
+    return rows, agreement
+
+
+def speed(
+    engines: dict[str, Engine], vocabulary: int, weights: str, batch: int, repeats: int
+) -> dict[str, Any]:
+    """Tokens per second of processor time and of elapsed time, one figure per round."""
+    processor: dict[str, list[float]] = {name: [] for name in engines}
+    elapsed: dict[str, list[float]] = {name: [] for name in engines}
+    for seed in range(repeats + 1):
+        for name, engine in engines.items():
+            begun = time.process_time(), time.perf_counter()
+            engine.sample(prompts(vocabulary, batch, seed), 1, SamplingParams(TOKENS, 0.0))
+            if seed:  # the first round warms up
+                processor[name].append(round(batch * TOKENS / (time.process_time() - begun[0]), 1))
+                elapsed[name].append(round(batch * TOKENS / (time.perf_counter() - begun[1]), 1))
+    ratio = [b / a for a, b in zip(processor["Perilune"], processor["OpenVINO"], strict=True)]
+    return {
+        "weights": weights,
+        "batch": batch,
+        "OpenVINO / Perilune": round(statistics.median(ratio), 2),
+        **{f"{name}, tokens per processor second": processor[name] for name in engines},
+        **{f"{name}, tokens per second": elapsed[name] for name in engines},
+    }
+
+
+def agree(engines: dict[str, Engine], vocabulary: int) -> dict[str, Any]:
+    """Share of greedy tokens up to the first difference, and the gap of log-probs in nats."""
+    given = prompts(vocabulary, 8, 99)
+    greedy = [
+        [one.token_ids for (one,) in engine.sample(given, 1, SamplingParams(2 * TOKENS, 0.0))]
+        for engine in engines.values()
+    ]
+    same = [int(np.cumprod(a == b).sum()) for a, b in zip(*greedy, strict=True)]
+    sampled: list[Completion] = [
+        one for (one,) in engines["OpenVINO"].sample(given, 1, SamplingParams(2 * TOKENS))
+    ]
+    scores = engines["Perilune"].score(
+        [prompt.token_ids for prompt in given], [one.token_ids.tolist() for one in sampled]
+    )
+    gaps = [np.abs(score - one.logprobs) for score, one in zip(scores, sampled, strict=True)]
+    return {
+        "greedy tokens equal": f"{sum(same)} of {8 * 2 * TOKENS}",
+        "largest gap of log-probs, nats": float(f"{np.max(gaps):.2g}"),
+    }
+
+
+def updates(decoder: Decoder) -> dict[str, Any]:
+    """Processor time of an update of this model; the memory of the process over many of a smaller one."""
+    found: dict[str, Any] = {}
+    for name, model, count in (("this model", decoder, 3), ("base", base(), UPDATES)):
+        engine = Engine(model, slots=8, cache_tokens=1024, runner=OpenVino())
+        seconds, memory = [], []
+        for number in range(1, count + 1):
+            with torch.no_grad():
+                model.model.norm.weight.mul_(1.001)
+            begun = time.process_time()
+            engine.update_weights(None, number)
+            seconds.append(time.process_time() - begun)
+            engine.sample(prompts(model.config.vocab_size, 1, number), 1, SamplingParams(2, 0.0))
+            if number % 10 == 0:
+                memory.append(psutil.Process().memory_info().rss >> 20)
+        found[f"processor seconds of an update, {name}"] = round(statistics.median(seconds), 2)
+    sizes = ", ".join(f"{size:,}" for size in memory)
+    return {**found, f"resident MiB after 10, 20, ... {UPDATES} updates, base": sizes}
+
+
+def base() -> Decoder:
+    """A new model of 3 million parameters."""
+    decoder = Decoder(PRESETS["base"])
+    decoder.initialize(0)
+    return decoder
+
+
+def climb() -> dict[str, Any]:
+    """The quickstart with OpenVINO as the sampler of its rl stage."""
+    stages = run_recipe(Path("quickstart"), 0, [*SMALLER, "rl.engine=openvino"])
+    steps = [one for one in stages["rl"]["metrics"] if "logprob_gap_max" in one]
+    return {
+        "pass@1 after SFT": round(mean_pass_rate(stages["after_sft"]), 3),
+        "pass@1 after RL": round(mean_pass_rate(stages["after_rl"]), 3),
+        "steps": len(steps),
+        "largest gap to the learner, nats": float(f"{max(one['logprob_gap_max'] for one in steps):.2g}"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2-135m", help="a folder, or a model that was fetched")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="the rest is kept")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "openvino.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    folder = Path(arguments.model)
+    if not folder.is_dir():
+        folder = Home.open().root / "models" / arguments.model
+    if {"speed", "updates"} & set(arguments.parts):
+        decoder, _ = load_checkpoint(folder, torch.device("cpu"))
+    if "speed" in arguments.parts:
+        found["speed"], found["agreement"] = speeds(decoder, arguments.repeats)
+    if "updates" in arguments.parts:
+        found["weight_updates"] = updates(decoder)
+    if "training" in arguments.parts:
+        found["training"] = climb()
+    described = document("openvino_backend.py", [], began)
+    described["versions"]["openvino"] = version("openvino").partition("-")[0]
+    write(arguments.out, found | {"title": TITLE, "about": ABOUT, **described})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The decoder as an OpenVINO graph over a paged cache.
+
+The decoder is traced on torch's meta device with its weights as inputs, so a graph depends on the
+configuration alone. `PagedGraph.with_weights` puts the current weights in as constants, which OpenVINO
+computes faster than inputs. Attention is OpenVINO's own paged attention, which takes the block tables of the
+engine.
+
+N tokens, S sequences, R rows of logits, W distinct windows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.engine.openvino_package import openvino
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.decoder import Decoder, SelfAttention
+from perilune.models.layers import RMSNorm
+from perilune.models.narrow import narrowed
+
+WeightKind = Literal["float32", "int8"]
+
+STEP_INPUTS = ("token_ids", "positions", "logit_rows", "past", "begins", "longest")
+"""Inputs of a step: int64[N] tokens and positions, int64[R] rows of logits, int32[S] cached tokens,
+int32[S + 1] bounds of the sequences, and the int32 length of the longest."""
+
+_MARK = "perilune::paged_attention"
+_library: list[torch.library.Library] = []
+
+
+class PagedGraph:
+    """The graph of all decoders of one configuration, without weights.
+
+    Its inputs are `STEP_INPUTS`, then `blocks.I` int32[B] and `block_begins.I` int32[S + 1] for each window,
+    then `keys.L` and `values.L` for each layer. Its output is logits float32[R, V].
+
+    Raises:
+        RequestError: when OpenVINO cannot convert the decoder.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        ov = openvino()
+        from openvino.frontend.pytorch import ConversionExtension
+
+        if reason := _obstacle(config):
+            raise cannot_convert(reason)
+        with torch.device("meta"):
+            traced = Decoder(config)
+        self._weights = list(_weights(traced))
+        tables = [f"{name}.{index}" for index in range(len(config.distinct_windows)) for name in _TABLES]
+        caches = [f"{name}.{layer}" for layer in range(config.num_layers) for name in _CACHES]
+        names = [*STEP_INPUTS, *tables, *caches, *self._weights]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit.trace is deprecated, and what OpenVINO reads
+                script = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    _step_of(traced, names), _examples(traced, names), check_trace=False
+                )
+            mark = ConversionExtension(_MARK, lambda node: [_attention(node, config)])
+            self._model = ov.convert_model(script, extension=[mark])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise cannot_convert(str(error).strip().partition("\n")[0]) from error
+        for port, name in zip(self._model.inputs, names, strict=True):
+            port.get_tensor().set_names({name})
+
+    def with_weights(self, decoder: Decoder, kind: WeightKind) -> Any:
+        """An `openvino.Model` with a copy of the current weights of `decoder`.
+
+        Args:
+            kind: how matrices are stored. int8 has one scale per output channel. Embeddings stay as they are.
+        """
+        from openvino import opset13
+
+        model = self._model.clone()
+        inputs = {port.get_any_name(): port.get_node() for port in model.inputs}
+        for name, weight in _weights(decoder).items():
+            if kind == "int8" and name.endswith(".matrix"):
+                narrow = narrowed(weight, "int8")
+                assert narrow.scales is not None
+                wide = opset13.convert(opset13.constant(narrow.values.numpy()), "f32")
+                constant = opset13.multiply(wide, opset13.constant(narrow.scales[:, None].numpy()))
+            else:
+                constant = opset13.constant(weight.detach().float().contiguous().numpy())
+            inputs[name].output(0).replace(constant.output(0))
+            model.remove_parameter(inputs[name])
+        model.validate_nodes_and_infer_types()
+        return model
+
+
+_TABLES, _CACHES = ("blocks", "block_begins"), ("keys", "values")
+
+
+@lru_cache(maxsize=4)
+def paged_graph(config: DecoderConfig) -> PagedGraph:
+    """The graph of `config`, converted once."""
+    return PagedGraph(config)
+
+
+def cannot_convert(reason: str) -> RequestError:
+    """The error for a model that OpenVINO cannot compute."""
+    return RequestError(
+        f"OpenVINO cannot compute this model: {reason}",
+        remedy="remove the setting that chose OpenVINO, so that Perilune's own engine computes it",
+    )
+
+
+def _obstacle(config: DecoderConfig) -> str:
+    """Why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
+    if config.experts is not None:
+        return "the tokens choose its experts, and a traced graph has no choices"
+    if config.latent is not None:
+        return "OpenVINO's paged attention cannot read a latent cache"
+    if config.delta is not None:
+        return "OpenVINO's paged attention has no linear attention"
+    if config.family.sinks or config.score_softcap is not None:
+        return "its attention has sinks or capped scores, which the conversion leaves out"
+    return ""
+
+
+def _weights(decoder: Decoder) -> dict[str, Tensor]:
+    """The weights of the traced graph by name; matrices of products end in `.matrix`."""
+    found = {f"rope.{i}": decoder.inverse_frequencies[rope] for i, rope in enumerate(_ropes(decoder.config))}
+    found["embedding"] = decoder.model.embed_tokens.weight
+    for index, projection in enumerate(decoder.projections()):
+        matrix, bias = projection.joined()
+        found[f"projection.{index}.matrix"] = matrix
+        if bias is not None:
+            found[f"projection.{index}.bias"] = bias
+    found |= {name: norm.factor() for name, norm in _norms(decoder)}
+    found |= {name: attention.qk_norm_weight() for name, attention in _normalised_by_head(decoder)}
+    return found
+
+
+def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
+    """Have a decoder that is being traced compute with `weights`."""
+    ropes = _ropes(decoder.config)
+    decoder.inverse_frequencies = {rope: weights[f"rope.{i}"] for i, rope in enumerate(ropes)}
+    for index, projection in enumerate(decoder.projections()):
+        projection.frozen = weights[f"projection.{index}.matrix"], weights.get(f"projection.{index}.bias")
+    for name, norm in _norms(decoder):
+        _replace_weight(norm, weights[name])
+        norm.offset = False
+    for name, attention in _normalised_by_head(decoder):
+        attention.frozen_qk_norm = weights[name]
+    _replace_weight(decoder.model.embed_tokens, weights["embedding"])
+
+
+def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
+    """Replace the parameter by an input of the trace, which is no parameter."""
+    module._parameters.pop("weight", None)
+    module.__dict__["weight"] = weight
+
+
+def _ropes(config: DecoderConfig) -> list[Any]:
+    """The distinct rotary embeddings of the layers."""
+    return list(filter(None, dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))))
+
+
+def _norms(decoder: Decoder) -> Iterator[tuple[str, RMSNorm]]:
+    """The norms by name, without those of single heads."""
+    for name, module in decoder.named_modules():
+        by_head = decoder.config.qk_norm == "head" and name.endswith(("q_norm", "k_norm"))
+        if isinstance(module, RMSNorm) and not by_head:
+            yield name, module
+
+
+def _normalised_by_head(decoder: Decoder) -> Iterator[tuple[str, SelfAttention]]:
+    for name, module in decoder.named_modules():
+        if isinstance(module, SelfAttention) and module.qk_norm == "head":
+            yield name, module
+
+
+def _step_of(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
+    """The function to trace: logits from inputs in the order of `names`."""
+    config = decoder.config
+
+    def step(*inputs: Tensor) -> Tensor:
+        given = dict(zip(names, inputs, strict=True))
+        _set_weights(decoder, given)
+
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, *, options: Any = None
+        ) -> Tensor:
+            assert options is None, "a model with them is refused"
+            table = config.distinct_windows.index(window)
+            flat = [x.reshape(q.shape[0], -1) for x in (q, k, v)]
+            caches = [given[f"{name}.{layer}"] for name in _CACHES]
+            where = [given["past"], given["begins"], *(given[f"{name}.{table}"] for name in _TABLES)]
+            mark = torch.ops.perilune.paged_attention
+            out: Tensor = mark(*flat, *caches, *where, given["longest"], window or 0)
+            return out
+
+        hidden = decoder(given["token_ids"], given["positions"], attention)
+        return decoder.logits(hidden.index_select(0, given["logit_rows"]))
+
+    _define_mark()
+
+    def without_gradients(*inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            return step(*inputs)
+
+    return without_gradients
+
+
+def _examples(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Meta tensors of the inputs' shapes, with arbitrary sizes where they vary."""
+    config, weights = decoder.config, _weights(decoder)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        **dict.fromkeys(("token_ids", "positions"), ((5,), torch.int64)),
+        "logit_rows": ((2,), torch.int64),
+        "past": ((3,), torch.int32),
+        "begins": ((4,), torch.int32),
+        "longest": ((), torch.int32),
+        "blocks": ((6,), torch.int32),
+        "block_begins": ((4,), torch.int32),
+        **dict.fromkeys(_CACHES, ((2, config.num_kv_heads, 16, config.head_dim), torch.float32)),
+    }
+
+    def example(name: str) -> Tensor:
+        if name in weights:
+            return weights[name].detach().to("meta")
+        shape, dtype = shapes[name.partition(".")[0]]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return tuple(map(example, names))
+
+
+def _define_mark() -> None:
+    """Define the operator that stands for paged attention in a trace."""
+    if _library:
+        return
+    library = torch.library.Library("perilune", "FRAGMENT")  # type: ignore[no-untyped-call]
+    names = ("q", "k", "v", *_CACHES, "past", "begins", *_TABLES, "longest")
+    tensors = ", ".join(f"Tensor {name}" for name in names)
+    library.define(f"paged_attention({tensors}, int window) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("paged_attention", lambda q, *_: torch.empty_like(q), "Meta")  # type: ignore[no-untyped-call]
+    _library.append(library)
+
+
+def _attention(node: Any, config: DecoderConfig) -> Any:
+    """OpenVINO's paged attention, without its options, in place of the mark."""
+    from openvino import opset13
+    from openvino.op import _PagedAttentionExtension as PagedAttention
+
+    def constant(value: Any, dtype: Any) -> Any:
+        return opset13.constant(np.array(value, dtype=dtype)).output(0)
+
+    def empty(dtype: Any, *shape: int) -> Any:
+        return constant(np.zeros(shape or (0,)), dtype)
+
+    *given, longest = (node.get_input(index) for index in range(10))
+    paged = PagedAttention(
+        [
+            *given,
+            constant(config.head_dim**-0.5, np.float32),
+            constant(node.get_values_from_const_input(10), np.int32),  # 0 means no window
+            empty(np.float32),  # slopes of ALiBi
+            longest,
+            empty(np.int32),  # window of the scores to return
+            *(empty(np.int32), empty(np.int32, 0, 0), empty(np.float32, 0, 0)),  # rotation of cached keys
+            *(empty(np.float32), constant(0, np.int32), constant(0, np.int32)),  # sparse attention
+            empty(np.float32, 0, 0, 0, 0),  # sinks
+            *(constant(0, np.int32), empty(np.int32), empty(np.int32), empty(np.int32)),  # eviction
+            empty(np.int32),  # kinds of tokens
+            *(empty(np.uint8), empty(np.int32)),  # trees of drafts
+        ]
+    )
+    shape = {"k_head_size": config.head_dim, "num_k_heads": config.num_kv_heads}
+    shape |= {"v_head_size": config.head_dim, "num_v_heads": config.num_kv_heads}
+    for name, value in shape.items():
+        paged.get_rt_info()[name] = value
+    return paged.output(0)

@@ -1,0 +1,34 @@
+"""The optional package openvino, and the devices that it finds."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from perilune.errors import RequestError
+
+
+def openvino() -> Any:
+    """The package, without its telemetry.
+
+    Raises:
+        RequestError: when it is not installed.
+    """
+    # On import, openvino reports to its makers unless this package is missing.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import openvino as package
+    except ImportError as error:
+        raise RequestError(
+            f"the package openvino is not installed ({error})", remedy='pip install "perilune[openvino]"'
+        ) from None
+    return package
+
+
+def devices() -> list[str]:
+    """The devices of this machine, such as CPU, GPU.0 and NPU.
+
+    Raises:
+        RequestError: when openvino is not installed.
+    """
+    return list(openvino().Core().available_devices)

@@ -1,0 +1,218 @@
+"""The runner for Intel devices: OpenVINO computes whole steps, on a paged cache of its own layout.
+
+Scheduler, prefix cache and sampler are the engine's. The log-probs of a token agree across batches only up to
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.blocks import Blocks
+from perilune.engine.openvino_graph import STEP_INPUTS, WeightKind, cannot_convert, paged_graph
+from perilune.engine.openvino_package import devices, openvino
+from perilune.engine.step import StepBatch
+from perilune.errors import RequestError
+from perilune.models.decoder import Decoder
+from perilune.models.transformers_model import TransformersModel
+
+_CPU_BLOCK, _GPU_BLOCK = 32, 16  # tokens per block that the kernels of the plugins require
+_PROBE = 5  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVino:
+    """Settings of OpenVINO; creates the runner of an engine: `Engine(decoder, runner=OpenVino())`.
+
+    Attributes:
+        device: CPU, GPU, GPU.1, NPU, ...; AUTO for a GPU if there is one, otherwise the CPU.
+        weights: how matrices are stored; int8 has one scale per output channel.
+        cache: how keys and values are stored; u8 has one scale and zero point per token and head.
+        precision: of the computation. The devices themselves prefer fewer bits.
+    """
+
+    device: str = "CPU"
+    weights: WeightKind = "float32"
+    cache: Literal["float32", "u8"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the cache."""
+        return _CPU_BLOCK if self.used_device == "CPU" else _GPU_BLOCK
+
+    @property
+    def used_device(self) -> str:
+        """`device`, or the one that AUTO stands for."""
+        if self.device != "AUTO":
+            return self.device
+        return "GPU" if any(name.startswith("GPU") for name in devices()) else "CPU"
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """Properties of the compiled model."""
+        hints = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "u8": "u8"}
+        found = {
+            "INFERENCE_PRECISION_HINT": hints[self.precision],
+            "KV_CACHE_PRECISION": hints[self.cache],
+            "PERFORMANCE_HINT": "LATENCY",
+            "CACHE_DIR": "",  # weights change, so compiled models would pile up
+        }
+        if self.used_device == "CPU":
+            found |= {
+                "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
+                "ENABLE_CPU_PINNING": "NO",  # the learner uses the same cores
+                "KEY_CACHE_QUANT_MODE": "BY_TOKEN",  # scales by channel change with the tokens of a block
+                "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",  # activations are not rounded to int8
+            }
+        return found
+
+    def __call__(self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> OpenVinoRunner:
+        return OpenVinoRunner(decoder, num_blocks, self)
+
+
+class OpenVinoRunner:
+    """Computes steps with OpenVINO.
+
+    Every `load_weights` puts the weights into the graph as constants and compiles it.
+
+    Args:
+        decoder: the decoder whose weights are copied.
+        num_blocks: blocks of the cache for each of the `distinct_windows`, including the null block.
+
+    Raises:
+        RequestError: when openvino is missing, it cannot convert the model, or the device cannot compute it.
+    """
+
+    def __init__(
+        self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int], settings: OpenVino
+    ) -> None:
+        if isinstance(decoder, TransformersModel):
+            raise cannot_convert("Perilune's decoder does not implement it, transformers does")
+        self._core, self._settings = openvino().Core(), settings
+        config = self._config = decoder.config
+        self._graph = paged_graph(config)
+        self._table_of = [
+            config.distinct_windows.index(config.window(layer)) for layer in range(config.num_layers)
+        ]
+        self._caches: dict[str, Any] = {}
+        self._compiled: Any = None
+        self._request: Any = None
+        with decoder.in_memory():
+            self.load_weights(decoder)
+        self._allocate(num_blocks)
+        self._probe()
+
+    def load_weights(self, decoder: Decoder) -> None:
+        self._request = self._compiled = None  # their memory is free before more is needed
+        model = self._graph.with_weights(decoder, self._settings.weights)
+        try:
+            self._compiled = self._core.compile_model(
+                model, self._settings.used_device, self._settings.properties
+            )
+        except RuntimeError as error:
+            raise self._refusal(error) from None
+        self._request = self._compiled.create_infer_request()
+        for name, cache in self._caches.items():
+            self._request.set_tensor(name, cache)
+
+    def _allocate(self, num_blocks: Sequence[int]) -> None:
+        """Create the cache in the layout that the device wants."""
+        ov, device = openvino(), self._settings.used_device
+        for layer, table in enumerate(self._table_of):
+            for name in (f"keys.{layer}", f"values.{layer}"):
+                port = self._compiled.input(name)
+                _, *sizes = (
+                    dimension.get_length() if dimension.is_static else 0 for dimension in port.partial_shape
+                )
+                shape = ov.Shape([num_blocks[table], *sizes])
+                if device == "CPU":
+                    cache = ov.Tensor(port.element_type, shape)
+                else:
+                    cache = self._core.get_default_context(device).create_tensor(port.element_type, shape, {})
+                self._caches[name] = cache
+                self._request.set_tensor(name, cache)
+        self.clear()
+
+    def run(self, batch: StepBatch) -> Tensor:
+        request, ov = self._request, openvino()
+        for name, array in self._inputs(batch).items():
+            request.set_tensor(name, ov.Tensor(array))
+        request.infer()
+        return torch.from_numpy(request.get_output_tensor(0).data.copy())
+
+    def _inputs(self, batch: StepBatch) -> dict[str, NDArray[Any]]:
+        bounds = batch.cu_seqlens
+        past = batch.positions[bounds[:-1]]
+        lengths = past + np.diff(bounds)
+        columns = -(-lengths // self._settings.block_size)
+        step = (batch.token_ids, batch.positions, batch.logit_rows, past, bounds, lengths.max())
+        dtypes = [np.int64] * 3 + [np.int32] * 3
+        inputs = {
+            name: np.array(array, dtype=dtype)
+            for name, array, dtype in zip(STEP_INPUTS, step, dtypes, strict=True)
+        }
+        used = np.arange(batch.block_tables.shape[2]) < columns[:, None]
+        begins = np.concatenate([[0], np.cumsum(columns)]).astype(np.int32)
+        for index, table in enumerate(batch.block_tables):
+            inputs[f"blocks.{index}"], inputs[f"block_begins.{index}"] = table[used], begins
+        return inputs
+
+    def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
+        for layer, table in enumerate(self._table_of):
+            for name in (f"keys.{layer}", f"values.{layer}"):
+                self._copy(self._caches[name], sources[table], targets[table])
+
+    def _copy(self, cache: Any, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        if self._settings.used_device == "CPU":
+            cache.data[targets] = cache.data[sources]
+            return
+        ov, (_, *sizes) = openvino(), cache.shape
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            one, other = (ov.RemoteTensor(cache, [at, 0, 0, 0], [at + 1, *sizes]) for at in (source, target))
+            one.copy_to(other)
+
+    def clear(self) -> None:
+        for cache in self._caches.values():
+            if self._settings.used_device == "CPU":
+                cache.data[...] = 0
+            else:
+                cache.copy_from(openvino().Tensor(cache.element_type, cache.shape))
+
+    def _probe(self) -> None:
+        """Check that the device keeps keys and values: a text in two steps has the logits of one step.
+
+        Raises:
+            RequestError: when they differ, or the device fails.
+        """
+        tokens = np.arange(_PROBE, dtype=np.int64) % self._config.vocab_size
+
+        def step(start: int, end: int) -> Tensor:
+            tables = np.ones((len(self._config.distinct_windows), 1, 1), dtype=np.int32)
+            bounds, last = np.array([0, end - start]), np.array([end - start - 1])
+            batch = StepBatch(tokens[start:end], np.arange(start, end), bounds, 0, tables, last)
+            return self.run(batch)
+
+        try:
+            whole = step(0, _PROBE)
+            step(0, 3)
+            resumed = step(3, _PROBE)
+        except RuntimeError as error:
+            raise self._refusal(error) from None
+        if not (whole - resumed).abs().max() <= 0.05 * whole.abs().max():
+            raise cannot_convert(f"{self._settings.used_device} does not keep keys and values between steps")
+        self.clear()
+
+    def _refusal(self, error: RuntimeError) -> RequestError:
+        """The error of a device, by its last line, which says most."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        found = ", ".join(self._core.available_devices)
+        reason = f"{lines[-1] if lines else error} (device {self._settings.device}; this machine has {found})"
+        return cannot_convert(reason)

@@ -1,0 +1,152 @@
+"""OpenVINO computes the steps of the engine, on the engine's block tables."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from perilune.cli.inspect.serve import _openvino, _torch_device
+from perilune.engine.engine import Engine
+from perilune.engine.openvino_runner import OpenVino
+from perilune.engine.request import Completion, Prompt, SamplingParams
+from perilune.errors import RequestError
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.config.rope import Rope
+from perilune.models.decoder import Decoder
+from perilune.models.narrow import narrowed
+from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.stage.sampling import OpenVinoSpec, ServerSpec
+
+pytest.importorskip("openvino", reason="pip install openvino")
+
+SIZES = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2}
+SMALL = {**SIZES, "head_dim": 16, "initializer_range": 0.1}
+CONFIGS = {
+    "llama": DecoderConfig("llama", num_layers=2, tie_word_embeddings=False, **SMALL),
+    "qwen2": DecoderConfig("qwen2", num_layers=1, **SMALL),
+    "qwen3": DecoderConfig("qwen3", num_layers=2, **SMALL),
+    "olmo2": DecoderConfig("olmo2", num_layers=1, **SMALL),
+    "gemma3": DecoderConfig(
+        "gemma3_text",
+        num_layers=3,
+        windows=(40, 40, None),
+        local_rope=Rope(100.0),
+        query_pre_attn_scalar=24,
+        **SMALL,
+    ),
+}
+PROMPTS = [Prompt([(7 * i + j * j) % 98 for j in range(n)], (0, 0, i)) for i, n in enumerate((1, 31, 64, 90))]
+
+
+def new(name: str, seed: int = 1) -> Decoder:
+    decoder = Decoder(CONFIGS[name])
+    decoder.initialize(seed)
+    return decoder
+
+
+def engine(decoder: Decoder, settings: OpenVino | None = None) -> Engine:
+    options = {"runner": settings} if settings else {}
+    return Engine(decoder, slots=8, cache_tokens=2048, **options)
+
+
+def sampled(engine: Engine, temperature: float = 1.0, tokens: int = 40) -> list[Completion]:
+    groups = engine.sample(PROMPTS, 2, SamplingParams(tokens, temperature))
+    return [completion for group in groups for completion in group]
+
+
+def gap(completions: list[Completion], judge: Engine) -> float:
+    """The largest difference between reported log-probs and those of `judge`, in nats."""
+    prompts = [prompt.token_ids for prompt in PROMPTS for _ in range(2)]
+    scores = judge.score(prompts, [list(one.token_ids) for one in completions])
+    pairs = zip(scores, completions, strict=True)
+    return float(max(np.abs(score - np.array(one.logprobs)).max() for score, one in pairs))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_and_logprobs_are_those_of_our_own_engine(name: str) -> None:
+    decoder = new(name)
+    other, ours = engine(decoder, OpenVino()), engine(decoder)
+    for temperature in (0.0, 1.0):
+        found, expected = sampled(other, temperature), sampled(ours, temperature)
+        assert [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in expected]
+    assert 0 < gap(found, ours) < 1e-4
+    assert gap(found, other) < 1e-4  # scoring computes whole sequences at once
+    assert other.counters.cached_tokens == 32 + 64  # of the second round, in blocks of 32
+
+
+def test_new_weights_replace_the_old_and_memory_stays_flat() -> None:
+    decoder = new("llama")
+    other = engine(decoder, OpenVino())
+    process, sizes = psutil.Process(), []
+    for version in range(1, 51):
+        decoder.initialize(version)
+        other.update_weights(None, version)
+        if version % 5 == 0:
+            found = sampled(other, tokens=4)
+            sizes.append(process.memory_info().rss)
+    assert gap(found, engine(decoder)) < 1e-4
+    assert sizes[-1] - sizes[2] < 8 << 20
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.zero_()  # training after an update does not change its version
+    assert [one.token_ids.tolist() for one in sampled(other, tokens=4)] == [
+        one.token_ids.tolist() for one in found
+    ]
+
+
+def test_int8_weights_are_rounded_as_ours_and_the_u8_cache_is_close() -> None:
+    decoder = new("llama")
+    rounded = copy.deepcopy(decoder)
+    with torch.no_grad():
+        for name, parameter in rounded.named_parameters():
+            if parameter.dim() == 2 and "embed" not in name:
+                narrow = narrowed(parameter, "int8")
+                assert narrow.scales is not None
+                parameter.copy_(narrow.values.float() * narrow.scales[:, None])
+    exact, judge = engine(decoder), engine(rounded)
+    int8 = sampled(engine(decoder, OpenVino(weights="int8")))
+    assert gap(int8, judge) < 1e-4 < gap(int8, exact)
+    u8 = sampled(engine(decoder, OpenVino(cache="u8")))
+    assert 1e-4 < gap(u8, exact) < 0.1
+
+
+def test_what_cannot_be_computed_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Decoder(DecoderConfig("qwen3_moe", num_layers=1, experts=Experts(4, 2, 32), **SMALL))
+    with pytest.raises(RequestError, match="cannot compute this model: the tokens choose its experts"):
+        engine(experts, OpenVino())
+    with pytest.raises(RequestError, match="device NPU; this machine has CPU"):
+        engine(new("llama"), OpenVino(device="NPU"))
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(RequestError, match="openvino is not installed") as raised:
+        engine(new("llama"), OpenVino())
+    assert raised.value.remedy == 'pip install "perilune[openvino]"'
+
+
+def test_importing_openvino_does_not_start_its_telemetry() -> None:
+    assert sys.modules.get("openvino_telemetry") is None
+
+
+def test_serve_chooses_the_backend() -> None:
+    assert _openvino("openvino", "gpu.1", "int8", "u8", "float32") == OpenVino("GPU.1", "int8", "u8")
+    assert _openvino("native", "cpu", "float32", "float32", "float32") is None
+    with pytest.raises(RequestError, match="int8 needs --backend openvino"):
+        _openvino("native", "cpu", "int8", "float32", "float32")
+    with pytest.raises(RequestError, match="'NPU' is not auto, cpu or cuda"):
+        _torch_device("NPU")
+
+
+def test_recipes_choose_the_engine() -> None:
+    checkpoint = {"checkpoint": "model"}
+    evaluated = EvaluateSpec.model_validate({**checkpoint, "engine": "openvino"})
+    assert evaluated.engine == OpenVinoSpec()
+    server = EvaluateSpec.model_validate({**checkpoint, "engine": {"url": "http://localhost:1"}})
+    assert isinstance(server.engine, ServerSpec)
+    trained = RLSpec.model_validate({**checkpoint, "engine": {"name": "openvino", "weights": "int8"}})
+    assert trained.engine is not None and trained.engine.runner() == OpenVino(weights="int8")
