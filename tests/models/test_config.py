@@ -171,6 +171,50 @@ def test_experts_that_cannot_be(changes: dict[str, Any], named: str) -> None:
         DecoderConfig.from_hf(raw(model_type="qwen3_moe", **changes))
 
 
+GLM = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 6,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n_group": 5}, "12 experts in 2 of 5 equal groups"),
+        ({"topk_group": 5}, "12 experts in 5 of 4 equal groups"),
+        ({"num_experts_per_tok": 7}, "7 of 6 experts per token"),
+        ({"n_shared_experts": -1}, "shared_size is -"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq"),
+        ({"partial_rotary_factor": 2.0}, "rotary embeddings of 2"),
+        ({"topk_method": "group_limited_greedy"}, "topk_method"),
+    ],
+)
+def test_groups_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+    sizes = {**raw(), "rope_parameters": None}
+    assert DecoderConfig.from_hf(sizes | GLM).experts is not None
+    with pytest.raises(RequestError, match=named):
+        DecoderConfig.from_hf(sizes | GLM | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_named(kind: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        DecoderConfig.from_hf(raw(model_type=kind, **changes))
+
+
 def test_experts_are_counted_by_either_name() -> None:
     config = DecoderConfig.from_hf(raw(model_type="qwen3_moe", num_local_experts=16))
     assert config.experts is not None

@@ -191,6 +191,12 @@ def test_a_config_that_asks_for_the_impossible_takes_no_memory(folder: Path, key
         load_decoder(folder)
 
 
+def test_experts_of_one_tensor_that_are_not_there_take_no_memory(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="gpt_oss", num_local_experts=10**9)
+    with pytest.raises(RequestError, match="gate_up_proj of 1000000000 experts is missing"):
+        load_checkpoint(folder)
+
+
 def test_experts_that_are_not_there_take_no_memory(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9)
     with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.mlp\.experts\.999999999\.up_proj"):

@@ -195,7 +195,7 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
     folder = CheckpointFolder(Path(path))
     config = _config(folder)
     stored = stored_tensors(folder)
-    _check_counts(config, len(stored), path)
+    _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
     _compare(stored, shapes, config, path)
@@ -292,16 +292,21 @@ def _headers(file: Path) -> Iterator[Stored]:
         ) from None
 
 
-def _check_counts(config: DecoderConfig, stored: int, path: Path) -> None:
-    """Refuse more layers or experts than there are tensors, before a model of that size is created."""
-    if config.num_layers > stored:
+def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Path) -> None:
+    """Refuse more layers or experts than are stored, before a model of that size is created."""
+    if config.num_layers > len(stored):
         raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", path)
-    if config.experts is not None and config.experts.count > stored:
-        layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
-        if layer is not None:
-            network, up = (config.family.module(name) for name in ("mlp", "up_proj"))
-            expert = f"{network}.experts.{config.experts.count - 1}.{up}.weight"
-            raise _missing(f"model.layers.{layer}.{expert}", path)
+    layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
+    if config.experts is None or layer is None:
+        return
+    network, up = (config.family.module(name) for name in ("mlp", "up_proj"))
+    experts = f"model.layers.{layer}.{network}.experts"
+    if config.family.fused_experts:
+        name = f"{experts}.gate_up_proj"
+        if name not in stored or stored[name].shape[:1] != (config.experts.count,):
+            raise _missing(f"{name} of {config.experts.count} experts", path)
+    elif config.experts.count > len(stored):
+        raise _missing(f"{experts}.{config.experts.count - 1}.{up}.weight", path)
 
 
 def _compare(

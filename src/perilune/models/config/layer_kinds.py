@@ -43,6 +43,8 @@ class Experts:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 return f"experts.{name} is {value!r}, not a positive integer"
+        if self.shared_size < 0:
+            return f"experts.shared_size is {self.shared_size}"
         if self.count % self.groups or self.groups_per_token > self.groups:
             return f"{self.count} experts in {self.groups_per_token} of {self.groups} equal groups"
         eligible = self.count // self.groups * self.groups_per_token
