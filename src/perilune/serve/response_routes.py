@@ -5,6 +5,7 @@ The server keeps the newest conversations in memory, for requests with `previous
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections import OrderedDict
@@ -108,7 +109,7 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
         body = await service.lanes.short_or_long(len(data), lambda: read_body(data, ResponseBody))
         earlier: Messages = []
         if body.previous_response_id is not None:
-            earlier = conversations.messages(body.previous_response_id)
+            earlier = await asyncio.to_thread(conversations.messages, body.previous_response_id)
         messages = earlier + body.messages
         chat = await service.lanes.short_or_long(len(data), lambda: body.chat(messages))
         parts = service.parts_of(chat)

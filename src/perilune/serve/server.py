@@ -209,6 +209,7 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
         "--offload-memory": settings.offload,
         "--weight-updates": settings.weight_updates,
         "--control": settings.control,
+        "--embeddings": settings.embeddings,
         "--reasoning": settings.reasoning,
         "--tool-format": settings.tool_format,
     }
