@@ -120,7 +120,7 @@ def load_speech_model(path: Path) -> SpeechModel:
     codec_file, file = inner.file("config.json"), folder.file("config.json")
     codec_config = CodecConfig.from_hf(read_json(codec_file), where=str(codec_file))
     config = SpeechConfig.from_hf(read_json(file), codec_config, where=str(file))
-    talker = _load(lambda: Talker(config), folder, _talker_name, _parts(config))
+    talker = _load(lambda: Talker(config), folder, stored_name, _parts(config))
     codec = _load(lambda: CodecDecoder(codec_config), inner, "decoder.{}".format, codec_config.num_layers)
     tokenizer = _tokenizer(folder)
     _check_vocabulary(tokenizer, config, str(path))
@@ -139,14 +139,14 @@ def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tens
     codec |= {f"encoder.{name}": tensor for name, tensor in (encoder or {}).items()}
     _save(inner / WEIGHTS, codec)
     write_json(inner / "config.json", model.config.codec.to_hf())
-    named = {_talker_name(name): tensor for name, tensor in model.talker.state_dict().items()}
+    named = {stored_name(name): tensor for name, tensor in model.talker.state_dict().items()}
     _save(path / WEIGHTS, {name: tensor for name, tensor in named.items() if name is not None})
     model.tokenizer.save(path)
     write_json(path / "generation_config.json", model.sampling.to_hf())
     write_json(path / "config.json", model.config.to_hf())
 
 
-def _talker_name(name: str) -> str | None:
+def stored_name(name: str) -> str | None:
     """The name in a folder of a tensor of `Talker`."""
     for beginning, stored in _NAMES.items():
         if name.startswith(beginning):

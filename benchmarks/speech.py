@@ -1,0 +1,235 @@
+"""Streaming speech from `perilune serve`: first audio, real-time factor, underruns at 1, 2, 4 and 8 streams.
+
+    python benchmarks/speech.py            a random model of the size below
+    python benchmarks/speech.py FOLDER     a speech model of yours
+
+All streams of a round start together, which is the worst case for the first audio. The client reads the
+answers as they come and keeps the clock of a listener who starts with the first samples: an underrun is a
+moment at which that listener has heard everything and waits. The real-time factor is the time from the
+request to the last sample by the duration of the speech. The first round is not counted. The seconds to the
+talker's first code come from /metrics. Writes results/speech.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from perilune.bundle.machine import describe_machine
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.speech.config import CodecConfig, Marks, SpeechConfig
+from perilune.speech.folder import load_speech_model, new_speech_model, save_speech_model
+from perilune.speech.sampling import SpeechSampling
+
+STREAMS = (1, 2, 4, 8)
+FRAMES = 100  # of each utterance of the random model, 8 seconds
+TEXT = "seven three nine one zero four"
+RESULT = Path(__file__).parent / "results" / "speech.json"
+
+
+def random_config(tokenizer: Tokenizer) -> SpeechConfig:
+    """12.5 frames of 8 codes a second at 16 kHz."""
+    codes, words = 256, tokenizer.vocab_size
+    codec = CodecConfig(
+        codebooks=8,
+        codebook_size=codes,
+        codebook_dim=64,
+        latent_dim=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        window=36,
+        upsampling_ratios=(2, 2),
+        upsample_rates=(8, 8, 5),
+        vocoder_dim=64,
+        sample_rate=16000,
+    )
+    talker = DecoderConfig(
+        architecture="qwen3",
+        vocab_size=codes + 16,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+    )
+    return SpeechConfig(
+        talker=talker,
+        predictor=talker.replace(vocab_size=codes, hidden_size=128, intermediate_size=256, num_layers=2),
+        codec=codec,
+        text_vocab_size=words + 5,
+        text_hidden_size=128,
+        marks=Marks(*range(codes, codes + 7), *range(words, words + 5)),
+    )
+
+
+def save_random_model(folder: Path) -> None:
+    """A model that never ends on its own: the logit of its end is 0, which is not among the 50 largest."""
+    tokenizer = Tokenizer.characters()
+    model = new_speech_model(random_config(tokenizer), tokenizer, seed=0)
+    model.sampling = SpeechSampling(max_frames=FRAMES)
+    with torch.no_grad():
+        model.talker.decoder.lm_head.weight[model.config.marks.eos] = 0
+    save_speech_model(folder, model)
+
+
+@dataclass
+class Heard:
+    """What the client of one utterance noticed, in seconds."""
+
+    first: float
+    seconds: float
+    audio: float
+    underruns: int
+
+
+async def listen(client: httpx.AsyncClient, name: str, text: str, seed: int, rate: int) -> Heard:
+    body = {"model": name, "input": text, "seed": seed, "response_format": "pcm"}
+    began, first, until, received, underruns = time.perf_counter(), 0.0, 0.0, 0, 0
+    async with client.stream("POST", "/v1/audio/speech", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for piece in answer.aiter_raw():
+            now = time.perf_counter()
+            if not first:
+                first = until = now
+            elif now > until:
+                underruns, until = underruns + 1, now
+            received += len(piece)
+            until += len(piece) / 2 / rate
+    return Heard(first - began, time.perf_counter() - began, received / 2 / rate, underruns)
+
+
+def first_codes(client: httpx.Client) -> tuple[float, float]:
+    """Sum and count of the seconds to the first code, over all loads."""
+    page = client.get("/metrics").text
+    return tuple(  # type: ignore[return-value]
+        sum(map(float, re.findall(rf"^perilune_speech_first_code_seconds_{kind}\{{.*\}} (\S+)$", page, re.M)))
+        for kind in ("sum", "count")
+    )
+
+
+async def round_of(url: str, name: str, text: str, seeds: range, rate: int) -> list[Heard]:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        return list(await asyncio.gather(*(listen(client, name, text, seed, rate) for seed in seeds)))
+
+
+def measure(url: str, text: str, rounds: int) -> dict[str, dict[str, Any]]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        voices = client.get("/v1/audio/voices").json()
+        heard: dict[int, list[Heard]] = {streams: [] for streams in STREAMS}
+        codes: dict[int, list[float]] = {streams: [] for streams in STREAMS}
+        for turn in range(-1, rounds):
+            for streams in STREAMS:
+                before = first_codes(client)
+                seeds = range(100 * turn + 100, 100 * turn + 100 + streams)
+                found = asyncio.run(round_of(url, voices["model"], text, seeds, voices["sample_rate"]))
+                after = first_codes(client)
+                if turn >= 0:
+                    heard[streams] += found
+                    codes[streams].append((after[0] - before[0]) / (after[1] - before[1]))
+    return {f"{streams} streams": summary(heard[streams], codes[streams]) for streams in STREAMS}
+
+
+def summary(heard: list[Heard], codes: list[float]) -> dict[str, Any]:
+    factors = sorted(one.seconds / one.audio for one in heard)
+    firsts = sorted(1000 * one.first for one in heard)
+    return {
+        "real-time factor, p50": round(statistics.median(factors), 3),
+        "real-time factor, worst": round(factors[-1], 3),
+        "first code, ms": round(1000 * statistics.mean(codes)),
+        "first audio, ms, p50": round(statistics.median(firsts)),
+        "first audio, ms, worst": round(firsts[-1]),
+        "underruns": sum(one.underruns for one in heard),
+        "utterances": len(heard),
+    }
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "perilune.cli.main", "serve", str(folder), "--port", "0"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        found = re.search(r"(http://\S+)/v1", process.stderr.readline())
+        assert found
+        yield found[1]
+        process.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--text", default=TEXT)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch) / "speech"
+        if given.folder is None:
+            save_random_model(folder)
+        with server(folder) as url:
+            loads = measure(url, given.text, given.rounds)
+        write(loads, folder, random=given.folder is None)
+
+
+def write(loads: dict[str, dict[str, Any]], folder: Path, *, random: bool) -> None:
+    model = load_speech_model(folder)
+    codec = model.config.codec
+    processor = describe_machine()["processor"]
+    first = "first audio, ms, p50"
+    document = {
+        "title": "Streaming speech by number of streams",
+        "about": "Utterances that start together, streamed by `perilune serve` on one thread. The real-time "
+        "factor is seconds of waiting for a second of speech; an underrun is a moment at which the listener "
+        "has heard everything so far and waits.",
+        "command": "python benchmarks/speech.py",
+        "machine": {
+            "processor": processor["model"],
+            "cores": processor["usable_cores"],
+            "load": [round(load, 1) for load in os.getloadavg()],
+        },
+        "model": {
+            "weights": "random" if random else folder.name,
+            "talker, million parameters": millions(model.talker.decoder),
+            "code predictor, million parameters": millions(model.talker.predictor),
+            "codec decoder, million parameters": millions(model.codec),
+            "frames a second": round(1 / codec.frame_seconds, 2),
+            "codes a frame": codec.codebooks,
+        },
+        "loads": loads,
+        "first audio at 8 streams, by that at 1": round(
+            loads["8 streams"][first] / loads["1 streams"][first], 2
+        ),
+    }
+    RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document, indent=1))
+
+
+def millions(module: torch.nn.Module) -> float:
+    return round(sum(one.numel() for one in module.parameters()) / 1e6, 2)
+
+
+if __name__ == "__main__":
+    main()
