@@ -45,10 +45,10 @@ RESULT = Path(__file__).parent / "results" / "speech.json"
 
 
 def random_config(tokenizer: Tokenizer) -> SpeechConfig:
-    """12.5 frames of 8 codes a second at 16 kHz."""
+    """12.5 frames of 4 codes a second at 16 kHz."""
     codes, words = 256, tokenizer.vocab_size
     codec = CodecConfig(
-        codebooks=8,
+        codebooks=4,
         codebook_size=codes,
         codebook_dim=64,
         latent_dim=64,
@@ -61,7 +61,7 @@ def random_config(tokenizer: Tokenizer) -> SpeechConfig:
         window=36,
         upsampling_ratios=(2, 2),
         upsample_rates=(8, 8, 5),
-        vocoder_dim=64,
+        vocoder_dim=32,
         sample_rate=16000,
     )
     talker = DecoderConfig(

@@ -102,12 +102,11 @@ class CausalConv(_Streamed):
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
         kernel, dilation = self.conv.kernel_size[0], self.conv.dilation[0]
-        length = x.shape[1]
+        batch, length, channels = x.shape
         if kernel > 1:
             x = state.extend(self.key, x, (kernel - 1) * dilation)
-        taps = [x[:, tap * dilation : tap * dilation + length] for tap in range(kernel)]
-        rows = torch.cat(taps, dim=2) if kernel > 1 else x
-        return self.taps(rows.flatten(0, 1)).view(x.shape[0], length, -1)
+            x = x.unfold(1, (kernel - 1) * dilation + 1, 1)[..., ::dilation].transpose(2, 3)
+        return self.taps(x.reshape(batch * length, kernel * channels)).view(batch, length, -1)
 
 
 class DepthwiseConv(_Streamed):
