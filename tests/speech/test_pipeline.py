@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,8 @@ from perilune.speech.folder import SpeechModel
 from perilune.speech.pipeline import EngineStage, Pipeline
 from perilune.speech.prompt import Utterance, talker_prompt
 from perilune.speech.sampling import SpeechSampling
-from perilune.speech.stages import ChunkSizes
-from perilune.speech.stream import SpeechDelta
+from perilune.speech.stages import ChunkSizes, DecoderStage
+from perilune.speech.stream import FrameInputs, SpeechDelta
 from perilune.speech.synthesis import Speaker
 
 TEXTS = ["one two", "a rather longer sentence", "x"]
@@ -136,6 +138,69 @@ def test_an_aborted_utterance_leaves_nothing(model: SpeechModel) -> None:
     assert not speaker.pipeline.unfinished
     assert not speaker.engine.unfinished
     assert speaker.engine.cache_use == 0
+
+
+def test_an_utterance_that_fails_ends_alone(model: SpeechModel) -> None:
+    speaker = Speaker(model)
+    expected = speaker.say(UTTERANCES[1:2], seed=1)[0]
+    requests = [speaker.request(one, seed=i) for i, one in enumerate(UTTERANCES[:2])]
+    assert isinstance(requests[0].inputs, FrameInputs)
+    with torch.inference_mode():
+        requests[0].inputs.rows(0, 1).fill_(torch.nan)
+    ids = [speaker.pipeline.add(request) for request in requests]
+    found: dict[int, list[SpeechDelta]] = {request_id: [] for request_id in ids}
+    while speaker.pipeline.unfinished:
+        for delta in speaker.pipeline.step():
+            found[delta.request_id].append(delta)  # type: ignore[arg-type]
+    assert [delta.failure is not None for delta in found[ids[0]]] == [True]
+    said = np.concatenate([part for delta in found[ids[1]] for part in delta.audio])
+    assert np.array_equal(said, expected)
+
+
+def test_a_restart_drops_what_was_in_progress(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    speaker = Speaker(model)
+    expected = speaker.say(UTTERANCES[:1])[0]
+    speaker.pipeline.add(speaker.request(UTTERANCES[1], seed=0))
+    for _ in range(3):
+        speaker.pipeline.step()
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(DecoderStage, "_decode", lambda *_: 1 / 0)
+        while True:
+            speaker.pipeline.step()
+    speaker.pipeline.restart()
+    assert not speaker.pipeline.unfinished
+    assert np.array_equal(speaker.say(UTTERANCES[:1])[0], expected)
+
+
+class Counting:
+    """A stage that only has deadlines."""
+
+    def __init__(self, name: str, log: list[str], *deadlines: float) -> None:
+        self.name, self.log, self.queue = name, log, list(deadlines)
+
+    def deadline(self) -> float | None:
+        return min(self.queue, default=None)
+
+    def step(self) -> list[float]:
+        self.log.append(self.name)
+        self.queue.remove(min(self.queue))
+        return []
+
+    def feed(self, items: Sequence[float]) -> None:
+        raise AssertionError("nothing was returned")
+
+    def abort(self, request_id: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+def test_the_earliest_deadline_goes_first_and_later_stages_before_earlier_ones(model: SpeechModel) -> None:
+    log: list[str] = []
+    stages = [Counting("a", log, 3, 1), Counting("b", log, 2), Counting("c", log, 3, 0.5)]
+    pipeline = Pipeline(Engine(model.talker.decoder, slots=2), stages)
+    while pipeline.unfinished:
+        pipeline.step()
+    assert log == ["c", "a", "b", "c", "a"]
 
 
 def test_a_text_model_is_a_pipeline_of_one_stage(model: SpeechModel) -> None:

@@ -32,6 +32,9 @@ class Stage(Protocol):
     def abort(self, request_id: int) -> None:
         """Remove a request."""
 
+    def clear(self) -> None:
+        """Remove all requests."""
+
 
 class Pipeline:
     """Steps `stages`. The first takes requests, and the last returns deltas.
@@ -87,6 +90,8 @@ class Pipeline:
         Raises:
             Exception: the failure, if it persists.
         """
+        for stage in self.stages:
+            stage.clear()
         self._engine.restart()
 
 
@@ -106,4 +111,7 @@ class EngineStage:
         pass
 
     def abort(self, request_id: int) -> None:
+        pass
+
+    def clear(self) -> None:
         pass

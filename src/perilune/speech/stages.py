@@ -106,6 +106,9 @@ class TalkerStage:
     def abort(self, request_id: int) -> None:
         self.streams.pop(request_id, None)
 
+    def clear(self) -> None:
+        self.streams.clear()
+
 
 class PredictorStage:
     """Draws the other codes of each frame, one code of all frames at a time.
@@ -155,6 +158,9 @@ class PredictorStage:
 
     def abort(self, request_id: int) -> None:
         self._queue = [frame for frame in self._queue if frame.stream.id != request_id]
+
+    def clear(self) -> None:
+        self._queue.clear()
 
 
 def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
@@ -282,6 +288,9 @@ class DecoderStage:
 
     def abort(self, request_id: int) -> None:
         self.streams.pop(request_id, None)
+
+    def clear(self) -> None:
+        self.streams.clear()
 
 
 def _has_ended(stream: SpeechStream) -> bool:
