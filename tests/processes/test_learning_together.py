@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from learning_cases import random_groups, small_critic, small_decoder, weighted_groups
 from process_cases import together
 
@@ -176,11 +177,30 @@ def test_what_is_not_finite_in_one_stops_all_with_one_message(three: list[Found]
     assert {found["said"] for found in (*three, *cut)} == {str(alone.value)}
 
 
+def shard(ranks: Ranks) -> tuple[bool, int]:
+    """Whether sharding and publishing change no bit, and the elements of this process's shards."""
+    learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
+    assert learner._sharded is not None
+    for parameter in learner.decoder.parameters():
+        parameter.data.zero_()
+    learner._sharded.publish(learner.decoder)
+    expected = dict(small_decoder().named_parameters())
+    same = all(torch.equal(tensor, expected[name]) for name, tensor in learner.decoder.named_parameters())
+    return same, sum(tensor.numel() for tensor in learner._sharded.parameters.values())
+
+
+def test_sharding_and_publishing_change_no_bit(cut: list[Found]) -> None:
+    whole = sum(parameter.numel() for parameter in small_decoder().parameters())
+    assert [found["sharded"][0] for found in cut] == [True, True]
+    assert sum(found["sharded"][1] for found in cut) == whole
+
+
 def everything(ranks: Ranks, folder: Path) -> Found:
     """All of the above in one process of several, which take a while to start."""
     found: Found = {"saved": save_and_load(ranks, folder)}
     if ranks.sharded:
         found["modes"] = {"token-mean": learn(ranks, "token-mean")}
+        found["sharded"] = shard(ranks)
     else:
         found |= {"modes": every_mode(ranks), "settings": every_setting(ranks)}
     try:

@@ -10,7 +10,6 @@ not bit for bit.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -39,10 +38,15 @@ class ShardedDecoder:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         self._ranks = ranks
-        self.module = copy.deepcopy(decoder)
+        with torch.device("meta"):
+            self.module = type(decoder)(decoder.config)
+        self.module.compute_in(decoder.precision)
+        self.module.recompute = decoder.recompute
         device = next(decoder.parameters()).device.type
         self._mesh = init_device_mesh(device, (ranks.count,))
+        names = {id(part): f"{name}." if name else "" for name, part in self.module.named_modules()}
         for part in (*self.module.model.layers, self.module):
+            _copy_into(part, decoder, names[id(part)])  # one layer at a time is whole
             fully_shard(part, mesh=self._mesh)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)  # a sum: the weights include the denominator of the step
@@ -106,26 +110,35 @@ class ShardedDecoder:
 
     @torch.no_grad()
     def publish(self, decoder: Decoder) -> None:
-        """Copy the current weights to the whole decoder."""
-        whole = self.whole(self.parameters)
+        """Copy the current weights to the whole decoder, one tensor at a time."""
         for name, parameter in decoder.named_parameters():
-            if name in whole:
-                parameter.copy_(whole[name])
+            if name in self.parameters:
+                parameter.copy_(self._gathered(name, self.parameters[name]))
 
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather whole tensors from the shards of all ranks; tensors that are not sharded are unchanged."""
-        from torch.distributed.tensor import DTensor, Shard
+        return {name: self._gathered(name, part) for name, part in parts.items()}
 
+    def collected(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Like `whole`, in the memory of the first rank's CPU; empty in the others, which only take part."""
         found = {}
         for name, part in parts.items():
-            found[name] = part
-            if name in self._sharded:
-                like = self._sharded[name]
-                cut = DTensor.from_local(
-                    part.detach(), self._mesh, [Shard(0)], shape=like.shape, stride=like.stride()
-                )
-                found[name] = cut.full_tensor()
+            whole = self._gathered(name, part)
+            if self._ranks.leads:
+                found[name] = whole.cpu()
         return found
+
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """A whole tensor from the shards of all ranks; `part` if it is not sharded."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        if name not in self._sharded:
+            return part
+        like = self._sharded[name]
+        cut = DTensor.from_local(
+            part.detach(), self._mesh, [Shard(0)], shape=like.shape, stride=like.stride()
+        )
+        return cut.full_tensor()
 
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `whole`: this rank's shards of whole tensors."""
@@ -135,6 +148,18 @@ class ShardedDecoder:
             rows = torch.chunk(whole[name], count)
             found[name] = rows[rank] if rank < len(rows) else whole[name][:0]
         return found
+
+
+@torch.no_grad()
+def _copy_into(part: nn.Module, source: nn.Module, prefix: str) -> None:
+    """Replace the meta parameters of `part` by copies of those of `source`, where its name begins with
+    `prefix`."""
+    for name, parameter in list(part.named_parameters()):
+        if parameter.is_meta:
+            own = source.get_parameter(prefix + name)
+            owner, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+            setattr(part.get_submodule(owner), attribute, copy)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ class Learner:
             "second_moments": self.optimizer.second,
         }
         if self._sharded is not None:
-            tensors = {name: self._sharded.whole(parts) for name, parts in tensors.items()}
+            tensors = {name: self._sharded.collected(parts) for name, parts in tensors.items()}
         if self.ranks.leads:
             checkpoints.write(directory, tensors, state)
 
