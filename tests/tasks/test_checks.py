@@ -16,10 +16,30 @@ from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import OptimizerSettings
-from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
 from perilune.tasks.checks.epochs import EpochChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
+from perilune.tasks.checks.twin import _scaled_down
+
+TINY = PRESETS["tiny"]
+ROUTED = Experts(16, 6, 48, groups=8, groups_per_token=4, shared_size=96, scale=2.0)
+LATENT = TINY.replace(
+    architecture="deepseek_v3", num_kv_heads=4, head_dim=24, latent=Latent(40, 8, 16, 12, 20), experts=ROUTED
+)
+LINEAR = TINY.replace(architecture="qwen3_5_text", delta=DeltaRule((0, 2), 2, 6, 8, 12))
+MIXTRAL = TINY.replace(architecture="mixtral", experts=Experts(8, 2, TINY.intermediate_size))
+
+
+@pytest.mark.parametrize("config", [LATENT, LINEAR, MIXTRAL], ids=lambda one: one.architecture)
+def test_a_model_of_a_family_is_scaled_down_for_the_gradient_check(config: DecoderConfig) -> None:
+    small = _scaled_down(config)
+    assert (small.architecture, small.num_layers) == (config.architecture, config.num_layers)
+    assert DecoderConfig.from_hf(small.to_hf()) == small
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Decoder(small).parameters())
+    assert parameters < 60_000
 
 
 class Repeating(Digits):

@@ -142,6 +142,7 @@ def _scaled_down(config: DecoderConfig) -> DecoderConfig:
         num_heads=heads,
         num_kv_heads=heads if config.latent else 1,
         experts=experts,
+        delta=config.delta and replace(config.delta, key_heads=1, heads=2, key_size=8, value_size=8),
         initializer_range=_HIDDEN**-0.5,
     )
 
