@@ -79,3 +79,22 @@ def test_hostile_configurations_are_refused(
     write_json(tmp_path / file, raw)
     with pytest.raises(RequestError):
         load_speech_model(tmp_path)
+
+
+def test_qwen_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
+    save_speech_model(tmp_path, small_model())
+    (tmp_path / "tokenizer.json").unlink()
+    pieces = ["a", "b", "ab", "1", "2", "12", "Ġ", "Ġa", "Ċ"]
+    write_json(tmp_path / "vocab.json", {piece: i for i, piece in enumerate(pieces)})
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n1 2\nĠ a\n", encoding="utf-8")
+    special = {"content": "<|im_end|>", "special": True}
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        {"eos_token": "<|im_end|>", "added_tokens_decoder": {str(len(pieces)): special}},
+    )
+    tokenizer = load_speech_model(tmp_path).tokenizer
+    assert tokenizer.encode("ab 12 a\n") == [2, 6, 3, 4, 7, 8]  # digits stay apart
+    assert tokenizer.eos_token_id == len(pieces)
+    write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": [special]})
+    with pytest.raises(RequestError, match="added_tokens_decoder"):
+        load_speech_model(tmp_path)
