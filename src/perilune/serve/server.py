@@ -209,6 +209,8 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
         "--offload-memory": settings.offload,
         "--weight-updates": settings.weight_updates,
         "--control": settings.control,
+        "--backend": settings.openvino,
+        "--draft": settings.draft,
         "--embeddings": settings.embeddings,
         "--reasoning": settings.reasoning,
         "--tool-format": settings.tool_format,

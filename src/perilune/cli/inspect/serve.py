@@ -170,7 +170,8 @@ def serve(
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/responses.
 
     Also serves /v1/models, /health, and /metrics for Prometheus. After SIGTERM or Ctrl-C the server finishes
-    open requests and exits.
+    open requests and exits. A text-to-speech model in the format of Qwen3-TTS is served at /v1/audio/speech,
+    with a player at /.
 
     \b
     perilune serve rl --name my-model
