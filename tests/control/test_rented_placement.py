@@ -26,4 +26,4 @@ class TestRented(PlacementConformance):
             tend_until(fleet, key, MachineState.READY)
         site = Site(python=str(interpreter(tmp_path / "python", grace=1.0)), installed=True)
         place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-        return control.reconciler.placements.make(Template(placement=place))
+        return control.reconciler.placements.make(Template(placement=place, bring="all"))
