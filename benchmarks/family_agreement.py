@@ -6,12 +6,13 @@ A random checkpoint of each family (4 layers, hidden size 256, windows of 64 tok
 written by transformers and read by both. Two texts of 300 tokens are computed in one piece, as in learning,
 and in chunks and single tokens over the paged cache, as in sampling. Float32; both are also compared with
 transformers in float64. Writes results/family_agreement.json.
+`--families` measures some, and keeps the others of that file.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 import tempfile
 import time
 from itertools import pairwise
@@ -99,14 +100,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "family_agreement.json")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="measure these, and keep the others")
     arguments = parser.parse_args()
-    began = time.monotonic()
-    families = {name: measure(*description) for name, description in FAMILIES.items()}
-    result = document("family_agreement.py", sys.argv[1:], began)
+    began, known = time.monotonic(), {}
+    if arguments.families:
+        known = json.loads(arguments.out.read_text(encoding="utf-8"))["largest difference"]
+    measured = {name: measure(*FAMILIES[name]) for name in arguments.families or FAMILIES}
+    families = {name: (known | measured)[name] for name in FAMILIES if name in known | measured}
+    result = document("family_agreement.py", [], began)
+    if arguments.families:
+        del result["minutes"]  # of a part
     result["versions"]["transformers"] = transformers.__version__
     about = {"title": "Log-probs of Perilune's decoder against transformers", "about": ABOUT}
     write(arguments.out, about | result | {"largest difference": families})
-    for name, figures in families.items():
+    for name, figures in measured.items():
         print(name, *(f"{key} {value:.1e}" for key, value in figures.items()))
 
 
