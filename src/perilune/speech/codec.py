@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from perilune.models.kernels import both_halves, rotate
 from perilune.models.layers import Projection, RMSNorm
 from perilune.speech.config import CodecConfig
+from perilune.speech.spectral import SpectralVocoder
 
 _LEAST_USAGE = 1e-5  # of a codebook entry, in the division by it
 _DILATIONS = (1, 3, 9)
@@ -379,13 +380,22 @@ class CodecDecoder(nn.Module):
             nn.ModuleList([CausalUpsample(latent, latent, factor, factor), ConvNeXtBlock(latent)])
             for factor in config.upsampling_ratios
         )
+        self.decoder = self._spectral() if config.vocoder == "spectrum" else self._convolutions()
+        for name, module in self.named_modules():
+            if isinstance(module, _Streamed | SpectralVocoder):
+                module.key = name
+
+    def _spectral(self) -> nn.ModuleList:
+        latent = self.config.latent_dim
+        ends = SpectralVocoder(latent, self.config.upsample_rates[0])
+        return nn.ModuleList([ConvNeXtBlock(latent), ConvNeXtBlock(latent), ends])
+
+    def _convolutions(self) -> nn.ModuleList:
+        config = self.config
         dims = [config.vocoder_dim // 2**i for i in range(len(config.upsample_rates) + 1)]
         blocks = [VocoderBlock(dim, rate) for dim, rate in zip(dims, config.upsample_rates, strict=False)]
         ends = [Snake(dims[-1]), CausalConv(dims[-1], 1, 7)]
-        self.decoder = nn.ModuleList([CausalConv(latent, config.vocoder_dim, 7), *blocks, *ends])
-        for name, module in self.named_modules():
-            if isinstance(module, _Streamed):
-                module.key = name
+        return nn.ModuleList([CausalConv(config.latent_dim, config.vocoder_dim, 7), *blocks, *ends])
 
     def forward(self, codes: Tensor, state: CodecState | None = None) -> Tensor:
         """Samples float[B, T * frame] of int64[B, T, Q] codes. `state` advances by T frames."""
@@ -394,11 +404,16 @@ class CodecDecoder(nn.Module):
     def synthesise(self, latents: Tensor, state: CodecState | None = None) -> Tensor:
         """Samples float[B, T * frame] of dequantised codes float[B, T, codebook_dim]."""
         state = state or CodecState.start(len(latents), latents.device)
-        x: Tensor = self.pre_transformer(self.pre_conv(latents, state), state)
-        for part in (*(block for blocks in self.upsample for block in blocks), *self.decoder):  # type: ignore[attr-defined]
-            x = part(x, state)
+        x: Tensor = self.decoder[-1](self.features(latents, state), state)
         state.frames = state.frames + latents.shape[1]
         return x[..., 0].clamp(-1, 1)
+
+    def features(self, latents: Tensor, state: CodecState) -> Tensor:
+        """The input of the vocoder's last part, for losses on what that part predicts."""
+        x: Tensor = self.pre_transformer(self.pre_conv(latents, state), state)
+        for part in (*(block for blocks in self.upsample for block in blocks), *self.decoder[:-1]):  # type: ignore[attr-defined]
+            x = part(x, state)
+        return x
 
     @property
     def device(self) -> torch.device:

@@ -10,13 +10,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal, get_args
 
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.reader import Reader
 
 MODEL_TYPE = "qwen3_tts"
+Vocoder = Literal["convolutions", "spectrum"]
 _MROPE = ("mrope_section", "interleaved", "mrope_interleaved", "rope_type", "type")
 
 
@@ -33,6 +34,7 @@ class CodecConfig:
         upsampling_ratios: factors before the vocoder.
         upsample_rates: factors of the vocoder's blocks. Each block halves the channels.
         vocoder_dim: channels at the beginning of the vocoder.
+        vocoder: "convolutions", as in Qwen3-TTS, or "spectrum", whose hop is the only rate.
         sample_rate: samples a second.
     """
 
@@ -53,13 +55,14 @@ class CodecConfig:
     upsampling_ratios: tuple[int, ...] = (2, 2)
     upsample_rates: tuple[int, ...] = (8, 5, 4, 3)
     vocoder_dim: int = 1536
+    vocoder: Vocoder = "convolutions"
     sample_rate: int = 24000
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             values = getattr(self, one.name)
             for value in values if isinstance(values, tuple) else (values,):
-                if not isinstance(value, bool) and not value > 0:
+                if not isinstance(value, bool | str) and not value > 0:
                     raise _impossible(f"{one.name} is {value!r}, not positive")
         if self.codebooks < 2:
             raise _impossible("a codec needs at least two codebooks")
@@ -69,6 +72,10 @@ class CodecConfig:
             raise _impossible(
                 f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
+        if self.vocoder not in get_args(Vocoder):
+            raise _impossible(f"there is no vocoder {self.vocoder!r}")
+        if self.vocoder == "spectrum" and len(self.upsample_rates) != 1:
+            raise _impossible("a spectral vocoder has one upsampling rate, its hop")
         if self.vocoder_dim % 2 ** len(self.upsample_rates):
             raise _impossible(f"decoder_dim {self.vocoder_dim} cannot be halved in every block")
 
@@ -107,6 +114,7 @@ class CodecConfig:
             rope_theta=read.number("rope_theta", default.rope_theta),
             rms_norm_eps=read.number("rms_norm_eps", default.rms_norm_eps),
             attention_bias=read.boolean("attention_bias", False),
+            vocoder=read.raw.get("vocoder", default.vocoder),
             sample_rate=outer.count("output_sample_rate", default.sample_rate),
         )
         if outer.count("decode_upsample_rate", codec.frame) != codec.frame:
@@ -124,6 +132,8 @@ class CodecConfig:
             "attention_bias": self.attention_bias,
             "hidden_act": "silu",
         }
+        if self.vocoder != "convolutions":  # a key that Qwen3-TTS does not have
+            decoder["vocoder"] = self.vocoder
         return {
             "model_type": "qwen3_tts_tokenizer_12hz",
             "decoder_config": decoder,

@@ -1,0 +1,70 @@
+"""A vocoder that predicts short-time spectra, for small models: Vocos (Siuzdak, arXiv 2306.00814).
+
+It works at the rate of spectra, not of samples, and so costs a small part of a convolutional vocoder. The
+inverse transform is a product with fixed sinusoids and an overlap-add, so it streams like a convolution.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perilune.models.layers import Projection
+
+OVERLAP = 4  # spectra that contribute to a sample
+_LARGEST = 6.0  # log magnitude
+_POWER = 1.5  # sum of the squared Hann windows at an overlap of 4
+
+
+class _State(Protocol):
+    def extend(self, key: str, x: Tensor, length: int) -> Tensor: ...
+
+
+class SpectralVocoder(nn.Module):
+    """Features float[B, T, C] to samples float[B, T * hop, 1], with windows of 4 hops.
+
+    The spectrum of step t is of the samples from its own hop to three hops later.
+    """
+
+    key = ""
+
+    def __init__(self, channels: int, hop: int) -> None:
+        super().__init__()
+        self.hop, self.window = hop, OVERLAP * hop
+        self.out = nn.Linear(channels, 2 * (self.window // 2 + 1))
+        self.project = Projection(self.out)
+        self._basis: Tensor | None = None
+
+    def forward(self, x: Tensor, state: _State) -> Tensor:
+        return self.overlap_add(*self.spectrum(x), state)
+
+    def spectrum(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log magnitudes and phases in radians, float[B, T, window / 2 + 1] each."""
+        out = self.project(x.flatten(0, 1)).view(*x.shape[:2], -1)
+        magnitudes, phases = out.chunk(2, dim=2)
+        return magnitudes.clamp(max=_LARGEST), phases
+
+    def overlap_add(self, magnitudes: Tensor, phases: Tensor, state: _State) -> Tensor:
+        """The samples float[B, T * hop, 1] of spectra."""
+        size = magnitudes.exp()
+        parts = torch.cat([size * phases.cos(), size * phases.sin()], dim=2)
+        batch, length, _ = parts.shape
+        parts = state.extend(self.key, parts, OVERLAP - 1)
+        frames = F.linear(parts.flatten(0, 1), self._sinusoids(parts)).view(batch, -1, OVERLAP, self.hop)
+        last = OVERLAP - 1
+        hops = [frames[:, last - age : last - age + length, age] for age in range(OVERLAP)]
+        return torch.stack(hops).sum(0).view(batch, length * self.hop, 1)
+
+    def _sinusoids(self, like: Tensor) -> Tensor:
+        """float[window, window + 2], the windowed inverse transform of real and imaginary parts."""
+        if self._basis is None or self._basis.device != like.device:
+            unit = torch.eye(self.window // 2 + 1, device="cpu")
+            parts = torch.cat([torch.complex(unit, 0 * unit), torch.complex(0 * unit, unit)])
+            waves = (
+                torch.fft.irfft(parts, self.window) * torch.hann_window(self.window, device="cpu") / _POWER
+            )
+            self._basis = waves.T.contiguous().to(like.device)
+        return self._basis
