@@ -33,7 +33,7 @@ ARMS = {
     "lookup": SpeculationSettings("lookup"),
     "int8 draft": SpeculationSettings("draft"),
 }
-FORCED = {  # in the largest batch
+FORCED = {
     "lookup, not adaptive": SpeculationSettings("lookup", adaptive=False),
     "int8 draft, not adaptive": SpeculationSettings("draft", tokens=4, adaptive=False),
 }
@@ -99,13 +99,6 @@ class Case:
         return {"samples": self.samples, "text": self.text, "temperature": self.temperature}
 
 
-CASES = [
-    *(Case(text, 0.0, 1) for text in TEXTS),
-    *(Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS),
-    *(Case(text, 0.7, 1) for text in TEXTS),
-]
-
-
 def main() -> None:
     parser = options(__doc__, "speculation")
     parser.add_argument("--model", type=Path, required=True)
@@ -118,18 +111,18 @@ def main() -> None:
     prompts = {
         name: tokenizer.encode_prompt([{"role": "user", "content": text}]) for name, text in TEXTS.items()
     }
-    found: dict[str, Any] = {
+    single = [Case(text, temperature, 1) for text in TEXTS for temperature in (0.0, 0.7)]
+    batches = [Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS]
+    document_ = {
         "title": "Speculation: tokens a second with and without",
         "about": ABOUT,
         "time of a step": step_times(model),
-        "one sample": [],
-        "batches": [],
+        "one sample": [row for case in single for row in measure(model, prompts, case, ARMS, arguments)],
+        "batches": [
+            row for case in batches for row in measure(model, prompts, case, ARMS | FORCED, arguments)
+        ],
     }
-    for case in CASES:
-        forced = FORCED if case.samples == max(BATCHES) else {}
-        rows = list(measure(model, prompts, case, ARMS | forced, arguments))
-        found["one sample" if case.samples == 1 else "batches"] += rows
-        write(arguments.out, found | document("speculation.py", sys.argv[1:], began))
+    write(arguments.out, document_ | document("speculation.py", sys.argv[1:], began))
 
 
 ABOUT = f"""\
@@ -137,12 +130,10 @@ SmolLM2-135M-Instruct in float32 on one thread answers four prompts: *code edit*
 with one name changed, *quote* for sentences of a text, *summary* for a summary of it, and *story* for a \
 story. All arms draw the same tokens and log-probs, bit for bit. *Lookup* guesses that a text goes on as \
 after an earlier occurrence of its last tokens. *int8 draft* guesses with the same model, its matrices in \
-int8. Both decide by the share of accepted guesses how many tokens to propose, up to 10, and by how many \
-samples share a step; *not adaptive* arms always propose as many as they can, up to 10 and 4. With 64 \
-samples even right guesses cost time, so nothing is proposed. *Tokens a second* are sampled tokens by \
-processor seconds without the prompt; *gain* is relative to *off*. *Tokens a step* is the mean of a sample. \
-Each arm ran once, in turn, while other programs used the cores: arms that propose nothing differ from \
-*off* by chance alone.
+int8. Both decide by the share of accepted guesses how many tokens to propose, up to 10; *not adaptive* \
+arms always propose as many as they can, up to 10 and 4. *Tokens a second* are sampled tokens by processor \
+seconds without the prompt; *gain* is relative to *off* (medians). *Tokens a step* is the mean of a \
+sample.
 
 *Time of a step*: computing several tokens of one sequence at position {POSITION}, all with logits. A step \
 of one token takes as long as reading the weights; *a guess costs* is the time of one more token, as a \
@@ -154,7 +145,7 @@ def step_times(model: Any) -> list[dict[str, Any]]:
     found = []
     for kind in KINDS:
         runner = NativeRunner(model, (64,), kind)
-        seconds = {rows: min(_seconds(runner, rows) for _ in range(4)) for rows in ROWS}
+        seconds = {rows: min(_seconds(runner, rows) for _ in range(7)) for rows in ROWS}
         row: dict[str, Any] = {"weights": kind}
         row |= {f"{rows} tokens, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()}
         row["a guess costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"

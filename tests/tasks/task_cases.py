@@ -97,6 +97,27 @@ CONNECT_FOUR_JUDGE: Mapping[str, Any] = {
 }  # fmt: skip
 NEW_MODEL: Mapping[str, Any] = {"preset": "small"}
 
+SPEECH_CODEC = {
+    "data": "utterances",
+    "steps": 4,
+    "save_every": 2,
+    "width": 16,
+    "codebook_size": 8,
+    "components": 8,
+    "frames": 4,
+}
+SPEECH_VOICE = {
+    "data": "utterances",
+    "codec": "speech_codec",
+    "steps": 4,
+    "save_every": 2,
+    "width": 32,
+    "layers": 1,
+    "predictor_width": 32,
+    "predictor_layers": 1,
+    "learning": {"batch": 4},
+}
+
 OPTIONS = {
     "pairs": PAIRS,
     "preference": PREFERENCE,
@@ -113,6 +134,10 @@ OPTIONS = {
     "selfplay": {"checkpoint": "model"},
     "connect_four": CONNECT_FOUR,
     "connect_four_judge": CONNECT_FOUR_JUDGE,
+    "utterances": {"train": 6, "held_out": 3},
+    "speech_codec": SPEECH_CODEC,
+    "speech_voice": SPEECH_VOICE,
+    "speech_evaluation": {"voice": "speech_voice", "data": "utterances"},
 }
 
 

@@ -35,7 +35,17 @@ class InputReference(Frozen):
     path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
     kind: Literal[
-        "checkpoint", "dataset", "preferences", "reward_model", "player", "evaluation", "tasks", "files"
+        "checkpoint",
+        "dataset",
+        "preferences",
+        "reward_model",
+        "player",
+        "utterances",
+        "codec",
+        "voice",
+        "evaluation",
+        "tasks",
+        "files",
     ]
 
 

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.bundle.workspace import Workspace
 
-OutputKind = Literal["checkpoint", "dataset", "preferences", "reward_model", "player", "evaluation"]
+OutputKind = Literal[
+    "checkpoint",
+    "dataset",
+    "preferences",
+    "reward_model",
+    "player",
+    "utterances",
+    "codec",
+    "voice",
+    "evaluation",
+]
 
 PLUGIN_GROUP = "perilune.tasks"
 

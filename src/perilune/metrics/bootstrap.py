@@ -57,6 +57,34 @@ def bootstrap_problems(
     return Interval(float(figures.mean()), float(low), float(high))
 
 
+def bootstrap_ratio(
+    parts: Sequence[float],
+    wholes: Sequence[float],
+    *,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    level: float = LEVEL,
+) -> Interval:
+    """sum(parts) / sum(wholes), such as a word error rate, with the percentile interval over problems.
+
+    Source: Bisani and Ney, Bootstrap estimates for confidence intervals in ASR, ICASSP 2004.
+
+    Args:
+        parts, wholes: [problems], such as the errors and the words of each utterance; wholes are positive.
+
+    Raises:
+        RequestError: when there are no problems, or a whole is not positive.
+    """
+    above, below = np.asarray(parts, dtype=np.float64), np.asarray(wholes, dtype=np.float64)
+    if not len(below) or above.shape != below.shape or not (below > 0).all():
+        raise RequestError("a ratio needs problems, each with a part and a positive whole")
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(below), size=(resamples, len(below)))
+    ratios = above[drawn].sum(axis=1) / below[drawn].sum(axis=1)
+    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
+
+
 def paired_difference(
     before: Mapping[str, float],
     after: Mapping[str, float],

@@ -327,9 +327,12 @@ def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list
     return problems
 
 
+_WORDS = {"preferences": "preference pairs", "reward_model": "a reward model", "utterances": "utterances"}
+
+
 def with_article(kind: str) -> str:
     """An output kind as words: "a dataset", "preference pairs"."""
-    return {"preferences": "preference pairs", "reward_model": "a reward model"}.get(kind, f"a {kind}")
+    return _WORDS.get(kind, f"a {kind}")
 
 
 def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:

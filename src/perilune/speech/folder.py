@@ -35,7 +35,7 @@ from perilune.speech.talker import Talker
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_CODEC_FOLDER = "speech_tokenizer"
+CODEC_FOLDER = "speech_tokenizer"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Parts of a folder that are not loaded.
 _IGNORED = ("encoder.", "speaker_encoder.")
@@ -116,7 +116,7 @@ def load_speech_model(path: Path) -> SpeechModel:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
     folder = CheckpointFolder(path)
-    inner = CheckpointFolder(path / _CODEC_FOLDER)
+    inner = CheckpointFolder(path / CODEC_FOLDER)
     codec_file, file = inner.file("config.json"), folder.file("config.json")
     codec_config = CodecConfig.from_hf(read_json(codec_file), where=str(codec_file))
     config = SpeechConfig.from_hf(read_json(file), codec_config, where=str(file))
@@ -133,7 +133,7 @@ def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tens
     Args:
         encoder: tensors of a codec encoder, kept under "encoder." beside the decoder.
     """
-    inner = path / _CODEC_FOLDER
+    inner = path / CODEC_FOLDER
     inner.mkdir(parents=True, exist_ok=True)
     codec = {f"decoder.{name}": tensor for name, tensor in model.codec.state_dict().items()}
     codec |= {f"encoder.{name}": tensor for name, tensor in (encoder or {}).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.config import SpeechConfig
-from perilune.speech.talker import Talker
 
 _ROLE = "assistant\n"
 AUTO = "auto"
@@ -59,7 +59,21 @@ class TalkerPrompt:
         return self.trailing[frame] if frame < len(self.trailing) else self.pad
 
 
-def talker_prompt(talker: Talker, tokenizer: Tokenizer, utterance: Utterance) -> TalkerPrompt:
+class Embedder(Protocol):
+    """The talker, or tables of its embeddings."""
+
+    @property
+    def config(self) -> SpeechConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def embed_text(self, token_ids: Tensor) -> Tensor: ...
+
+    def embed_codec(self, token_ids: Tensor) -> Tensor: ...
+
+
+def talker_prompt(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) -> TalkerPrompt:
     """Embed `utterance`.
 
     Raises:
@@ -116,13 +130,13 @@ def _instruction(tokenizer: Tokenizer, config: SpeechConfig, instructions: str) 
     return [config.marks.text_start, *ids, config.marks.text_end, *tokenizer.encode("\n")]
 
 
-def _texts(talker: Talker, token_ids: list[int]) -> Tensor:
+def _texts(talker: Embedder, token_ids: list[int]) -> Tensor:
     return talker.embed_text(_ids(talker, token_ids))
 
 
-def _both(talker: Talker, text_ids: list[int], codec_ids: list[int]) -> Tensor:
+def _both(talker: Embedder, text_ids: list[int], codec_ids: list[int]) -> Tensor:
     return _texts(talker, text_ids) + talker.embed_codec(_ids(talker, codec_ids))
 
 
-def _ids(talker: Talker, token_ids: list[int]) -> Tensor:
-    return torch.tensor(token_ids, device=talker.text_embedding.weight.device)
+def _ids(talker: Embedder, token_ids: list[int]) -> Tensor:
+    return torch.tensor(token_ids, device=talker.device)

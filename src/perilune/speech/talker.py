@@ -95,6 +95,11 @@ class Talker(nn.Module):
         self.text_projection = TextProjection(config)
         self.predictor = CodePredictor(config)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.text_embedding.weight.device
+
     def embed_text(self, token_ids: Tensor) -> Tensor:
         """float[N, d] of int64[N] text tokens."""
         return self.text_projection(self.text_embedding(token_ids))  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""What does a recogniser understand of a voice that was trained here in minutes?
+
+    python benchmarks/speech_voice.py --seeds 0
+
+Runs the bundled recipe speech/digits: espeak-ng says digits, a codec is fitted to its speech, a talker learns
+to write the codec's codes for a text, and pocketsphinx hears held-out texts said by the teacher, by the codec
+and by the voice. Writes results/speech_voice.json.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from perilune.files import read_json_lines
+from perilune.recipe.load import bundled_recipe
+from recipe_runs import described, document, for_seeds, options, run_recipe, write
+
+ABOUT = """\
+espeak-ng says digits in a synthetic voice. A codec is fitted to 600 utterances, and a small talker with
+a code predictor, in the layout of Qwen3-TTS, learns to write its codes. pocketsphinx, which was trained
+on neither, hears 60 held-out texts with a grammar of the ten digits in any order. Each row has the
+recogniser's word error rate with a 95% interval over resampled utterances. The row `teacher` is the
+recogniser's own error, `codec` adds what encoding and decoding loses, and `voice` adds what the talker
+gets wrong. The word insertion penalty of the recogniser and the teacher's voice and speed were chosen on
+other speech of the teacher."""
+SPEAKERS = ("teacher", "codec", "voice")
+
+
+def main() -> None:
+    parser = options(__doc__, "speech_voice")
+    parser.set_defaults(seeds=[0])
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    recipe = bundled_recipe("speech/digits")
+    runs = for_seeds(lambda seed: run_recipe(recipe, seed), arguments.seeds, arguments.jobs)
+    rows = [row for seed, run in zip(arguments.seeds, runs, strict=True) for row in rates(seed, run)]
+    command = ["--seeds", *map(str, arguments.seeds)]
+    write(arguments.out, result(rows, runs[0], document("speech_voice.py", command, began)))
+
+
+def rates(seed: int, run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A table row for each speaker."""
+    found = run["heard"]["summary"]["word_error_rates"]
+    return [
+        {
+            "seed": seed,
+            "speaker": speaker,
+            "word error rate": {key: rate[key] for key in ("mean", "low", "high")},
+            "words": rate["words"],
+        }
+        for speaker in SPEAKERS
+        for name, rate in found.items()
+        if name.endswith(speaker)
+    ]
+
+
+def result(rows: list[dict[str, Any]], run: Mapping[str, Any], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of the page."""
+    codec, voice = run["codec"]["summary"], run["voice"]["summary"]
+    findings = [
+        f"Seed {row['seed']}, {row['speaker']}: {100 * row['word error rate']['mean']:.1f}% "
+        f"({100 * row['word error rate']['low']:.1f} to {100 * row['word error rate']['high']:.1f})."
+        for row in rows
+    ]
+    return {
+        "title": "What a recogniser understands of a voice trained in minutes",
+        "about": described(ABOUT, findings),
+        "word_error_rates": rows,
+        "codec": {
+            key: codec[key] for key in ("frames_per_second", "bits_per_second", "decoder_parameters", "steps")
+        },
+        "voice": {
+            key: voice[key] for key in ("parameters", "predictor_parameters", "steps", "first_code_loss")
+        },
+        "processor_seconds": {stage: processor_seconds(run[stage]) for stage in ("codec", "voice")},
+        **made,
+    }
+
+
+def processor_seconds(stage: Mapping[str, Any]) -> float:
+    """CPU seconds of all steps of a stage."""
+    lines = read_json_lines(stage["folder"] / "artifacts" / "timings.jsonl")
+    return round(sum(line["processor"] for line in lines), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""espeak-ng as a teacher: text to samples. It runs without a shell and reads the text from stdin."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import wave
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.errors import RequestError, WorkFailedError
+
+Samples = NDArray[np.float32]
+PROGRAM = "espeak-ng"
+MOST_CHARACTERS = 500
+_TIMEOUT = 30.0  # seconds
+_VOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,40}")
+_TEXT = re.compile(r"[A-Za-z0-9 ,.?!'-]+")
+
+
+def require_espeak() -> None:
+    """Raises:
+    RequestError: when espeak-ng is not installed.
+    """
+    if shutil.which(PROGRAM) is None:
+        raise RequestError(
+            f"{PROGRAM} is not installed", where="teacher", remedy="apt-get install espeak-ng, or brew"
+        )
+
+
+def say(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
+    """What espeak-ng says, float32[N] in [-1, 1]. Equal arguments give equal samples.
+
+    Args:
+        voice: a voice and a variant, such as "en-us+klatt".
+        speed: words a minute.
+
+    Raises:
+        RequestError: when the voice is malformed or unknown, or the text has characters other than letters,
+            digits, spaces and simple punctuation, which espeak-ng could take for commands or phonemes.
+        WorkFailedError: when espeak-ng fails.
+    """
+    if not _VOICE.fullmatch(voice):
+        raise RequestError(f"{voice!r} is not the name of a voice", where="voice")
+    if not _TEXT.fullmatch(text) or len(text) > MOST_CHARACTERS:
+        raise RequestError(
+            f"the teacher cannot say {text[:60]!r}",
+            where="text",
+            remedy=f"use letters, digits, spaces, simple punctuation; at most {MOST_CHARACTERS} characters",
+        )
+    require_espeak()
+    command = [PROGRAM, "--stdin", "--stdout", "-v", voice, "-s", str(speed)]
+    try:
+        done = subprocess.run(
+            command, input=text.encode(), capture_output=True, timeout=_TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise WorkFailedError(f"no answer within {_TIMEOUT:g} seconds", where=PROGRAM) from None
+    if done.returncode or not done.stdout.startswith(b"RIFF"):
+        message = done.stderr.decode(errors="replace").strip()[:200] or f"exit code {done.returncode}"
+        raise RequestError(message, where=f"{PROGRAM} -v {voice}", remedy="espeak-ng --voices lists voices")
+    return _resampled(done.stdout, sample_rate)
+
+
+def _resampled(audio: bytes, sample_rate: int) -> Samples:
+    """The samples of a WAV file at another rate, by cutting or extending the spectrum."""
+    with wave.open(io.BytesIO(audio)) as file:
+        rate, raw = file.getframerate(), file.readframes(len(audio))  # the header of a stream has no length
+    samples = np.frombuffer(raw, "<i2").astype(np.float64) / 32768
+    length = round(len(samples) * sample_rate / rate)
+    spectrum = np.fft.rfft(samples)[: length // 2 + 1]
+    resampled: Samples = np.fft.irfft(spectrum, length).astype(np.float32)
+    return resampled * np.float32(length / max(len(samples), 1))

@@ -1,0 +1,43 @@
+"""Codebooks by k-means of latents: each one of what those before left (residual vector quantisation).
+
+Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which starts from such codebooks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from perilune.speech.codec import Quantizer
+from perilune.speech.codec_encoder import nearest, project_in, project_out
+
+_ROUNDS = 10  # of k-means
+
+
+@torch.no_grad()
+def fit_codebooks(quantizer: Quantizer, latents: Tensor, random: torch.Generator) -> None:
+    """Set all codebooks from float[N, codebook_dim] latents, of which they keep the first half."""
+    left = latents
+    for part in (quantizer.rvq_first, quantizer.rvq_rest):
+        nn.init.eye_(part.input_proj.weight[..., 0])
+        nn.init.eye_(part.output_proj.weight[..., 0])
+        vectors = project_in(part, left)
+        rounded = torch.zeros_like(vectors)
+        for book in part.codebooks():
+            table = _k_means(vectors - rounded, len(book.cluster_usage), random)
+            book.embedding_sum.copy_(table)
+            book.cluster_usage.fill_(1.0)
+            rounded = rounded + table[nearest(table, vectors - rounded)]
+        left = left - project_out(part, rounded)
+
+
+def _k_means(vectors: Tensor, count: int, random: torch.Generator) -> Tensor:
+    """float[count, D] means (Lloyd's algorithm); an empty cluster takes one of the vectors."""
+    means = vectors[torch.randint(len(vectors), (count,), generator=random)]
+    for _ in range(_ROUNDS):
+        chosen = nearest(means, vectors)
+        usage = torch.bincount(chosen, minlength=count).to(vectors.dtype)
+        sums = torch.zeros_like(means).index_add_(0, chosen, vectors)
+        others = vectors[torch.randint(len(vectors), (count,), generator=random)]
+        means = torch.where(usage[:, None] > 0, sums / usage.clamp(min=1)[:, None], others)
+    return means

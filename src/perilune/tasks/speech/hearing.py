@@ -1,0 +1,129 @@
+"""Word error rates of a voice on held-out texts, beside those of the teacher and of the codec alone.
+
+    teacher   the recogniser's own errors on the teacher's speech
+    codec     those, and what the codec loses: the teacher's speech, encoded and decoded
+    voice     those, and what the talker gets wrong: the text, spoken by the trained model
+
+None of the three was trained on the recogniser, or the recogniser on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.bundle.workspace import Workspace
+from perilune.files import write_json_lines
+from perilune.learn.checkpoints import copy_into
+from perilune.metrics.bootstrap import bootstrap_ratio
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.rollout.timing import Stopwatch
+from perilune.speech.codec_encoder import CodecEncoder, encode
+from perilune.speech.folder import CODEC_FOLDER, SpeechModel, load_speech_model
+from perilune.speech.prompt import Utterance
+from perilune.speech.recogniser import SAMPLE_RATE, Recogniser, require_recogniser, word_errors
+from perilune.speech.stream import Samples
+from perilune.speech.synthesis import Speaker
+from perilune.tasks.speech.specs import HearingSpec
+from perilune.tasks.speech.texts import words_of
+from perilune.tasks.speech.utterances import SpokenText, read_utterances
+from perilune.tasks.stage.policy import prepare_device
+
+_ENCODER = "encoder."
+
+
+def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
+    """Speak the held-out texts, hear them, and return the error rates by kind and speaker."""
+    require_recogniser()
+    prepare_device(workspace)
+    folder, watch = workspace.input("voice"), Stopwatch()
+    model = load_speech_model(folder)
+    said = read_utterances(workspace.input("data"), "heldout")[: spec.utterances]
+    audio = {
+        "teacher": [one.samples for one in said],
+        "codec": _through_codec(load_encoder(folder, model), model, said),
+        "voice": Speaker(model).say([Utterance(one.text) for one in said], workspace.job.seed),
+    }
+    spoken = watch.elapsed
+    vocabularies = ["own words", "language model"] if spec.language_model else ["own words"]
+    rows: list[dict[str, Any]] = []
+    for kind in sorted({one.kind for one in said}):
+        for vocabulary in vocabularies:
+            recogniser = Recogniser(words_of([kind]) if vocabulary == "own words" else ())
+            for i, one in enumerate(said):
+                if one.kind == kind:
+                    rows += _heard(i, one, vocabulary, recogniser, audio)
+                    workspace.progress(len(rows), 3 * len(said) * len(vocabularies), "utterances")
+    write_json_lines(workspace.root / "artifacts" / "heard.jsonl", rows)
+    rates = _rates(rows, workspace.job.seed)
+    workspace.metric(1, **{name.replace(" ", "_"): rate["mean"] for name, rate in rates.items()})
+    workspace.timing(1, speaking=spoken, hearing=watch.elapsed - spoken)
+    seconds = {name: sum(map(len, clips)) / SAMPLE_RATE for name, clips in audio.items()}
+    return {"kind": "speech", "utterances": len(said), "seconds": seconds, "word_error_rates": rates}
+
+
+def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
+    """The codec encoder that `speech_voice` keeps beside the decoder.
+
+    Raises:
+        RequestError: when the folder has none, or one of another shape.
+    """
+    encoder = CodecEncoder(model.config.codec)
+    stored = stored_tensors(CheckpointFolder(folder / CODEC_FOLDER))
+    own = read_tensors([one for name, one in stored.items() if name.startswith(_ENCODER)])
+    loaded = {name.removeprefix(_ENCODER): tensor for name, tensor in own}
+    copy_into(encoder.state_dict(), loaded, folder / CODEC_FOLDER)
+    return encoder
+
+
+@torch.inference_mode()
+def _through_codec(encoder: CodecEncoder, model: SpeechModel, said: Sequence[SpokenText]) -> list[Samples]:
+    def both_ways(samples: Tensor) -> Tensor:
+        return model.codec(encode(encoder, model.codec, samples)[None])[0]  # type: ignore[no-any-return]
+
+    return [both_ways(torch.from_numpy(one.samples)).numpy() for one in said]
+
+
+def _heard(
+    index: int,
+    one: SpokenText,
+    vocabulary: str,
+    recogniser: Recogniser,
+    audio: Mapping[str, Sequence[Samples]],
+) -> list[dict[str, Any]]:
+    """One row for each speaker."""
+    words = one.text.split()
+    rows = []
+    for speaker, clips in audio.items():
+        heard = recogniser.hear(clips[index])
+        rows.append(
+            {
+                "kind": one.kind,
+                "vocabulary": vocabulary,
+                "speaker": speaker,
+                "text": one.text,
+                "heard": heard,
+                "words": len(words),
+                "errors": word_errors(words, heard.split()),
+            }
+        )
+    return rows
+
+
+def _rates(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, dict[str, float]]:
+    """By "kind, vocabulary, speaker": errors / words, with the interval over resampled utterances."""
+    rates = {}
+    for name in dict.fromkeys(map(_group, rows)):
+        own = [row for row in rows if _group(row) == name]
+        rate = bootstrap_ratio([row["errors"] for row in own], [row["words"] for row in own], seed=seed)
+        rates[name] = {**rate._asdict(), "words": sum(row["words"] for row in own), "utterances": len(own)}
+    return rates
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    return f"{row['kind']}, {row['vocabulary']}, {row['speaker']}"

@@ -1,0 +1,79 @@
+"""The fields of the speech stages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perilune.bundle.job import Frozen
+from perilune.bundle.plugin import Consumes
+from perilune.tasks.stage.retention import TrainingSpec
+
+Kind = Literal["digits", "numbers", "sentences"]
+
+
+class FitSettings(Frozen):
+    """AdamW with a warm-up and a cosine decay to a twentieth."""
+
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    warmup: int = Field(20, ge=1, description="steps of linear warm-up")
+    batch: int = Field(24, ge=1, description="crops or utterances of a step")
+
+
+class UtterancesSpec(Frozen):
+    """Fields of an utterances stage."""
+
+    kinds: tuple[Kind, ...] = Field(
+        ("digits",), min_length=1, description="what the texts are, in equal shares"
+    )
+    train: int = Field(600, ge=2, le=100_000, description="utterances to train on")
+    held_out: int = Field(60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both")
+    voice: str = Field("en-us+klatt", description="voice and variant of espeak-ng")
+    speed: int = Field(150, ge=80, le=450, description="words a minute")
+
+
+class CodecSpec(TrainingSpec):
+    """Fields of a speech_codec stage."""
+
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to encode")
+    steps: int = Field(450, ge=2, description="training steps")
+    codebooks: int = Field(4, ge=2, le=32, description="codes of a frame")
+    codebook_size: int = Field(128, ge=2, le=4096, description="entries of each codebook")
+    width: int = Field(96, ge=8, multiple_of=4, description="channels of the decoder")
+    frames: int = Field(16, ge=4, description="frames of 80 ms of a crop")
+    components: int = Field(
+        64, ge=2, le=320, description="principal components of a frame's spectrogram that are encoded"
+    )
+    learning: FitSettings = Field(FitSettings(lr=4e-3, batch=4), description="optimizer and batch")
+
+
+class VoiceSpec(TrainingSpec):
+    """Fields of a speech_voice stage."""
+
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to imitate")
+    codec: Annotated[str, Consumes("codec")] = Field(description="stage whose codec to speak through")
+    steps: int = Field(450, ge=1, description="training steps")
+    width: int = Field(128, ge=32, multiple_of=32, description="hidden size of the talker")
+    layers: int = Field(3, ge=1, description="layers of the talker")
+    predictor_width: int = Field(64, ge=32, multiple_of=32, description="hidden size of the code predictor")
+    predictor_layers: int = Field(2, ge=1, description="layers of the code predictor")
+    shifts: int = Field(
+        4,
+        ge=1,
+        le=16,
+        description="codes of each utterance, after silences of different fractions of a frame",
+    )
+    temperature: float = Field(0.0, ge=0, description="at which the trained voice samples codes by default")
+    learning: FitSettings = Field(FitSettings(), description="optimizer and batch")
+
+
+class HearingSpec(Frozen):
+    """Fields of a speech_evaluation stage."""
+
+    voice: Annotated[str, Consumes("voice")] = Field(description="stage whose voice to evaluate")
+    data: Annotated[str, Consumes("utterances")] = Field(description="stage with the held-out texts")
+    utterances: int | None = Field(None, ge=2, description="held-out utterances to hear; null: all")
+    language_model: bool = Field(
+        False, description="also hear with the recogniser's own language model, which knows all words; slow"
+    )

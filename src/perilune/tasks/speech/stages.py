@@ -1,0 +1,127 @@
+"""The speech stages: utterances of a teacher, a codec, a voice, and its evaluation by a recogniser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from perilune.bundle.job import Job
+from perilune.errors import RequestError
+from perilune.tasks.speech.specs import CodecSpec, HearingSpec, UtterancesSpec, VoiceSpec
+from perilune.tasks.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from perilune.bundle.workspace import Workspace
+
+
+class Utterances(Stage[UtterancesSpec]):
+    """Lets espeak-ng say texts."""
+
+    name = "utterances"
+    spec = UtterancesSpec
+    produces = "utterances"
+    output = "artifacts/utterances"
+    standalone = True
+
+    def describe(self, spec: UtterancesSpec, job: Job) -> Mapping[str, object]:
+        """The texts and the teacher, and whether it is installed here."""
+        from perilune.speech.espeak import require_espeak
+
+        texts = f"{spec.train} to train on, {spec.held_out} held out: {', '.join(spec.kinds)}"
+        teacher = f"espeak-ng {spec.voice}, {spec.speed} words a minute"
+        return {"texts": texts, "teacher": teacher, **_missing(require_espeak)}
+
+    def execute(self, spec: UtterancesSpec, workspace: Workspace) -> dict[str, Any]:
+        """Write the utterances."""
+        from perilune.tasks.speech.utterances import run
+
+        return run(workspace, spec)
+
+
+class SpeechCodec(Stage[CodecSpec]):
+    """Fits a codec to utterances."""
+
+    name = "speech_codec"
+    spec = CodecSpec
+    produces = "codec"
+    standalone = True
+
+    def describe(self, spec: CodecSpec, job: Job) -> Mapping[str, object]:
+        """The codes, and what is trained."""
+        codes = f"{spec.codebooks} of {spec.codebook_size} a frame of 80 ms"
+        learning = spec.learning
+        return {
+            "codes": codes,
+            "training": f"{spec.steps} steps x {learning.batch} crops of {spec.frames} frames",
+            "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
+        }
+
+    def execute(self, spec: CodecSpec, workspace: Workspace) -> dict[str, Any]:
+        """Fit the codec."""
+        from perilune.tasks.speech.codec import run
+
+        return run(workspace, spec)
+
+
+class SpeechVoice(Stage[VoiceSpec]):
+    """Trains a talker and a code predictor on utterances."""
+
+    name = "speech_voice"
+    spec = VoiceSpec
+    produces = "voice"
+    standalone = True
+
+    def describe(self, spec: VoiceSpec, job: Job) -> Mapping[str, object]:
+        """The shapes, and what is trained."""
+        learning = spec.learning
+        return {
+            "talker": f"{spec.layers} layers of width {spec.width}",
+            "code predictor": f"{spec.predictor_layers} layers of width {spec.predictor_width}",
+            "training": f"{spec.steps} steps x {learning.batch} utterances",
+            "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
+        }
+
+    def execute(self, spec: VoiceSpec, workspace: Workspace) -> dict[str, Any]:
+        """Train the voice."""
+        from perilune.tasks.speech.voice import run
+
+        return run(workspace, spec)
+
+
+class SpeechEvaluation(Stage[HearingSpec]):
+    """Measures the word error rate of a voice with a recogniser."""
+
+    name = "speech_evaluation"
+    spec = HearingSpec
+    produces = "evaluation"
+    output = "artifacts/summary.json"
+    standalone = True
+
+    def describe(self, spec: HearingSpec, job: Job) -> Mapping[str, object]:
+        """What is heard, and whether the recogniser is installed here."""
+        from perilune.speech.recogniser import require_recogniser
+
+        count = "all" if spec.utterances is None else str(spec.utterances)
+        said = f"{count} held out, each by teacher, codec and voice"
+        return {"utterances": said, **_missing(require_recogniser)}
+
+    def execute(self, spec: HearingSpec, workspace: Workspace) -> dict[str, Any]:
+        """Evaluate the voice."""
+        from perilune.tasks.speech.hearing import run
+
+        return run(workspace, spec)
+
+
+def _missing(require: Callable[[], None]) -> dict[str, str]:
+    """A warning if this machine lacks a program. Another machine may run the stage, so it is no error."""
+    try:
+        require()
+    except RequestError as error:
+        return {"warning": f"{error.what} here; {error.remedy}"}
+    return {}
+
+
+utterances = Utterances()
+codec = SpeechCodec()
+voice = SpeechVoice()
+hearing = SpeechEvaluation()
