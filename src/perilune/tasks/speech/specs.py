@@ -53,7 +53,7 @@ class VoiceSpec(TrainingSpec):
 
     data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to imitate")
     codec: Annotated[str, Consumes("codec")] = Field(description="stage whose codec to speak through")
-    steps: int = Field(450, ge=1, description="training steps")
+    steps: int = Field(1000, ge=1, description="training steps")
     width: int = Field(128, ge=32, multiple_of=32, description="hidden size of the talker")
     layers: int = Field(3, ge=1, description="layers of the talker")
     predictor_width: int = Field(64, ge=32, multiple_of=32, description="hidden size of the code predictor")
@@ -65,7 +65,9 @@ class VoiceSpec(TrainingSpec):
         description="codes of each utterance, after silences of different fractions of a frame",
     )
     temperature: float = Field(0.0, ge=0, description="at which the trained voice samples codes by default")
-    learning: FitSettings = Field(FitSettings(), description="optimizer and batch")
+    learning: FitSettings = Field(
+        FitSettings(lr=3e-3, warmup=30, batch=16), description="optimizer and batch"
+    )
 
 
 class HearingSpec(Frozen):
