@@ -249,7 +249,8 @@ def test_products_in_bfloat16_round_their_factors_alone(inputs: int, outputs: in
     packed = ops.pack_weight(weight, bias, "bfloat16")
     out = ops.linear(x, packed)
     exact = x.bfloat16().double() @ weight.bfloat16().double().t() + bias
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=2e-5)
+    # A sum of 1,088 products passes values near 100, where float32 rounds by 4e-6 at a time.
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=5e-5)
     for count in (1, 2, 15, 16, 17, 31, 32):
         some = x[rows - count : rows] if count <= rows else x
         assert torch.equal(ops.linear(some, packed), out[-len(some) :])
