@@ -128,15 +128,15 @@ def main() -> None:
 ABOUT = f"""\
 SmolLM2-135M-Instruct in float32 on one thread answers four prompts: *code edit* asks for a file of Python \
 with one name changed, *quote* for sentences of a text, *summary* for a summary of it, and *story* for a \
-story. All arms draw the same tokens and log-probs, bit for bit. *Lookup* guesses that a text goes on as \
-after an earlier occurrence of its last tokens. *int8 draft* guesses with the same model, its matrices in \
-int8. Both decide by the share of accepted guesses how many tokens to propose, up to 10; *not adaptive* \
+story. All arms draw the same tokens and log-probs, bit for bit. *Lookup* proposes that a text goes on as \
+after an earlier occurrence of its last tokens. *int8 draft* drafts with the same model, its matrices in \
+int8. Both decide by the share of accepted tokens how many tokens to propose, up to 10; *not adaptive* \
 arms always propose as many as they can, up to 10 and 4. *Tokens a second* are sampled tokens by processor \
 seconds without the prompt; *gain* is relative to *off* (medians). *Tokens a step* is the mean of a \
 sample.
 
 *Time of a step*: computing several tokens of one sequence at position {POSITION}, all with logits. A step \
-of one token takes as long as reading the weights; *a guess costs* is the time of one more token, as a \
+of one token takes as long as reading the weights; *a draft token costs* is the time of one more token, as a \
 share of it."""
 
 
@@ -148,7 +148,7 @@ def step_times(model: Any) -> list[dict[str, Any]]:
         seconds = {rows: min(_seconds(runner, rows) for _ in range(7)) for rows in ROWS}
         row: dict[str, Any] = {"weights": kind}
         row |= {f"{rows} tokens, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()}
-        row["a guess costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
+        row["a draft token costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
         found.append(row)
     return found
 
@@ -186,7 +186,7 @@ def measure(
             "tokens a second": [round(speed, 1) for speed in speeds[arm]],
             "gain": round(statistics.median(speeds[arm]) / statistics.median(speeds["off"]), 2),
             "tokens a step": round(_per_step(counters), 2),
-            "guesses accepted": f"{100 * counters.accepted_tokens / proposed:.0f}%" if proposed else "",
+            "draft tokens accepted": f"{100 * counters.accepted_tokens / proposed:.0f}%" if proposed else "",
         }
 
 

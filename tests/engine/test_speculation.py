@@ -126,17 +126,17 @@ class Oracle:
         self._sequences, self._known, self._first = engine._sequences, known, engine._next_id
 
     def propose(self, rows: Any, most: Any) -> list[Any]:
-        return [self._guess(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
+        return [self._draft(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
-    def _guess(self, row: int, count: int) -> Any:
+    def _draft(self, row: int, count: int) -> Any:
         sequences = self._sequences
         number = sequences.entries[row].id - self._first  # type: ignore[union-attr]
         deltas = self._known[number, int(sequences.sample[row])]
         drawn = sequences.length[row] - sequences.prompt_length[row]
         tokens = [token for delta in deltas for token in delta.token_ids]
-        guesses = np.array(tokens[drawn : drawn + count], dtype=np.int64)
-        wrong = (np.arange(drawn, drawn + len(guesses)) * 2654435761 >> 7) % 4 == 0
-        return np.where(wrong, (guesses + 1) % sequences.vocab_size, guesses)
+        drafted = np.array(tokens[drawn : drawn + count], dtype=np.int64)
+        wrong = (np.arange(drawn, drawn + len(drafted)) * 2654435761 >> 7) % 4 == 0
+        return np.where(wrong, (drafted + 1) % sequences.vocab_size, drafted)
 
 
 def check(
@@ -157,7 +157,7 @@ def check(
     st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 2, "token_budget": 5}]),
     st.integers(1, 3),
 )
-def test_samples_are_the_same_whatever_is_guessed(
+def test_samples_are_the_same_whatever_is_proposed(
     asked: list[Request], room: dict[str, int], between: int
 ) -> None:
     plain = check(engine(None, **room), engine(None, **room), asked, between)
@@ -281,7 +281,7 @@ def test_an_engine_that_sleeps_speculates_afterwards() -> None:
 
 
 @exact
-def test_it_stops_where_guesses_are_wrong_and_goes_on_where_they_are_right() -> None:
+def test_it_stops_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> None:
     one = engine(SpeculationSettings("draft", draft=OTHER))
     finish(one, [Request(repeating(0, 30), SamplingParams(200))])
     assert one.counters.proposed_tokens < 100
@@ -304,8 +304,8 @@ def test_a_lookup_takes_the_longest_match_and_then_the_latest() -> None:
     assert look_up(np.array([5], dtype=np.int32), 5, 1).tolist() == []
 
 
-def test_a_guess_that_breaks_the_model_breaks_no_sample() -> None:
-    """The embedding of a token is not a number; it is guessed, and never drawn."""
+def test_a_draft_token_that_breaks_the_model_breaks_no_sample() -> None:
+    """The embedding of a token is not a number; it is proposed, and never drawn."""
     asked = [Request([5, 6, 7], SamplingParams(20, logit_bias={9: -100.0}), n=2)]
     decoder = make(tie_word_embeddings=False)
     with torch.no_grad():
@@ -314,8 +314,8 @@ def test_a_guess_that_breaks_the_model_breaks_no_sample() -> None:
     expected = finish(engine(None, decoder), asked)
     oracle = Oracle(one, expected)
     one._scheduler.speculation._proposer = oracle  # type: ignore[union-attr]
-    right = oracle._guess
-    oracle._guess = lambda row, count: np.append(right(row, count)[: count - 1], 9)  # type: ignore[method-assign]
+    right = oracle._draft
+    oracle._draft = lambda row, count: np.append(right(row, count)[: count - 1], 9)  # type: ignore[method-assign]
     assert same(finish(one, asked), expected)
     assert not any(delta.failure for deltas in expected.values() for delta in deltas)
     assert one.counters.proposed_tokens > 0

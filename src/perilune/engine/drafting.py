@@ -1,7 +1,7 @@
-"""Drafts: cheaper models that guess the next tokens of samples.
+"""Drafts: cheaper models that propose the next tokens of samples.
 
 A draft draws with the random numbers that the sampler will use at the same positions, and with temperature,
-top-k, top-p and min-p. So a draft that agrees with the model guesses the drawn token, at every temperature.
+top-k, top-p and min-p. So a draft that agrees with the model proposes the drawn token, at every temperature.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class DraftCache(Protocol):
         """Block tables int32[W, B, columns]."""
         ...
 
-    def guessed(self, rows: Rows, counts: Tokens) -> None:
-        """Record that the cache has the last tokens of `rows` and all but the last of `counts` guesses."""
+    def proposed(self, rows: Rows, counts: Tokens) -> None:
+        """Record that the cache has the last tokens of `rows` and all but the last of `counts` drafts."""
         ...
 
 
 class Draft:
-    """Samples guesses from a draft model.
+    """Samples draft tokens from a draft model.
 
     Args:
         cost: time of a step of the draft, as a share of a step of the model.
@@ -64,15 +64,15 @@ class Draft:
             sequences.tokens[row, start:length]
             for row, start, length in zip(rows, starts, lengths, strict=True)
         ]
-        guesses = np.zeros((len(rows), int(most.max())), dtype=np.int64)
+        drafted = np.zeros((len(rows), int(most.max())), dtype=np.int64)
         going = np.arange(len(rows))
-        for at in range(guesses.shape[1]):
+        for at in range(drafted.shape[1]):
             logits = self._runner.run(_batch(fed, starts, tables[:, going]))
-            guesses[going, at] = draw_ahead(sequences, logits, rows[going], at)
+            drafted[going, at] = draw_ahead(sequences, logits, rows[going], at)
             going = going[most[going] > at + 1]
-            starts, fed = lengths[going] + at, list(guesses[going, at : at + 1])
-        self._cache.guessed(rows, most)
-        return [guess[:count] for guess, count in zip(guesses, most.tolist(), strict=True)]
+            starts, fed = lengths[going] + at, list(drafted[going, at : at + 1])
+        self._cache.proposed(rows, most)
+        return [tokens[:count] for tokens, count in zip(drafted, most.tolist(), strict=True)]
 
 
 def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
@@ -91,7 +91,7 @@ def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -
 
 
 class SharedCache:
-    """The model's own cache. The step that verifies guesses overwrites what a draft writes there."""
+    """The model's own cache. The step that verifies draft tokens overwrites what a draft writes there."""
 
     def __init__(self, sequences: Sequences) -> None:
         self._sequences = sequences
@@ -103,7 +103,7 @@ class SharedCache:
     def tables(self, rows: Rows) -> Blocks:
         return _tables(self._sequences, rows)
 
-    def guessed(self, rows: Rows, counts: Tokens) -> None:
+    def proposed(self, rows: Rows, counts: Tokens) -> None:
         pass
 
 
@@ -111,7 +111,7 @@ class OwnCache:
     """A cache with the block numbers of the model's cache in the layers that see most.
 
     The model may compute a token without the draft, and blocks are shared, copied and reused. So a block is
-    known by the hash of its tokens and all before, and what the draft lacks is computed before it guesses.
+    known by the hash of its tokens and all before, and what the draft lacks is computed before it draws.
 
     Args:
         runner: computes the draft.
@@ -134,7 +134,7 @@ class OwnCache:
         tables = _tables(self._sequences, rows)[self._table]
         return np.repeat(tables[None], self._windows, axis=0)
 
-    def guessed(self, rows: Rows, counts: Tokens) -> None:
+    def proposed(self, rows: Rows, counts: Tokens) -> None:
         self._known[rows] = known = self._sequences.length[rows] - 1 + counts
         self._last[rows] = self._block_of(rows, known - 1)
         self._arrival[rows] = self._sequences.arrival[rows]
@@ -174,7 +174,7 @@ def _tables(sequences: Sequences, rows: Rows) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The engine that a draft guesses for.
+    """The engine that a draft proposes tokens for.
 
     Attributes:
         runner, decoder: of the model.
@@ -212,7 +212,7 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
         )
     if draft.config.delta is not None:
         raise RequestError(
-            "a rejected guess cannot be taken back from the draft's state of linear attention",
+            "a rejected token cannot be taken back from the draft's state of linear attention",
             where="speculation",
             remedy="use a draft that has attention in every layer",
         )

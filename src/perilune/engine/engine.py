@@ -171,7 +171,7 @@ class Engine:
         """
         if getattr(self._config, "delta", None) is not None:
             raise RequestError(
-                "a rejected guess cannot be taken back from the state of linear attention",
+                "a rejected token cannot be taken back from the state of linear attention",
                 where="speculation",
                 remedy="turn it off for this model",
             )
@@ -594,13 +594,13 @@ class Engine:
         self._runner.clear()
 
     def _stop_speculating(self) -> None:
-        """Compute again without guesses: one whose result is not finite may have spoiled the others."""
-        _log.warning("speculation is off: the model's results are not finite, perhaps for a guessed token")
+        """Compute again without draft tokens: one whose result is not finite may have spoiled the others."""
+        _log.warning("speculation is off: the model's results are not finite, perhaps for a draft token")
         self._scheduler.speculation = None
         self._clear()
 
     def _verify(self, proposals: Sequence[Proposal], logits: Tensor) -> None:
-        """Draw on after each guess that is the drawn token."""
+        """Draw on after each draft token that is the drawn one."""
         assert self._scheduler.speculation is not None
         accepts = self._scheduler.speculation.accepts
         for at in itertools.count():

@@ -5,7 +5,7 @@ Once all known tokens of a sample are in the cache, the sampler draws the next t
 decoding, prefill, chunked prefill, and prefill after a preemption.
 
 Scheduling is first come, first served. Each step includes one token of every decoding sample. The rest of the
-token budget goes to prompts, in chunks, and then to guesses of the tokens after (`speculation.py`). When
+token budget goes to prompts, in chunks, and then to draft tokens (`speculation.py`). When
 blocks run out, the sample that arrived last gives up its blocks, and is recomputed from its tokens once there
 is room.
 """
@@ -49,7 +49,7 @@ class Scheduler:
         prefilling: rows in prefill, by arrival.
         preempted: rows that gave up their blocks, by arrival.
         waiting: requests with samples that have no row yet.
-        speculation: guesses further tokens of decoding samples, if set.
+        speculation: proposes further tokens of decoding samples, if set.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Scheduler:
         return entry.chain(self.version, self.sequences.tokens[row, :length], self.pools.block_size)
 
     def _step(self, chunks: list[tuple[int, int]], proposals: list[Proposal]) -> Step:
-        """Build the step: one token of each decoding sample, then those with guesses, then the chunks."""
+        """Build the step: one token of each decoding sample, then those with drafts, then the chunks."""
         sequences, decoding = self.sequences, self.decoding
         if proposals:
             decoding = decoding[~np.isin(decoding, [proposal.row for proposal in proposals])]
@@ -286,7 +286,7 @@ class Scheduler:
             batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters, inputs)
             return Step(batch, decoding, None, chunks, proposals)
 
-        fed = [*self._guesses(proposals), *self._prompts(chunks)]
+        fed = [*self._drafted(proposals), *self._prompts(chunks)]
         rows = np.concatenate([decoding, [row for row, _, _ in fed]])
         ends = count + np.cumsum([len(tokens) for _, _, tokens in fed])
         drawing, logits_of, logit_rows = decoding.tolist(), list(range(count)), list(range(count))
@@ -315,7 +315,7 @@ class Scheduler:
         shared = None if one_each else np.array(logits_of, dtype=np.int64)
         return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks, proposals)
 
-    def _guesses(self, proposals: list[Proposal]) -> Iterator[Fed]:
+    def _drafted(self, proposals: list[Proposal]) -> Iterator[Fed]:
         for proposal in proposals:
             last = int(self.sequences.length[proposal.row]) - 1
             token = self.sequences.tokens[proposal.row, last]

@@ -1,13 +1,13 @@
-"""Speculation: a step computes several tokens of one sample, if a proposer can guess them.
+"""Speculation: a step computes several tokens of one sample, if a proposer has draft tokens for it.
 
 At a small batch size a step takes as long as reading the weights, and a few more tokens cost little. A
-proposer guesses the next tokens of a sample. The step computes the logits after each of them, and the sampler
-draws as always. The first token that differs from the guess ends the step of the sample, and the keys and
-values of the other guesses are overwritten later.
+proposer drafts the next tokens of a sample. The step computes the logits after each of them, and the sampler
+draws as always. The first token that differs from the draft ends the step of the sample, and the keys and
+values of the other draft tokens are overwritten later.
 
-Leviathan et al. ("Fast inference from transformers via speculative decoding", ICML 2023) accept a guess with
-a probability that keeps the distribution. Here the random number of a position is fixed (`random.py`), so a
-guess is accepted if it is the drawn token. The samples are the same with and without speculation.
+Leviathan et al. ("Fast inference from transformers via speculative decoding", ICML 2023) accept a draft token
+with a probability that keeps the distribution. Here the random number of a position is fixed (`random.py`),
+so a draft token is accepted if it is the drawn one. The samples are the same with and without speculation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from perilune.models.decoder import Decoder
 Tokens = NDArray[np.int64]
 
 _WEIGHTS_IN_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
-_PRIOR = 3.0, 4.0  # accepted and tried guesses that a new sample is credited with
+_PRIOR = 3.0, 4.0  # accepted and tried draft tokens that a new sample is credited with
 _MEMORY = 0.98  # a step keeps this share of the counts, so that a sample that stopped tries again
 _LONGEST_MATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """How to guess the next tokens.
+    """How to propose the next tokens.
 
     Attributes:
         method: "lookup" continues the text as after an earlier occurrence of its last tokens (Saxena, "Prompt
@@ -70,10 +70,10 @@ class SpeculationSettings:
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of samples.
+    """Proposes the next tokens of samples.
 
     Attributes:
-        cost: time to guess one token, as a share of a step that computes one token.
+        cost: time to draft one token, as a share of a step that computes one token.
     """
 
     @property
@@ -85,7 +85,7 @@ class Proposer(Protocol):
 
 
 class Speculation:
-    """Decides how many tokens are proposed, by the share of earlier guesses of a sample that were accepted.
+    """Decides how many tokens are proposed, by the acceptance rate of the sample so far.
 
     Args:
         counters: counts proposed and accepted tokens.
@@ -103,7 +103,7 @@ class Speculation:
         """int64[B], the number of tokens to propose for each of the decoding `rows`.
 
         With R tokens computed in the time of reading the weights, a step of B samples takes B + R units, and
-        a guess one more, beside the time to guess it. The number maximises the expected tokens per unit.
+        a draft token one more, and the time to draft it. The number maximises the expected tokens per unit.
         """
         sequences, batch = self._sequences, len(rows)
         room: Tokens = np.minimum(sequences.limit[rows] - sequences.length[rows] - 1, self._settings.tokens)
@@ -122,18 +122,18 @@ class Speculation:
         return most
 
     def propose(self, rows: Rows, most: Tokens) -> list[Proposal]:
-        """Guesses for those of `rows` that have any."""
+        """Draft tokens for those of `rows` that have any."""
         rows, most = rows[most > 0], most[most > 0]
         if not len(rows):
             return []
-        guesses = self._proposer.propose(rows, most)
-        self._counters.proposed_tokens += sum(map(len, guesses))
+        drafted = self._proposer.propose(rows, most)
+        self._counters.proposed_tokens += sum(map(len, drafted))
         return [
-            Proposal(row, tokens) for row, tokens in zip(rows.tolist(), guesses, strict=True) if len(tokens)
+            Proposal(row, tokens) for row, tokens in zip(rows.tolist(), drafted, strict=True) if len(tokens)
         ]
 
     def accepts(self, proposal: Proposal, at: int) -> bool:
-        """Whether guess number `at` is the token that was drawn in its place, and the sample goes on."""
+        """Whether draft token number `at` was drawn in its place, and the sample goes on."""
         row = proposal.row
         if at >= len(proposal.tokens):
             return False

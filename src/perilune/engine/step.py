@@ -46,7 +46,7 @@ class Proposal:
 
     Attributes:
         tokens: int64[k].
-        logits: row of the logits after the sample's last token; those after its guesses follow.
+        logits: row of the logits after the sample's last token; those after its draft tokens follow.
     """
 
     row: int
@@ -62,7 +62,7 @@ class Step:
         rows: int64[D], the samples that draw a token.
         logits_of: int64[D], the row of logits of each sample; None when sample i uses row i.
         chunks: (row, new tokens) of samples in prefill.
-        proposals: guesses that the batch has after the last tokens of their samples.
+        proposals: draft tokens that the batch has after the last tokens of their samples.
     """
 
     batch: StepBatch
@@ -82,7 +82,7 @@ class Counters:
         cached_tokens: tokens not computed because the prefix cache had them.
         preemptions: samples that gave up their blocks.
         sampled_tokens: drawn tokens.
-        proposed_tokens, accepted_tokens: guesses of speculation, and those that were drawn too.
+        proposed_tokens, accepted_tokens: draft tokens, and those that were drawn too.
     """
 
     steps: int = 0

@@ -65,8 +65,8 @@ class Settings:
         max_queue: samples that may wait.
         cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
         offload: where evicted blocks are kept; None for nowhere.
-        speculate: how to guess tokens; "auto" looks them up where that changes no bit, None does not guess.
-        draft: checkpoint that guesses for "draft"; None for the model itself in int8.
+        speculate: how to propose tokens; "auto" looks them up where that changes no bit, None proposes none.
+        draft: checkpoint that drafts for "draft"; None for the model itself in int8.
         max_body: largest request body in bytes.
         drain: seconds to finish open requests after SIGTERM.
         stalled: seconds until a client that neither reads nor sends is disconnected.

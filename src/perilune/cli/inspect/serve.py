@@ -81,7 +81,7 @@ Draft = Annotated[
     str,
     typer.Option(
         metavar="CHECKPOINT",
-        help="The model that guesses for --speculate draft. Default: the served model in int8.",
+        help="The model that drafts for --speculate draft. Default: the served model in int8.",
     ),
 ]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
