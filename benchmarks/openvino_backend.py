@@ -1,8 +1,8 @@
-"""The engine with OpenVINO against the engine with Perilune's own kernels, in turns on the same cores.
+"""Compare the engine with OpenVINO and with Perilune's own kernels, in alternation on the same cores.
 
-Both decode the same prompts greedily. Then the log-probs that OpenVINO samples with are compared with those
-of the kernels, fifty updates of the weights are timed while the process's memory is watched, and the
-quickstart is trained with OpenVINO as its sampler.
+Both decode the same prompts greedily. The benchmark then compares OpenVINO's log-probs with those of the
+kernels, times fifty weight updates and records the memory of the process, and trains the quickstart with
+OpenVINO as its sampler.
 
     perilune model fetch smollm2-135m
     python benchmarks/openvino_backend.py [--model smollm2-135m] [--repeats 3]
@@ -48,7 +48,7 @@ TITLE = "Sampling speed: OpenVINO against Perilune's kernels"
 
 
 def prompts(vocabulary: int, count: int, seed: int) -> list[Prompt]:
-    """Random prompts, which differ between rounds, so that no round finds another's prefix."""
+    """Random prompts that differ between rounds, so that no round hits the prefix cache of another."""
     tokens = np.random.default_rng(seed).integers(0, vocabulary, (count, PROMPT))
     return [Prompt(row.tolist(), (0, seed, index)) for index, row in enumerate(tokens)]
 
@@ -66,7 +66,7 @@ def compare(decoder: Decoder, weights: str, repeats: int) -> tuple[list[dict[str
 def speed(
     engines: dict[str, Engine], vocabulary: int, weights: str, batch: int, repeats: int
 ) -> dict[str, Any]:
-    """Tokens per second of processor time and of elapsed time, one figure per round."""
+    """Tokens per CPU second and per second of elapsed time, one figure per round."""
     processor: dict[str, list[float]] = {name: [] for name in engines}
     elapsed: dict[str, list[float]] = {name: [] for name in engines}
     for seed in range(repeats + 1):
@@ -81,13 +81,13 @@ def speed(
         "weights": weights,
         "batch": batch,
         "OpenVINO / Perilune": round(statistics.median(ratio), 2),
-        **{f"{name}, tokens per processor second": processor[name] for name in engines},
+        **{f"{name}, tokens per CPU second": processor[name] for name in engines},
         **{f"{name}, tokens per second": elapsed[name] for name in engines},
     }
 
 
 def agree(engines: dict[str, Engine], vocabulary: int) -> dict[str, Any]:
-    """Share of greedy tokens up to the first difference, and the gap of log-probs in nats."""
+    """Number of greedy tokens before the first difference, and the largest log-prob gap in nats."""
     given = prompts(vocabulary, 8, 99)
     greedy = [
         [one.token_ids for (one,) in engine.sample(given, 1, SamplingParams(2 * TOKENS, 0.0))]
@@ -108,7 +108,7 @@ def agree(engines: dict[str, Engine], vocabulary: int) -> dict[str, Any]:
 
 
 def updates(decoder: Decoder) -> dict[str, Any]:
-    """Processor time of an update of this model; the memory of the process over many of a smaller one."""
+    """CPU time of an update of `decoder`, and the process's memory over updates of a smaller model."""
     found: dict[str, Any] = {}
     for name, model, count in (("this model", decoder, 3), ("base", base(), UPDATES)):
         engine = Engine(model, slots=8, cache_tokens=1024, runner=OpenVino())
@@ -122,7 +122,7 @@ def updates(decoder: Decoder) -> dict[str, Any]:
             engine.sample(prompts(model.config.vocab_size, 1, number), 1, SamplingParams(2, 0.0))
             if number % 10 == 0:
                 memory.append(psutil.Process().memory_info().rss >> 20)
-        found[f"processor seconds of an update, {name}"] = round(statistics.median(seconds), 2)
+        found[f"CPU seconds per update, {name}"] = round(statistics.median(seconds), 2)
     sizes = ", ".join(f"{size:,}" for size in memory)
     return {**found, f"resident MiB after 10, 20, ... {UPDATES} updates, base": sizes}
 
@@ -147,7 +147,7 @@ def climb() -> dict[str, Any]:
 
 
 def about(rows: list[dict[str, Any]]) -> str:
-    """What was compared, and what came out."""
+    """The introduction of the page: the comparison and its outcome."""
     ratios = {
         weights: [row["OpenVINO / Perilune"] for row in rows if row["weights"] == weights]
         for weights in RUNNERS
@@ -158,10 +158,11 @@ def about(rows: list[dict[str, Any]]) -> str:
         if found
     )
     return (
-        f"SmolLM2-135M samples {TOKENS} tokens after a prompt of {PROMPT}, greedily and on one thread, with "
-        f"OpenVINO and with Perilune's own kernels, in turns. OpenVINO is {outcome}, by processor time, "
-        "because others used the machine too. int8 rounds matrices and cache, in a format of each. In "
-        "training, OpenVINO samples the rl stage of a shortened quickstart."
+        f"SmolLM2-135M samples {TOKENS} tokens after a prompt of {PROMPT} tokens, greedily and on one "
+        "thread, alternately with OpenVINO and with Perilune's own kernels. In CPU time, OpenVINO is "
+        f"{outcome}. We compare CPU time, because other programs used the machine too. In the rows `int8`, "
+        "each engine quantises weights and KV cache in its own format. For the row `training`, OpenVINO "
+        "samples in the rl stage of a shortened quickstart."
     )
 
 
@@ -169,9 +170,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m", help="a folder, or a model that was fetched")
+    parser.add_argument("--model", default="smollm2-135m", help="a folder, or the name of a fetched model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="the rest is kept")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts to measure; the results of the others are kept",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results" / "openvino.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

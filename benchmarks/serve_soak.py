@@ -1,15 +1,15 @@
-"""200 clients for ten minutes, while the engine fails and the server is killed.
+"""Soak test of `perilune serve`: 200 clients for ten minutes, an engine failure and a killed server.
 
     python benchmarks/serve_soak.py                    ten minutes, then results/serve_soak.json
     python benchmarks/serve_soak.py --seconds 60 --out soak.json
 
-The clients send chats, completions, responses and embeddings to `perilune serve` with the tiny model, whole
-and streamed, and leave some answers early. At a third of the time a step of the engine raises an error, so
-the engine restarts. At two thirds the server gets SIGKILL, and a supervisor starts it again on the same port.
-Every request must end within a minute, in an answer that is complete and right, or in an error that says what
-happened: a status of HTTP, an error event, or a broken connection. Answers with the same seed must be the
-same. The result is written whatever it is; the exit status is 1 if a request hung, an outcome was unclear, an
-answer was wrong, or memory grew.
+The clients send chats, completions, responses and embeddings to `perilune serve` with the tiny model, with
+and without streaming, and close some streams early. After a third of the time, a step of the engine raises an
+error, so the engine restarts. After two thirds, the server gets SIGKILL, and a supervisor starts it again on
+the same port. Every request must end within a minute: in a complete answer, or in an explicit error, which is
+an HTTP status, an error event or a broken connection. Equal requests must get equal answers. The benchmark
+always writes its result. It exits with 1 if a request hung, an outcome was unclear, two answers to the same
+request differed, or memory grew.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ import psutil
 from perilune.bundle.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "serve_soak.json"
-HANGS = 60.0  # seconds without a byte after which a client gives up
-WARM = 60.0  # seconds of a server's life that are not counted in its memory
-GROWTH = 0.05  # of memory that is still called flat
+HANGS = 60.0  # seconds without a byte after which a request counts as hung
+WARM = 60.0  # first seconds of a server process, whose memory is not counted
+GROWTH = 0.05  # largest growth of memory that counts as flat
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+BAD = ("hung", "unclear")  # outcomes that no request may have
 ERRORS = (httpx.RemoteProtocolError, httpx.ConnectError, httpx.ReadError, httpx.WriteError)
 
 
 @dataclass
 class Tally:
-    """What became of the requests.
+    """Outcomes of the requests.
 
     Attributes:
         outcomes: by endpoint and outcome.
         seconds: of complete answers, by endpoint.
-        expected: the text of each kind of request with a seed.
-        defects: hung requests, unclear outcomes and wrong answers, described.
+        expected: the first answer to each distinct request.
+        defects: descriptions of hung requests, unclear outcomes and differing answers.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -126,7 +127,7 @@ async def exchange(
             if not data:
                 continue
             if leaves:
-                return "left", None
+                return "client left", None
             if data == "[DONE]":
                 done = True
                 continue
@@ -138,7 +139,7 @@ async def exchange(
             done = done or document.get("type") in ("response.completed", "response.incomplete")
             text += piece_of(document)
         if not done:
-            raise RuntimeError("the stream ended without an end")
+            raise RuntimeError("the stream ended without a final event")
         return "complete", text
 
 
@@ -221,7 +222,7 @@ async def soak(clients: int, seconds: float, folder: Path) -> tuple[Tally, Super
                 break
             await asyncio.sleep(0.1)
         else:
-            tally.defects.append(f"the server still holds something: {held}")
+            tally.defects.append(f"the server still holds requests or cache blocks: {held}")
     supervisor.measure()
     supervisor.process.terminate()
     await asyncio.to_thread(supervisor.process.wait)
@@ -268,19 +269,21 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
                 "descriptors at the end": life[-1][2],
             }
         )
+    hung, unclear = (sum(n for (_, one), n in tally.outcomes.items() if one == kind) for kind in BAD)
     return {
-        "title": "200 clients, a failing engine and a killed server",
+        "title": "Soak test of perilune serve: an engine failure and a killed server",
         "about": f"{given.clients} clients send requests to `perilune serve` for {given.seconds:.0f} seconds."
-        " At a third of the time a step of the engine raises an error, at two thirds the server gets SIGKILL"
-        " and is started again. No request may hang, every failure must have a clear status, answers to the"
-        " same request must be the same, and memory must be flat.",
+        " After a third of the time, a step of the engine raises an error. After two thirds, the server gets"
+        f" SIGKILL and is started again. Of {sum(tally.outcomes.values()):,} requests, {hung} hung and"
+        f" {unclear} failed without a clear error. Equal requests must get equal answers, and memory must"
+        f" not grow by more than {GROWTH:.0%}: the row `verdict` has the results.",
         "command": f"python benchmarks/serve_soak.py --seconds {given.seconds:.0f} --clients {given.clients}",
         "verdict": {
             "requests": sum(tally.outcomes.values()),
-            "hung": sum(count for (_, outcome), count in tally.outcomes.items() if outcome == "hung"),
-            "unclear outcomes": sum(n for (_, outcome), n in tally.outcomes.items() if outcome == "unclear"),
+            "hung": hung,
+            "unclear outcomes": unclear,
             "defects": len(tally.defects),
-            "different requests with one answer": len(tally.expected),
+            "distinct requests with compared answers": len(tally.expected),
             "memory is flat": flat,
         },
         "requests by outcome": [

@@ -1,12 +1,12 @@
-"""Hundreds of short runs in bad weather, and what became of every one of them.
+"""Soak test of the control plane: hundreds of short runs under injected faults.
 
     python benchmarks/soak.py                              ten minutes, then results/soak.json and its page
     python benchmarks/soak.py --seconds 60 --out soak.json
 
-Has `perilune lab` submit runs for so long, while it throws at them what `docs/how-to/lab.md` lists, and waits
-until all has ended. CPU seconds are those of everything that was started: the control processes, the cloud,
-its machines, and what ran on them. Writes the result whatever it is, and leaves with 1 when an invariant is
-broken or a run was lost.
+`perilune lab` submits runs for this time, injects the faults that `docs/how-to/lab.md` lists, and waits until
+all runs have ended. CPU seconds include all processes that it starts: the control processes, the cloud, its
+machines, and the runs on them. The benchmark always writes its result. It exits with 1 if an invariant is
+violated or a run is lost.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ RESULT = HERE / "results" / "soak.json"
 
 
 def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float]:
-    """What the laboratory says at its end, and the CPU seconds that all of it took.
+    """The final report of `perilune lab`, and the CPU seconds of all its processes.
 
     Raises:
-        RuntimeError: when it came to no end.
+        RuntimeError: when it exits without a report.
     """
     adopt_orphans()  # a killed cloud's machines become ours to count
     words = ["--seconds", str(seconds), "--at-once", str(at_once), "--seed", str(seed), "--json"]
@@ -41,7 +41,7 @@ def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float
         pass
     used = os.times()
     if not done.stdout:
-        raise RuntimeError(f"the laboratory left with {done.returncode} and said nothing")
+        raise RuntimeError(f"perilune lab exited with {done.returncode} and without a report")
     return json.loads(done.stdout), used.children_user + used.children_system
 
 
@@ -55,7 +55,7 @@ def _reaped() -> bool:
 
 
 def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: float) -> dict[str, Any]:
-    """The result, from what the laboratory told."""
+    """The result, from the report of `perilune lab`."""
     broken = {one["name"]: len(one["violations"]) for one in told["invariants"]}
     accepted = sum(told["runs"].values())
     return {
@@ -104,9 +104,11 @@ def main() -> int:
     told, cpu_seconds = soak(given.seconds, given.at_once, given.seed)
     found = figures(given.seconds, given.at_once, told, cpu_seconds)
     document = {
-        "title": "Ten minutes of injected faults",
-        "about": f"Short runs on the fake cloud for {given.seconds:.0f} seconds with the weather `stormy`, "
-        "while the control process and the cloud are killed repeatedly.",
+        "title": "Soak test of the control plane: injected faults",
+        "about": f"`perilune lab` submits short runs to the fake cloud for {given.seconds:.0f} seconds with "
+        "`--weather stormy`, and kills the control process and the cloud repeatedly. "
+        + "Of {runs accepted} accepted runs, {lost runs} were lost and {runs with two results} had two "
+        "results; {leaked machines} machines leaked.".format_map(found["outcome"][0]),
         "command": f"python benchmarks/soak.py --seconds {given.seconds:.0f} --at-once {given.at_once}"
         f" --seed {given.seed}",
         **found,

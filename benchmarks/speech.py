@@ -1,15 +1,16 @@
 """Streaming speech: first audio, real-time factor and underruns at 1, 2, 4 and 8 streams.
 
-    python benchmarks/speech.py            a random model of the size below
+    python benchmarks/speech.py            a model with random weights, of the size below
     python benchmarks/speech.py FOLDER     a speech model of yours
 
 All streams of a round start together, which is the worst case for the first audio. The real-time factor is
-the time from the request to the last sample by the duration of the speech. An underrun is a moment at which a
-listener, who starts with the first samples, has heard everything and waits. The first round is not counted.
+the time from the request to the last sample, divided by the duration of the speech. An underrun is a moment
+at which a listener, who starts with the first samples, has to wait for the next ones. The first round warms
+up and is not counted.
 
-The pipeline is measured twice: alone, on the clock of this process, which stands still while other programs
-use the processor; and behind `perilune serve`, as a client sees it, in elapsed time, which on a busy machine
-says more about the other programs. Writes results/speech.json.
+The benchmark measures the pipeline twice: alone, in CPU time, which excludes other programs; and behind
+`perilune serve`, as a client sees it, in elapsed time, which depends on the load of the machine. Writes
+results/speech.json.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def random_config(tokenizer: Tokenizer) -> SpeechConfig:
 
 
 def save_random_model(folder: Path) -> None:
-    """A model that never ends on its own: the logit of its end is 0, which is not among the 50 largest."""
+    """Save a model that speaks until `max_frames`: the logit of its end token is 0, outside the top 50."""
     tokenizer = Tokenizer.characters()
     model = new_speech_model(random_config(tokenizer), tokenizer, seed=0)
     model.sampling = SpeechSampling(max_frames=FRAMES)
@@ -113,7 +114,7 @@ def speak_together(speaker: Speaker, text: str, seeds: range) -> list[SpeechTime
 
 
 def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """The pipeline in this process, on its processor time."""
+    """Measure the pipeline in this process, in CPU time."""
     speaker = Speaker(load_speech_model(folder), clock=time.process_time)
     times: dict[int, list[SpeechTimes]] = {streams: [] for streams in STREAMS}
     for turn in range(-1, rounds):
@@ -131,7 +132,7 @@ def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, A
 
 @dataclass
 class Heard:
-    """What the client of one utterance noticed, in seconds."""
+    """What the client of one utterance measured: seconds, and a count."""
 
     first: float
     seconds: float
@@ -235,12 +236,16 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
     codec = model.config.codec
     processor = describe_machine()["processor"]
     first = "first audio, ms, p50"
+    ratio = round(alone["8 streams"][first] / alone["1 streams"][first], 2)
     document = {
-        "title": "Streaming speech by number of streams",
-        "about": "Utterances that start together, on one thread. The real-time factor is seconds of waiting "
-        "for a second of speech; an underrun is a moment at which the listener has heard everything so far "
-        "and waits. The first table counts processor time, so that other programs on the machine do not "
-        "matter. The second counts elapsed time at the load below.",
+        "title": "Streaming speech: latency by number of streams",
+        "about": "A small model speaks utterances that start together, on one thread. With 8 streams, the "
+        f"first audio takes {ratio} times as long as with one, in CPU time of the pipeline alone. The "
+        "real-time factor is the time from the request to the last sample, divided by the duration of the "
+        "speech: below 1, speech is generated faster than it plays. An underrun is a moment at which the "
+        "listener waits for samples. The first table gives CPU time, which excludes other programs on the "
+        "machine. The second gives elapsed time behind `perilune serve`, at the load of the machine given "
+        "below.",
         "command": "python benchmarks/speech.py",
         "machine": {
             "processor": processor["model"],
@@ -255,11 +260,9 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
             "frames a second": round(1 / codec.frame_seconds, 2),
             "codes a frame": codec.codebooks,
         },
-        "the pipeline alone, in processor time": alone,
+        "the pipeline alone, in CPU time": alone,
         "perilune serve, in elapsed time": served,
-        "first audio at 8 streams, by that at 1, in processor time": round(
-            alone["8 streams"][first] / alone["1 streams"][first], 2
-        ),
+        "first audio with 8 streams / with 1, in CPU time": ratio,
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document, indent=1))

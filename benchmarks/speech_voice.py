@@ -1,10 +1,10 @@
-"""What does a recogniser understand of a voice that was trained here in minutes?
+"""Measure the word error rate of a recogniser on a small voice trained in minutes.
 
     python benchmarks/speech_voice.py --seeds 0
 
-Runs the bundled recipe speech/digits: espeak-ng says digits, a codec is fitted to its speech, a talker learns
-to write the codec's codes for a text, and pocketsphinx hears held-out texts said by the teacher, by the codec
-and by the voice. Writes results/speech_voice.json.
+Runs the bundled recipe speech/digits: espeak-ng speaks digits, a codec is fitted to its speech, a talker
+learns to predict the codec's codes for a text, and pocketsphinx transcribes held-out texts spoken by the
+teacher, by the teacher through the codec, and by the voice. Writes results/speech_voice.json.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from perilune.recipe.load import bundled_recipe
 from recipe_runs import described, document, for_seeds, options, run_recipe, write
 
 ABOUT = """\
-espeak-ng says digits in a synthetic voice. A codec is fitted to 600 utterances, and a small talker with
-a code predictor, in the layout of Qwen3-TTS, learns to write its codes. pocketsphinx, which was trained
-on neither, hears 60 held-out texts with a grammar of the ten digits in any order. Each row has the
-recogniser's word error rate with a 95% interval over resampled utterances. The row `teacher` is the
-recogniser's own error, `codec` adds what encoding and decoding loses, and `voice` adds what the talker
-gets wrong. The word insertion penalty of the recogniser and the teacher's voice and speed were chosen on
-other speech of the teacher."""
+espeak-ng speaks digits in a synthetic voice. A codec is fitted to 600 of its utterances, and a small talker
+with a code predictor, in the layout of Qwen3-TTS, is trained to predict the codec's codes for a text.
+pocketsphinx, which was trained on neither, transcribes 60 held-out texts with a grammar of the ten digits in
+any order. Each row gives its word error rate, with a 95% interval over resampled utterances. The row
+`teacher` is the recogniser's error on espeak-ng itself. The row `codec` adds the loss of encoding and
+decoding, and the row `voice` adds the errors of the talker. We chose the recogniser's word insertion penalty
+and the teacher's voice and speed on other speech of the teacher."""
 SPEAKERS = ("teacher", "codec", "voice")
 
 
@@ -65,7 +65,7 @@ def result(rows: list[dict[str, Any]], run: Mapping[str, Any], made: Mapping[str
         for row in rows
     ]
     return {
-        "title": "What a recogniser understands of a voice trained in minutes",
+        "title": "Word error rate of a small voice trained in minutes",
         "about": described(ABOUT, findings),
         "word_error_rates": rows,
         "codec": {
@@ -74,12 +74,12 @@ def result(rows: list[dict[str, Any]], run: Mapping[str, Any], made: Mapping[str
         "voice": {
             key: voice[key] for key in ("parameters", "predictor_parameters", "steps", "first_code_loss")
         },
-        "processor_seconds": {stage: processor_seconds(run[stage]) for stage in ("codec", "voice")},
+        "cpu_seconds": {stage: cpu_seconds(run[stage]) for stage in ("codec", "voice")},
         **made,
     }
 
 
-def processor_seconds(stage: Mapping[str, Any]) -> float:
+def cpu_seconds(stage: Mapping[str, Any]) -> float:
     """CPU seconds of all steps of a stage."""
     lines = read_json_lines(stage["folder"] / "artifacts" / "timings.jsonl")
     return round(sum(line["processor"] for line in lines), 1)

@@ -269,7 +269,9 @@ def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
     box.host.cut = evict
     run_id = only_run(control).id
     said = (event for event in watch(control, run_id, poll=0.05) if isinstance(event, StageNotice))
-    message = "it starts from the beginning, because the checkpoint of step 2 was only on the machine"
+    message = (
+        "the attempt starts from the beginning, because the checkpoint of step 2 was only on the machine"
+    )
     assert next(said).message.startswith(message)
     second = control.home.attempt(run_id, 2)
     wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "its third step again")

@@ -122,7 +122,7 @@ def test_int8_weights_are_rounded_as_ours_and_the_u8_cache_is_close() -> None:
 
 def test_what_cannot_be_computed_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Decoder(DecoderConfig("qwen3_moe", num_layers=1, experts=Experts(4, 2, 32), **SMALL))
-    with pytest.raises(RequestError, match="cannot compute this model: the tokens choose its experts"):
+    with pytest.raises(RequestError, match="cannot compute this model: it is a mixture of experts"):
         engine(experts, OpenVino())
     with pytest.raises(RequestError, match="device NPU; this machine has CPU"):
         engine(new("llama"), OpenVino(device="NPU"))

@@ -116,7 +116,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the command's exit code."""
-    gc.set_threshold(50_000, 20, 50)  # by default, looking for garbage is a tenth of importing torch
+    gc.set_threshold(50_000, 20, 50)  # by default, garbage collection is a tenth of the time to import torch
     atexit.register(gc.freeze)  # else Python collects garbage in all modules as it exits: 0.4 s with torch
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given

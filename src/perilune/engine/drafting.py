@@ -1,7 +1,8 @@
 """Drafts: cheaper models that propose the next tokens of samples.
 
 A draft draws with the random numbers that the sampler will use at the same positions, and with temperature,
-top-k, top-p and min-p. So a draft that agrees with the model proposes the drawn token, at every temperature.
+top-k, top-p and min-p. A draft with the model's distribution therefore proposes exactly the token that the
+sampler draws, at any temperature.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from perilune.errors import RequestError
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 
-_INT8_COST = 0.5  # of a step with int8 matrices, as a share of one in float32 (docs/results/speculation.md)
+_INT8_COST = 0.5  # time of a step with int8 matrices, relative to float32 (docs/results/speculation.md)
 _PIECE = 1024  # most tokens of a prompt that a draft computes at once
 
 
 class DraftCache(Protocol):
-    """The cache of a draft model, under the blocks of the samples."""
+    """The KV cache of a draft model, addressed by the samples' blocks."""
 
     def begin(self, rows: Rows) -> Tokens:
-        """Compute all but the last tokens of `rows`; int64[B], the first positions not in the cache."""
+        """Fill the cache up to the last token of each row; int64[B], the first positions not in the cache."""
         ...
 
     def tables(self, rows: Rows) -> Blocks:
@@ -76,7 +77,7 @@ class Draft:
 
 
 def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
-    """A step of sequences that begin at `starts`, with the logits after each."""
+    """A step of sequences that begin at `starts`, with the logits after the last token of each."""
     counts = np.array([len(tokens) for tokens in fed])
     ends = np.concatenate([[0], np.cumsum(counts)])
     positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -108,10 +109,11 @@ class SharedCache:
 
 
 class OwnCache:
-    """A cache with the block numbers of the model's cache in the layers that see most.
+    """A cache of its own for the draft, with the block numbers of the model's layers with the largest window.
 
-    The model may compute a token without the draft, and blocks are shared, copied and reused. So a block is
-    known by the hash of its tokens and all before, and what the draft lacks is computed before it draws.
+    The model can compute tokens that the draft has not computed, and blocks are shared, copied and reused.
+    The cache therefore identifies the content of a block by a hash of its tokens and of all tokens before it.
+    `begin` computes the tokens that the cache lacks.
 
     Args:
         runner: computes the draft.
@@ -122,9 +124,9 @@ class OwnCache:
     def __init__(self, sequences: Sequences, runner: Runner, config: DecoderConfig, table: int) -> None:
         self._sequences, self._runner, self._table = sequences, runner, table
         self._windows = len(config.distinct_windows)
-        self._digests: dict[int, bytes] = {}  # of what the draft has in each block
+        self._digests: dict[int, bytes] = {}  # of the draft's content of each block
         rows = len(sequences.entries)
-        # For each row: which sample it had, tokens of it in the cache, and the block of the last of them.
+        # For each row: its sample, the number of tokens in the cache, and the block of the last of them.
         self._arrival, self._known, self._last = np.zeros((3, rows), dtype=np.int64)
 
     def begin(self, rows: Rows) -> Tokens:
@@ -192,8 +194,8 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
     """A runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
 
     Raises:
-        RequestError: when the draft has another vocabulary or fewer positions, or the C kernels do not
-            compute the model; or when the draft has linear attention.
+        RequestError: when the draft has another vocabulary, fewer positions or linear attention. Without a
+            draft, when the C kernels do not compute the model.
     """
     if draft is None:
         if not isinstance(place.runner, NativeRunner):
@@ -212,7 +214,7 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
         )
     if draft.config.delta is not None:
         raise RequestError(
-            "a rejected token cannot be taken back from the draft's state of linear attention",
+            "the draft has linear attention, whose state cannot drop a rejected token",
             where="speculation",
             remedy="use a draft that has attention in every layer",
         )
@@ -227,7 +229,7 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
 
 
 def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:
-    """The draft that `runner` computes, from `draft_runner`."""
+    """The draft that runs on `runner`, which `draft_runner` created."""
     if draft is None:
         return Draft(sequences, runner, SharedCache(sequences), _INT8_COST)
     windows = decoder.config.distinct_windows

@@ -1,6 +1,6 @@
 """Embeddings: the hidden states of the last layer, averaged over a text or taken from its last token.
 
-A text is computed in pieces of bounded size, on a cache of its own, so that sampling can go on in between.
+Texts are computed in chunks, on a separate KV cache, so that sampling can continue between chunks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def embeddings(
 ) -> Iterator[list[NDArray[np.float32]]]:
     """The embeddings float32[d] of tokenised texts, of length 1, in order.
 
-    Each step of the iterator computes at most `_PIECE` tokens, and returns the embeddings that are complete.
+    Each iteration computes at most `_PIECE` tokens and returns the embeddings that it completes.
 
     Args:
-        runner: gives the runner with the current weights.
+        runner: returns the runner with the current weights.
         adapter: number of an adapter, or -1.
     """
     pairs = [Pair(np.array(text, dtype=np.int64), 0) for text in texts]

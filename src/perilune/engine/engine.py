@@ -161,24 +161,24 @@ class Engine:
         self._open()
 
     def speculate(self, settings: SpeculationSettings) -> None:
-        """Guess tokens and verify several in one step; to be called before the first request.
+        """Propose tokens and verify several in one step. Call it before the first request.
 
-        The samples are the same bit for bit.
+        The samples stay the same, bit for bit.
 
         Raises:
-            RequestError: for a runner whose bits depend on how a sequence is split into steps, or a draft
-                that does not fit the model.
+            RequestError: for a runner whose logits depend on the division of a sequence into steps, for
+                linear attention, or for a draft that does not fit the model.
         """
         if getattr(self._config, "delta", None) is not None:
             raise RequestError(
-                "a rejected token cannot be taken back from the state of linear attention",
+                "the model has linear attention, whose state cannot drop a rejected token",
                 where="speculation",
                 remedy="turn it off for this model",
             )
         if not self.speculates_exactly:
             raise RequestError(
-                f"with {type(self._runner).__name__}, the bits of a token depend on how many are computed at"
-                " once, so speculation would change samples",
+                f"with {type(self._runner).__name__}, the logits of a token depend on the number of tokens in"
+                " the step, so speculation would change samples",
                 where="speculation",
                 remedy="turn it off, or sample on a CPU from a model that Perilune computes itself",
             )
@@ -398,7 +398,7 @@ class Engine:
         return scores
 
     def prepare_embeddings(self) -> None:
-        """Make the runner ready for `embed`, which may copy the weights once more.
+        """Prepare a runner for `embed`. This may copy the weights once more.
 
         Raises:
             RequestError: when the runner computes no hidden states.
@@ -461,7 +461,7 @@ class Engine:
         self._scheduler.new_weights(version, recompute=recompute)
 
     def prepare_adapters(self) -> None:
-        """Make the runner ready for adapters, which may copy the weights once more.
+        """Prepare a runner for adapters. This may copy the weights once more.
 
         Raises:
             RequestError: when the runner cannot apply adapters.
@@ -594,13 +594,13 @@ class Engine:
         self._runner.clear()
 
     def _stop_speculating(self) -> None:
-        """Compute again without draft tokens: one whose result is not finite may have spoiled the others."""
+        """Repeat the step without draft tokens: a result that is not finite may have spoiled the others."""
         _log.warning("speculation is off: the model's results are not finite, perhaps for a draft token")
         self._scheduler.speculation = None
         self._clear()
 
     def _verify(self, proposals: Sequence[Proposal], logits: Tensor) -> None:
-        """Draw on after each draft token that is the drawn one."""
+        """Draw the next token after each accepted draft token."""
         assert self._scheduler.speculation is not None
         accepts = self._scheduler.speculation.accepts
         for at in itertools.count():

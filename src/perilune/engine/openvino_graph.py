@@ -1,9 +1,9 @@
 """The decoder as an OpenVINO graph over a paged cache.
 
 The decoder is traced on torch's meta device with its weights as inputs, so a graph depends on the
-configuration alone. `PagedGraph.with_weights` puts the current weights in as constants, which OpenVINO
-computes faster than inputs. Attention is OpenVINO's own paged attention, which takes the block tables of the
-engine.
+configuration alone. `PagedGraph.with_weights` inserts the current weights as constants, because OpenVINO
+computes faster with constants than with inputs. Attention is OpenVINO's paged attention operator, which reads
+the engine's block tables.
 
 N tokens, S sequences, R rows of logits, W distinct windows.
 """
@@ -113,15 +113,15 @@ def cannot_convert(reason: str) -> RequestError:
 
 
 def _obstacle(config: DecoderConfig) -> str:
-    """Why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
+    """The reason why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
     if config.experts is not None:
-        return "the tokens choose its experts, and a traced graph has no choices"
+        return "it is a mixture of experts, and a traced graph cannot route tokens to experts"
     if config.latent is not None:
         return "OpenVINO's paged attention cannot read a latent cache"
     if config.delta is not None:
         return "OpenVINO's paged attention has no linear attention"
     if config.family.sinks or config.score_softcap is not None:
-        return "its attention has sinks or capped scores, which the conversion leaves out"
+        return "its attention has sinks or capped scores, which the conversion does not support"
     return ""
 
 
@@ -140,7 +140,7 @@ def _weights(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
-    """Have a decoder that is being traced compute with `weights`."""
+    """Make a decoder that is being traced compute with `weights`."""
     ropes = _ropes(decoder.config)
     decoder.inverse_frequencies = {rope: weights[f"rope.{i}"] for i, rope in enumerate(ropes)}
     for index, projection in enumerate(decoder.projections()):
@@ -154,7 +154,7 @@ def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
 
 
 def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
-    """Replace the parameter by an input of the trace, which is no parameter."""
+    """Replace a parameter with an input of the trace."""
     module._parameters.pop("weight", None)
     module.__dict__["weight"] = weight
 
@@ -234,7 +234,7 @@ def _examples(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
 
 
 def _define_mark() -> None:
-    """Define the operator that stands for paged attention in a trace."""
+    """Define the placeholder operator for paged attention in a trace."""
     if _library:
         return
     library = torch.library.Library("perilune", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -246,7 +246,7 @@ def _define_mark() -> None:
 
 
 def _attention(node: Any, config: DecoderConfig) -> Any:
-    """OpenVINO's paged attention, without its options, in place of the mark."""
+    """OpenVINO's paged attention for a placeholder, with all optional features off."""
     from openvino import opset13
     from openvino.op import _PagedAttentionExtension as PagedAttention
 

@@ -14,7 +14,7 @@ def openvino() -> Any:
     Raises:
         RequestError: when it is not installed.
     """
-    # On import, openvino reports to its makers unless this package is missing.
+    # On import, openvino sends telemetry unless this package is missing.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         import openvino as package

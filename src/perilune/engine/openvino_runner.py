@@ -1,7 +1,7 @@
-"""The runner for Intel devices: OpenVINO computes whole steps, on a paged cache of its own layout.
+"""The runner for Intel devices: OpenVINO computes whole steps, on a paged KV cache in its own layout.
 
-Scheduler, prefix cache and sampler are the engine's. The log-probs of a token agree across batches only up to
-rounding.
+The scheduler, the prefix cache and the sampler are the engine's. The log-probs of a token are equal in
+different batches only up to rounding.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class OpenVino:
     """Settings of OpenVINO; creates the runner of an engine: `Engine(decoder, runner=OpenVino())`.
 
     Attributes:
-        device: CPU, GPU, GPU.1, NPU, ...; AUTO for a GPU if there is one, otherwise the CPU.
+        device: CPU, GPU, GPU.1, NPU, ...; AUTO selects a GPU, or the CPU if there is none.
         weights: how matrices are stored; int8 has one scale per output channel.
         cache: how keys and values are stored; u8 has one scale and zero point per token and head.
-        precision: of the computation. The devices themselves prefer fewer bits.
+        precision: of the computation. By default, OpenVINO's devices would choose a lower one.
     """
 
     device: str = "CPU"
@@ -63,7 +63,7 @@ class OpenVino:
             "INFERENCE_PRECISION_HINT": hints[self.precision],
             "KV_CACHE_PRECISION": hints[self.cache],
             "PERFORMANCE_HINT": "LATENCY",
-            "CACHE_DIR": "",  # weights change, so compiled models would pile up
+            "CACHE_DIR": "",  # each weight update would add a compiled model
         }
         if self.used_device == "CPU":
             found |= {
@@ -111,7 +111,7 @@ class OpenVinoRunner:
         self._probe()
 
     def load_weights(self, decoder: Decoder) -> None:
-        self._request = self._compiled = None  # their memory is free before more is needed
+        self._request = self._compiled = None  # free their memory before compiling
         model = self._graph.with_weights(decoder, self._settings.weights)
         try:
             self._compiled = self._core.compile_model(
@@ -124,7 +124,7 @@ class OpenVinoRunner:
             self._request.set_tensor(name, cache)
 
     def _allocate(self, num_blocks: Sequence[int]) -> None:
-        """Create the cache in the layout that the device wants."""
+        """Create the KV cache in the layout that the device requires."""
         ov, device = openvino(), self._settings.used_device
         for layer, table in enumerate(self._table_of):
             for name in (f"keys.{layer}", f"values.{layer}"):
@@ -187,7 +187,7 @@ class OpenVinoRunner:
                 cache.copy_from(openvino().Tensor(cache.element_type, cache.shape))
 
     def _probe(self) -> None:
-        """Check that the device keeps keys and values: a text in two steps has the logits of one step.
+        """Check that the device keeps keys and values: a text in two steps must have the logits of one step.
 
         Raises:
             RequestError: when they differ, or the device fails.
@@ -211,7 +211,7 @@ class OpenVinoRunner:
         self.clear()
 
     def _refusal(self, error: RuntimeError) -> RequestError:
-        """The error of a device, by its last line, which says most."""
+        """The error for a failure of the device, with the most specific line of its message, the last."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         found = ", ".join(self._core.available_devices)
         reason = f"{lines[-1] if lines else error} (device {self._settings.device}; this machine has {found})"

@@ -1,9 +1,9 @@
 """Recurrent layers over the paged cache.
 
-A block of such a layer holds one state: that after the last computed token among the block's sixteen. While
-a block fills, this is the running state of its sample. Once it is full, it is a snapshot at the border, from
-which a request with the same prefix goes on. A query sees the state after the token before it, as with a
-window of two tokens, so block tables, forks, eviction and offloading are those of windows.
+A block of such a layer holds one state: the state after the last computed token of the block. In a partly
+filled block, this is the current state of its sample. In a full block, it is a snapshot, from which a request
+with the same prefix continues. A token needs only the state after the previous token, like attention with a
+window of two tokens, so block tables, forks, eviction and offloading work as for sliding windows.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PagedRecurrence:
         return convolve_rows(rows, taps, weight)
 
     def _make_taps(self, width: int) -> NDArray[np.int64]:
-        """int64[N, K]: what a token sees among all tokens and, after them, K - 1 stored inputs a sequence."""
+        """int64[N, K], each token's inputs: rows of all tokens, then K - 1 stored inputs per sequence."""
         taps = np.zeros((self._padded, width), dtype=np.int64)
         for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
             at = np.arange(length)[:, None] + np.arange(1 - width, 1)
@@ -94,12 +94,12 @@ class PagedRecurrence:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One token of each sequence that has so many, the longest sequences first.
+    """The token at one index of each sequence that is long enough, the longest sequences first.
 
     Attributes:
-        tokens: int64, their places in the batch.
+        tokens: int64, the rows of these tokens in the batch.
         stored: int64, the sequences whose state is stored after this token.
-        blocks: int64, where.
+        blocks: int64, the block of each stored state.
     """
 
     tokens: Tensor

@@ -143,7 +143,7 @@ class Scheduler:
             sequences.add_blocks(due, self.pools.allocate(len(due)))
 
     def _proposals(self, budget: int) -> list[Proposal]:
-        """Guesses of at most `budget` tokens, in blocks that no other sample needs now."""
+        """Proposals of at most `budget` draft tokens, in blocks that no other sample needs now."""
         sequences, rows = self.sequences, self.decoding
         if self.speculation is None or not len(rows):
             return []

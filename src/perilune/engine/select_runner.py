@@ -36,7 +36,7 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[in
 
 
 def splits_exactly(runner: Runner) -> bool:
-    """Whether `runner` computes the same bits however a sequence is split into steps."""
+    """Whether `runner` computes the same bits for any division of a sequence into steps."""
     if type(runner) is TorchRunner:
         return runner.cache.device.type == "cpu" and runner.decoder.dtype == torch.float32
     return isinstance(runner, NativeRunner)

@@ -2,12 +2,12 @@
 
 At a small batch size a step takes as long as reading the weights, and a few more tokens cost little. A
 proposer drafts the next tokens of a sample. The step computes the logits after each of them, and the sampler
-draws as always. The first token that differs from the draft ends the step of the sample, and the keys and
-values of the other draft tokens are overwritten later.
+draws as always. A sample's step ends at the first drawn token that differs from its draft token. Later steps
+overwrite the keys and values of the rejected draft tokens.
 
 Leviathan et al. ("Fast inference from transformers via speculative decoding", ICML 2023) accept a draft token
 with a probability that keeps the distribution. Here the random number of a position is fixed (`random.py`),
-so a draft token is accepted if it is the drawn one. The samples are the same with and without speculation.
+so a draft token is accepted if it equals the drawn token. Samples are the same with and without speculation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from perilune.models.decoder import Decoder
 Tokens = NDArray[np.int64]
 
 _WEIGHTS_IN_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
-_PRIOR = 3.0, 4.0  # accepted and tried draft tokens that a new sample is credited with
-_MEMORY = 0.98  # a step keeps this share of the counts, so that a sample that stopped tries again
+_PRIOR = 3.0, 4.0  # accepted and tried draft tokens in the counts of a new sample
+_MEMORY = 0.98  # factor of the counts per step, so that a sample without proposals gets some again
 _LONGEST_MATCH = 8
 
 
@@ -37,13 +37,13 @@ class SpeculationSettings:
     """How to propose the next tokens.
 
     Attributes:
-        method: "lookup" continues the text as after an earlier occurrence of its last tokens (Saxena, "Prompt
+        method: "lookup" proposes the tokens after an earlier occurrence of the last tokens (Saxena, "Prompt
             lookup decoding", 2023). "draft" samples from a cheaper model.
         tokens: most tokens to propose for a sample in one step, at most 16.
         adaptive: propose fewer tokens, or none, where verifying them takes longer than it saves.
         draft: the cheaper model: another decoder with the same vocabulary, or None for the model itself with
             matrices in int8.
-        match: with "lookup", fewest equal tokens that count as an occurrence.
+        match: with "lookup", the minimum length of a match in tokens.
 
     Raises:
         RequestError: when a number is out of its range, or a draft is given for "lookup".
@@ -85,7 +85,7 @@ class Proposer(Protocol):
 
 
 class Speculation:
-    """Decides how many tokens are proposed, by the acceptance rate of the sample so far.
+    """Decides how many tokens to propose, from the recent acceptance rate of the sample.
 
     Args:
         counters: counts proposed and accepted tokens.
@@ -102,8 +102,9 @@ class Speculation:
     def most(self, rows: Rows) -> Tokens:
         """int64[B], the number of tokens to propose for each of the decoding `rows`.
 
-        With R tokens computed in the time of reading the weights, a step of B samples takes B + R units, and
-        a draft token one more, and the time to draft it. The number maximises the expected tokens per unit.
+        Reading the weights takes as long as computing R tokens, so a step of B samples takes B + R units of
+        time. One more draft token for each sample adds B units and the time to draft them. The result
+        maximises the expected tokens per unit of time.
         """
         sequences, batch = self._sequences, len(rows)
         room: Tokens = np.minimum(sequences.limit[rows] - sequences.length[rows] - 1, self._settings.tokens)
@@ -122,7 +123,7 @@ class Speculation:
         return most
 
     def propose(self, rows: Rows, most: Tokens) -> list[Proposal]:
-        """Draft tokens for those of `rows` that have any."""
+        """The proposals for `rows`. A row without draft tokens has none."""
         rows, most = rows[most > 0], most[most > 0]
         if not len(rows):
             return []
@@ -133,7 +134,7 @@ class Speculation:
         ]
 
     def accepts(self, proposal: Proposal, at: int) -> bool:
-        """Whether draft token number `at` was drawn in its place, and the sample goes on."""
+        """Whether the sampler drew draft token number `at`, and the sample has not finished."""
         row = proposal.row
         if at >= len(proposal.tokens):
             return False
@@ -145,7 +146,7 @@ class Speculation:
 
 
 class Lookup:
-    """Proposes what followed the longest earlier occurrence of the last tokens, the latest of several."""
+    """Proposes the tokens after the longest earlier occurrence of the last tokens; of several, the latest."""
 
     cost = 0.0
 
@@ -163,7 +164,7 @@ class Lookup:
 def look_up(tokens: NDArray[np.int32], count: int, match: int) -> Tokens:
     """`count` tokens that may follow `tokens` int32[T], or none.
 
-    A continuation that reaches the end of `tokens` is repeated, because the text repeats itself.
+    A continuation that reaches the end of `tokens` starts over, because such a text is periodic.
     """
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     length = 1

@@ -42,7 +42,7 @@ class StepBatch:
 
 @dataclass(slots=True, eq=False)
 class Proposal:
-    """Guessed next tokens of a decoding sample.
+    """Draft tokens for a decoding sample.
 
     Attributes:
         tokens: int64[k].

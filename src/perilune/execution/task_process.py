@@ -76,7 +76,7 @@ class _Missing(Exception):  # noqa: N818 - marks a cause, never raised by itself
 
 def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
-    gc.set_threshold(50_000, 20, 50)  # by default, looking for garbage is a tenth of loading a stage
+    gc.set_threshold(50_000, 20, 50)  # by default, garbage collection is a tenth of the time to load a stage
     atexit.register(gc.freeze)  # else Python collects garbage in all modules as it exits: 0.4 s with torch
     bundle = Path(sys.argv[1]).absolute()
     own = directory_of(bundle, _rank())

@@ -120,7 +120,7 @@ class ShardedDecoder:
         return {name: self._gathered(name, part) for name, part in parts.items()}
 
     def collected(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Like `whole`, in the memory of the first rank's CPU; empty in the others, which only take part."""
+        """Like `whole`, but in CPU memory and on the first rank only. Other ranks take part and get {}."""
         found = {}
         for name, part in parts.items():
             whole = self._gathered(name, part)

@@ -20,8 +20,8 @@ _EPS = 1e-6  # added to the squared length of queries and keys
 class GatedDeltaNet(nn.Module):
     """The gated delta rule (`models.recurrence`) after a short convolution, with a gated norm of its output.
 
-    The decay of a head is exp(-exp(A_log) softplus(a + dt_bias)), and its strength sigmoid(b), with a and b
-    projected from the token. Several value heads share a query and a key.
+    The decay of a head is exp(-exp(A_log) softplus(a + dt_bias)), and its strength is sigmoid(b). Both a and
+    b are projections of the token. Several value heads share a query and a key.
     """
 
     def __init__(self, config: DecoderConfig, delta: DeltaRule, layer: int) -> None:
@@ -83,7 +83,7 @@ class GatedDeltaNet(nn.Module):
         return rms_norm(qk, factors[:, None].expand(-1, size), _EPS / size)
 
     def freeze(self, source: GatedDeltaNet) -> None:
-        """Copy the current weights of `source` outside of projections and norms, without gradient."""
+        """Copy the current weights of `source` except projections and norms, without gradient."""
         for name in ("conv1d.weight", "dt_bias", "A_log"):
             owner, _, attribute = name.rpartition(".")
             old, fresh = (one.get_parameter(name).detach() for one in (self, source))
@@ -98,5 +98,5 @@ class GatedDeltaNet(nn.Module):
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), by operations that round all elements alike."""
+    """log(1 + exp(x)), with operations whose rounding does not depend on the element's position."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))

@@ -5,12 +5,12 @@ a rotary key that the heads share. There are two ways to compute it:
 
 * expanded: project k and v of every token and attend as usual;
 * absorbed: since q . (U c) = (U^T q) . c and sum(w V c) = V sum(w c), project queries into the latent space
-  and the result out of it. All heads attend to one key [c, rotary key], whose first part is the value. The
-  cache then holds one vector per token, which is smaller than the keys and values of the heads by an order.
+  and the result out of it. All heads attend to one key [c, rotary key], whose first part is the value. The KV
+  cache then holds one vector per token, an order of magnitude smaller than the keys and values of all heads.
 
 The engine always absorbs. The learner absorbs where results are exact (float32 on a CPU), so that its
-log-probs equal the engine's bit for bit, and expands elsewhere, where scores are cheaper: a product of a key
-takes D = key_size + rotary_size terms, not rank + rotary_size.
+log-probs equal the engine's bit for bit. Elsewhere the learner expands, because scores are then cheaper: the
+product of a query and a key has D = key_size + rotary_size terms instead of rank + rotary_size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from perilune.models.kernels import is_exact, linear, pack_weight, rotate
 from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind
 
-_EPS = 1e-6  # of the norms of latent vectors, whatever that of the model
+_EPS = 1e-6  # of the norms of latent vectors, independent of the model's
 
 
 class LatentAttention(nn.Module):
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
         return self.out(self.values_of(out).flatten(1))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate float[N, heads, D]. Pairs of neighbours are put into the two halves first."""
+        """Rotate float[N, heads, D], after reordering interleaved pairs into two halves."""
         if self.sizes.interleaved:
             x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         return rotate(x, cos, sin)
@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
 class HeadProjection(Projection):
     """A linear map for each head, of the inputs of that head: float[N, H, O] of float[N, H, I].
 
-    It is never rounded: its matrices keep the dtype of the model in narrow copies.
+    Low-precision copies of the model keep its matrices in the model's dtype.
 
     Args:
         part: a map whose matrix stacks those of the heads.
@@ -111,7 +111,7 @@ class HeadProjection(Projection):
         return torch.stack([linear(x[:, head], one) for head, one in enumerate(weights)], dim=1)
 
     def transposed(self, x: Tensor) -> Tensor:
-        """float[N, H, I], the transposed map of each head applied to the same float[N, O]; never exact."""
+        """float[N, H, I], each head's transposed map of the same float[N, O]. The bits depend on N."""
         weights = self._matrices()
         assert isinstance(weights, Tensor)
         return torch.einsum("no,hoi->nhi", x, weights)

@@ -1,13 +1,13 @@
 """The gated delta rule and short convolutions (Gated DeltaNet; Yang et al., arXiv 2412.06464).
 
-A head keeps a matrix S, float32[Dk, Dv]. Each token lets it decay, and corrects what it returns for the
-token's key towards the token's value:
+A head keeps a matrix S, float32[Dk, Dv]. Each token multiplies S by a decay, then moves the result of S for
+the token's key towards the token's value:
 
     S <- a S;   S <- S + b k (v - S^T k)^T;   out = S^T q
 
-Tokens are computed one after the other in every case: in a prompt, in decoding and in training. So a token
-has the same bits in all of them. The sums over Dk are those of torch over an axis that is not the last, whose
-order depends on the sizes of a head and not on the number of sequences.
+Prefill, decoding and training all compute one token after the other, so a token has the same bits in all of
+them. torch sums over Dk, which is not the last axis. The order of such a sum depends on the sizes of a head
+and not on the number of sequences.
 
 N tokens, H heads, S sequences, C channels, K taps of a convolution.
 """
@@ -72,7 +72,7 @@ def convolve_rows(rows: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
 class PackedRecurrence:
     """Recurrent layers over sequences that lie end to end, each of which may continue a prefix of another.
 
-    A prefix is computed once. Sequences that continue it start from its state, wherever they leave it.
+    A prefix is computed once. A sequence can continue it from any position, and starts from the state there.
 
     Args:
         spans: int64[S, 4], start, length, start of the prefix and length of the prefix of each sequence. They
@@ -125,7 +125,7 @@ class _Sequences:
 
     Args:
         spans: as for `PackedRecurrence`.
-        ends: (start, length) of the beginnings of these sequences after which the state is needed.
+        ends: (start, length) of the prefixes of these sequences whose final state is needed.
 
     Attributes:
         prefixes: (start, length) of the prefix of each sequence, in the order of the scan.
@@ -158,7 +158,7 @@ class _Sequences:
         for chunk_tokens, chunk_padding, kept in self._chunks:
             tokens, padding = chunk_tokens.to(state.device), chunk_padding.to(state.device)
             chunk = DeltaInputs(*(x[tokens] for x in inputs))
-            if padding.any():  # such a token changes nothing
+            if padding.any():  # a padding token does not change the state
                 chunk = chunk._replace(
                     decay=chunk.decay.masked_fill(padding[..., None], 1.0),
                     strength=chunk.strength.masked_fill(padding[..., None], 0.0),
@@ -173,13 +173,13 @@ class _Sequences:
 class _Chunk(torch.autograd.Function):
     """Outputs [S, T, H, Dv] and last states of T tokens of each sequence, from inputs [S, T, ...].
 
-    Only the first states are kept for the gradient, which computes the others again. With C the change that a
+    Only the first states are saved. The backward pass recomputes the others. With C the change that a
     token makes, b (v - S^T k), and d the gradients, from the last token to the first:
 
         dS += q do^T;  dq = S do;  dC = dS^T k;  dk = dS C;  db = dC (v - S'^T k);  dv = b dC
         dS' = dS - k (b dC)^T;  dk -= S' (b dC);  da = sum(dS' * S_before);  dS_before = a dS'
 
-    with S' = a S_before, the state when the token has let it decay.
+    with S' = a S_before, the state after the decay of this token.
     """
 
     @staticmethod

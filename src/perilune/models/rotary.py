@@ -28,16 +28,16 @@ def inverse_frequencies(rope: Rope, size: int) -> Tensor:
 
 
 def magnitude(rope: Rope) -> float:
-    """Factor of cosines and sines."""
+    """Factor by which cosines and sines are multiplied."""
     return rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0
 
 
 def _interpolated(frequencies: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
-    """Frequencies by YaRN: divided by the factor for pairs after the bounds, linearly mixed between them."""
+    """YaRN's frequencies: unchanged before two bounds, divided by the factor after them, else mixed."""
     size, length = 2 * len(frequencies), scaling.original_max_position_embeddings
 
     def pair_with(turns: float) -> float:
-        """The pair, as a fraction, that turns so often within the original length."""
+        """The fractional index of the pair that makes `turns` turns within the original context length."""
         return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

@@ -153,8 +153,13 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
         yield Key(shown, "section", "", inner.get("description", ""))
         inner = optional[0]
     if "properties" in inner and schema["title"] != "Recipe":
-        for deeper in inner["properties"]:
-            yield from _described(f"{shown}.{deeper}", deeper, inner, "")
+        given = inner.get("default") or {}  # overrides the defaults of the fields
+        fields = {
+            deeper: field | ({"default": given[deeper]} if deeper in given else {})
+            for deeper, field in inner["properties"].items()
+        }
+        for deeper in fields:
+            yield from _described(f"{shown}.{deeper}", deeper, inner | {"properties": fields}, "")
         return
     kind = consumes or _type(inner)
     default = "required" if name in schema.get("required", ()) else _default(inner)

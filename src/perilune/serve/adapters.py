@@ -3,8 +3,8 @@
     POST /v1/load_lora_adapter     {"lora_name": NAME, "lora_path": FOLDER, "load_inplace": false}
     POST /v1/unload_lora_adapter   {"lora_name": NAME}
 
-Only folders inside one folder of the server can be loaded. The server answers requests while it reads and
-checks an adapter. A request keeps the adapter that its name had when it arrived.
+Clients can load only folders inside one folder of the server. The server answers requests while it reads and
+checks an adapter. A request keeps the adapter that had its name when the request arrived.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class AdapterLoads:
     """Loads adapters into an engine.
 
     Args:
-        engine: only its thread uses it after the start.
+        engine: after the start, only its own thread uses it.
         base: name of the model, which no adapter may have.
-        loaded: the folders of the adapters by name, which this updates.
+        loaded: the folders of the adapters by name. This object updates it.
         root: folder with the adapters that may be loaded.
         changing: held while the weights of the engine or its runner are replaced.
     """
@@ -88,7 +88,7 @@ class AdapterLoads:
             self._loaded[name] = folder
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. Its requests finish with it.
+        """Unload an adapter. Requests in flight still finish with it.
 
         Raises:
             ApiError: 404, when there is none of this name.
@@ -101,7 +101,7 @@ class AdapterLoads:
             await self._thread.between_steps(lambda: self._engine.remove_adapter(name))
 
     def _read(self, path: str) -> tuple[Path, Adapter]:
-        """The folder and its adapter, which fits the model."""
+        """The folder and its adapter, checked against the model."""
         folder = self._inside(self._root / path)
         if not folder.is_dir():
             raise ApiError(400, f"there is no folder {shorten(path)!r} for adapters", param="lora_path")
@@ -113,7 +113,7 @@ class AdapterLoads:
         return folder, adapter
 
     def _inside(self, path: Path) -> Path:
-        """`path` without symbolic links, which must stay in the root."""
+        """`path` with symbolic links resolved; it must be in the root."""
         try:
             real = path.resolve(strict=True)
         except (OSError, ValueError, RuntimeError):  # missing, too long, a zero byte, a loop of links

@@ -31,7 +31,7 @@ from perilune.serve.tracing import Spans, request_id
 
 
 class AnyService(Protocol):
-    """What answers requests, whatever the model is.
+    """The interface of a service that answers requests, for all kinds of models.
 
     Attributes:
         thread: the thread of its engine.
@@ -47,7 +47,7 @@ class AnyService(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """Counts and times."""
+        """The metrics of this service."""
 
     def figures(self) -> Mapping[str, float]:
         """Current values for /metrics."""

@@ -7,7 +7,7 @@
     POST /reset_prefix_cache?reset_running_requests=true
 
 `abort` ends the requests in flight with status 503, `wait` lets them finish, and `keep` continues them
-afterwards. New requests wait while the server is paused, and are refused with status 503 while it sleeps.
+after /resume. New requests wait while the server is paused, and get status 503 while the model sleeps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Control:
     """Pauses and resumes the engine, and frees its memory.
 
     Args:
-        engine: only its thread uses it after the start.
+        engine: after the start, only its own thread uses it.
         changing: held while the weights of the engine or its runner are replaced.
     """
 
@@ -41,11 +41,11 @@ class Control:
         self._engine, self._thread, self.gate, self._changing = engine, thread, gate, changing
 
     async def pause(self, mode: Mode, *, clear_cache: bool = True) -> None:
-        """Stop computing steps. New requests wait."""
+        """Stop computing steps and make new requests wait."""
         self.gate.close()
         if mode == "abort":
             self._thread.abort_all("the server was paused")
-        if mode == "wait":  # requests that an earlier pause has kept finish too
+        if mode == "wait":  # also finish requests that an earlier pause has kept
             await self._set_paused(False)
         while mode == "wait" and self._thread.open_samples:
             await asyncio.sleep(_POLL)
@@ -60,7 +60,7 @@ class Control:
         await self._thread.between_steps(stop)
 
     async def resume(self) -> None:
-        """Continue.
+        """End a pause.
 
         Raises:
             ApiError: 409, when the model sleeps.
@@ -82,7 +82,7 @@ class Control:
             if not self.gate.closed:
                 raise ApiError(409, "the server was resumed before it could sleep", code="resumed")
             self.gate.sleeping.update(("weights", "kv_cache"))
-            self.gate.open()  # requests that waited are refused now
+            self.gate.open()  # refuses the requests that waited
             try:
                 await self._thread.between_steps(self._engine.sleep)
             except BaseException:
@@ -91,7 +91,7 @@ class Control:
                 raise
 
     async def wake_up(self, tags: set[Tag]) -> None:
-        """Wake parts of the model up. It answers again once all of them are awake."""
+        """Wake up parts of the model. The server resumes once all parts are awake."""
         async with self._changing:
             if not self.gate.sleeping:
                 return
@@ -126,8 +126,8 @@ def control_routes(control: Control) -> APIRouter:
 
     @router.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1, mode: Mode = "abort") -> Response:
-        # The engine's copy of the weights is freed at both levels. The decoder stays: on disk, unless a
-        # weight update has replaced it.
+        # Both levels free the engine's copy of the weights. The decoder's weights remain: on disk, or in
+        # memory if a weight update has replaced them.
         await control.sleep(mode)
         return Response()
 

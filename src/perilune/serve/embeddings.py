@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the pooled hidden states of the model for texts."""
+"""POST /v1/embeddings: pooled hidden states of the model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Embeddings:
     """Computes embeddings between the steps of the engine.
 
     Args:
-        engine: only its thread uses it after the start.
-        size: numbers of an embedding.
+        engine: after the start, only its own thread uses it.
+        size: length of an embedding.
     """
 
     def __init__(self, service: Service, engine: Engine, size: int, pooling: Pooling) -> None:

@@ -8,10 +8,10 @@ from perilune.serve.errors import ApiError
 
 
 class Gate:
-    """The entrance to the engine.
+    """Holds or refuses requests before they reach the engine.
 
     Attributes:
-        sleeping: parts of the model that sleep, "weights" and "kv_cache"; requests are refused with 503.
+        sleeping: parts of the model that sleep, "weights" and "kv_cache". If there are any, requests get 503.
     """
 
     def __init__(self) -> None:
@@ -25,15 +25,15 @@ class Gate:
         return not self._opened.is_set()
 
     def close(self) -> None:
-        """Let new requests wait."""
+        """Make new requests wait."""
         self._opened.clear()
 
     def open(self) -> None:
-        """Let all requests in."""
+        """Admit waiting and new requests."""
         self._opened.set()
 
     def check_awake(self) -> None:
-        """Refuse a request while the model sleeps."""
+        """Raise an error while the model sleeps."""
         if self.sleeping:
             message = "the model sleeps; wake it up with POST /wake_up"
             raise ApiError(503, message, code="sleeping", headers={"Retry-After": "10"})

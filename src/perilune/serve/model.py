@@ -18,7 +18,7 @@ class ServedModel:
         context: most tokens of prompt and answer together, limited by positions and cache.
         end_tokens: tokens that end an answer.
         adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.
-        reasoning: whether the text in <think> ... </think> is returned apart, as `reasoning_content`.
+        reasoning: whether to return the text in <think> ... </think> separately, as `reasoning_content`.
         tool_format: how the model writes tool calls.
     """
 

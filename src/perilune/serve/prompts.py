@@ -1,4 +1,4 @@
-"""Turns prompts and conversations into tokens, in threads that do not hold up the event loop."""
+"""Encodes prompts and conversations as tokens, in threads, so that the event loop is never blocked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English h
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to continue, with the tools that the model is shown and variables of the chat template."""
+    """Messages to continue, the tools to show to the model, and variables of the chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
@@ -78,7 +78,7 @@ class Prompts:
         return self.model.tokenizer.render_pieces([messages], **variables)
 
     def _template_has(self, variable: str) -> bool:
-        """Whether the chat template shows a variable for tools, and calls in the format that is read."""
+        """Whether the chat template uses `variable` and writes calls in the format that the server parses."""
         template = self.model.tokenizer.chat_template
         if template is None:
             return False
@@ -92,7 +92,7 @@ class Prompts:
         return prompt
 
     def check_characters(self, found: int, param: str) -> None:
-        """Refuse a text that cannot fit before encoding it, which takes seconds for long texts."""
+        """Refuse a text that is too long before encoding it, because encoding a long text takes seconds."""
         most = max(_CHARACTERS_A_TOKEN * self.model.context, LONG)
         if found > most:
             raise ApiError(
@@ -103,7 +103,7 @@ class Prompts:
             )
 
     def tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
-        """Tokens that are left for an answer after a prompt of `prompt` tokens."""
+        """Number of tokens left for an answer after a prompt of `prompt` tokens."""
         room = self.model.context - prompt
         if room < 1 or (max_tokens is not None and max_tokens > room):
             more = "" if max_tokens is None else f", and max_tokens is {max_tokens}"

@@ -1,7 +1,8 @@
 """The documents of POST /v1/responses, whole and as the events of a stream.
 
-The answer of a chat becomes output items: its reasoning, its content as a message, and its calls. In a stream
-each item stands between `response.output_item.added` and `response.output_item.done`.
+The answer of a chat becomes output items: its reasoning, its content as a message, and its calls. In a
+stream, the events of an item begin with `response.output_item.added` and end with
+`response.output_item.done`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ class ResponseAnswer:
 
     Args:
         echo: the fields that repeat arguments of the request.
-        streams: whether the response is sent as events.
+        streams: whether to send the response as events.
         keep: called with the complete response.
-        spelling: writes log-probs; None for none. Log-probs need a text that is all content.
-        parts: makes what splits the text; None for text that is all content.
-        new_id: makes the id of a tool call.
-        count: tokens of a text.
+        spelling: formats log-probs; None for no log-probs. With log-probs, all text must be content.
+        parts: creates the parser for reasoning and calls; None if all text is content.
+        new_id: creates the id of a tool call.
+        count: counts the tokens of a text.
 
     Attributes:
-        reasoning_begun: whether the prompt ends with the beginning of the reasoning.
+        reasoning_begun: whether the prompt ends inside the reasoning.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ResponseAnswer:
             self._end(self._status)
 
     def _say(self, kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> None:
-        """Add text to the item of its kind."""
+        """Add text to the open item, or to a new one if the open item has another kind."""
         if self._open != kind:
             self._end("completed")
             self._begin(kind)
@@ -126,7 +127,7 @@ class ResponseAnswer:
         self._emit("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
     def _begin(self, kind: Kind) -> None:
-        """Begin an item with a text."""
+        """Begin an item that contains text."""
         self._open = kind
         if kind == "reasoning":
             item: dict[str, Any] = {"id": _id("rs"), "type": "reasoning", "summary": []}
@@ -139,7 +140,7 @@ class ResponseAnswer:
         self._output[-1]["content"].append(part)
 
     def _end(self, status: str) -> None:
-        """Complete the item that grows, if there is one."""
+        """Complete the open item, if there is one."""
         if self._open is None:
             return
         part = self._output[-1]["content"][0]
@@ -176,14 +177,14 @@ class ResponseAnswer:
         self._emit("response.output_item.done", output_index=index, item=self._output[-1])
 
     def _place(self) -> dict[str, Any]:
-        """Where the text of the last item stands."""
+        """The fields of an event that locate the text of the last item."""
         index = len(self._output) - 1
         return {"item_id": self._output[-1]["id"], "output_index": index, "content_index": 0}
 
     # -- documents ---------------------------------------------------------------------------------------
 
     def _complete(self, usage: Usage) -> dict[str, Any]:
-        """The whole response, which is kept."""
+        """The whole response, after passing it to `keep`."""
         thoughts = [item["content"][0]["text"] for item in self._output if item["type"] == "reasoning"]
         response = self._document() | {
             "usage": {
@@ -209,7 +210,7 @@ class ResponseAnswer:
         }
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Write an event now, because the items in it change later."""
+        """Serialise an event at once, because its items change later."""
         if self._streams:
             document = {"type": kind, "sequence_number": self._sequence, **fields}
             self._events += f"event: {kind}\ndata: {encode_json(document)}\n\n".encode()

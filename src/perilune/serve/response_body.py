@@ -1,7 +1,7 @@
-"""The body of POST /v1/responses, and its conversion to that of a chat.
+"""The body of POST /v1/responses, and its conversion to a chat request.
 
-An input item becomes a message, or a call in the assistant's message before it. Earlier reasoning is left out
-of the prompt, as in a chat.
+An input item becomes a message, or a call in the preceding message of the assistant. The prompt omits earlier
+reasoning, as in a chat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat in the form of OpenAI's newer API, and the conversations that it continues.
+"""POST /v1/responses: chats in the format of OpenAI's Responses API, and the stored conversations.
 
 The server keeps the newest conversations in memory, for requests with `previous_response_id`.
 """
@@ -30,7 +30,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A response, and the messages of its conversation up to its end, as JSON, which is compact."""
+    """A response, and the messages of its conversation up to its end, as JSON to save memory."""
 
     document: bytes
     messages: bytes
@@ -41,7 +41,7 @@ class _Kept:
 
 
 class Conversations:
-    """The conversations that were used last, within a limit on their size."""
+    """The most recently used conversations, within a limit on their total size."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES, most: int = _MOST_KEPT) -> None:
         self._most_bytes, self._most = most_bytes, most
@@ -50,7 +50,7 @@ class Conversations:
         self._lock = threading.Lock()  # whole responses are added from other threads
 
     def add(self, document: dict[str, Any], messages: Messages) -> None:
-        """Keep a response and its conversation; the ones that were used longest ago are dropped."""
+        """Keep a response and its conversation, and drop the least recently used ones."""
         kept = _Kept(json.dumps(document).encode(), json.dumps(messages).encode())
         with self._lock:
             self._kept[document["id"]] = kept
@@ -154,7 +154,7 @@ def _count(service: Service, text: str) -> int:
 
 
 def _echo(body: ResponseBody, temperature: float, top_p: float, tool_choice: str) -> dict[str, Any]:
-    """The fields of a response that repeat arguments."""
+    """The fields of a response that repeat arguments of the request."""
     form = body.text.format
     return {
         "model": body.model,

@@ -1,4 +1,4 @@
-"""Serves a speech model: /v1/audio/speech as OpenAI's API has it, the voices, and a page with a player."""
+"""Serves a speech model: /v1/audio/speech as in OpenAI's API, the voices, and a page with a player."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
 from perilune.speech.synthesis import Speaker
 
 _FACTORS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # bounds of the real-time factor
-_UNKNOWN_SIZE = 0xFFFFFFFF  # of a WAV stream
+_UNKNOWN_SIZE = 0xFFFFFFFF  # size in the header of a WAV stream
 _PLAYER = {"/": ("player.html", "text/html"), "/player.js": ("player.js", "text/javascript")} | {
     "/player.css": ("player.css", "text/css")
 }
@@ -40,7 +40,7 @@ _POLICY = (
 
 
 class SpeechMetrics(Metrics):
-    """Counts and times of a server that speaks, by the number of utterances in progress."""
+    """Metrics of a speech server, by the number of utterances in progress."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,11 +52,13 @@ class SpeechMetrics(Metrics):
             "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=SECONDS
         )
         self._factor = by_load(
-            "perilune_speech_real_time_factor", "Seconds for a second of speech", buckets=_FACTORS
+            "perilune_speech_real_time_factor",
+            "Seconds to the last sample divided by seconds of speech",
+            buckets=_FACTORS,
         )
         self._underruns = Counter(
             "perilune_speech_underruns",
-            "Times at which samples came after those before were heard",
+            "Times at which playback waited for samples",
             ["streams"],
             registry=self.registry,
         )
@@ -77,7 +79,7 @@ class SpeechService:
     """Answers requests with one speech model.
 
     Args:
-        most_streams: utterances in progress or waiting; further requests are refused with 429.
+        most_streams: most utterances in progress or waiting; further requests get 429.
     """
 
     def __init__(self, name: str, speaker: Speaker, most_streams: int) -> None:
@@ -186,7 +188,7 @@ class SpeechService:
             async for part in self._samples(stream):
                 yield pcm(part)
         except PeriluneError as error:
-            # The status is sent already. A connection that is cut tells the client that samples are missing.
+            # The status is sent already. A dropped connection tells the client that samples are missing.
             raise ConnectionAbortedError(error.what) from None
 
     def _finished(self, stream: Stream, complete: bool, began: float) -> None:
@@ -207,7 +209,7 @@ class SpeechService:
         return wav_header(self.speaker.config.codec.sample_rate, size)
 
     def voices(self) -> dict[str, Any]:
-        """What requests may give as `voice` and `language`."""
+        """The values that requests can give as `voice` and `language`."""
         config = self.speaker.config
         spoken = [name for name in config.languages if "dialect" not in name]
         return {
@@ -219,7 +221,7 @@ class SpeechService:
 
 
 class AudioStream(EventStream):
-    """Audio in pieces, as they are made."""
+    """Audio in chunks, as the model generates it."""
 
     def __init__(self, pieces: AsyncIterator[bytes], finished: Any, kind: str) -> None:
         self.media_type = kind

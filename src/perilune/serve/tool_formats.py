@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls, and how to read them while the text arrives.
+"""The formats in which models write tool calls, and their parsers for streamed text.
 
     hermes        <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]              Mistral up to version 7
@@ -6,8 +6,8 @@
     llama3_json   {"name": "f", "parameters": {"a": 1}}                           Llama 3.1 to 3.3
     pythonic      [f(a=1), g(b="x")]                                              Llama 3.2 and 4
 
-The names are those of vLLM's tool parsers. The last two stand at the beginning of the content. The arguments
-of a call become canonical JSON. Text that is malformed as a call is content.
+The names are those of vLLM's tool parsers. In the last two formats, a call is recognised only at the
+beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class Brackets:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the beginning of a text is.
+    """The result of parsing the beginning of a text.
 
     Attributes:
-        length: its characters.
+        length: number of characters parsed.
         calls: the calls in it; none if it is content.
     """
 
@@ -86,9 +86,9 @@ class ToolFormat(ABC):
     """One format.
 
     Attributes:
-        marks: control tokens that must be visible in the text of an answer.
+        marks: control tokens that must appear in the decoded text of an answer.
         quotes: characters that begin and end strings in calls.
-        usage: tells a model without a chat template for tools how to write a call.
+        usage: instructions for a model without a chat template for tools.
     """
 
     name: ToolFormatName
@@ -98,14 +98,14 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def begin(self, text: str, *, at_start: bool) -> int:
-        """The index from which `text` is a call or may become one; its length if it is content.
+        """The index at which `text` has a call or the possible beginning of one; its length if there is none.
 
-        `at_start` says that only white space and calls came before.
+        `at_start`: whether only white space and calls came before.
         """
 
     @abstractmethod
     def read(self, text: str, brackets: Brackets) -> Found | None:
-        """What stands at the beginning of `text`, where `begin` points to; None while it is undecided."""
+        """Parse `text`, which starts where `begin` pointed; None while more text is needed."""
 
     @abstractmethod
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -261,7 +261,7 @@ def format_of(template: str | None) -> ToolFormat:
 
 
 def _find(text: str, mark: str) -> int:
-    """Where `mark` begins in `text`, or may begin at its end; the length of `text` if nowhere."""
+    """The index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
     found = text.find(mark)
     if found >= 0:
         return found

@@ -1,4 +1,4 @@
-"""A span for each request, in a file of OpenTelemetry's JSON lines, and the id of each request.
+"""Writes an OpenTelemetry span for each request as JSON lines, and assigns the request's id.
 
 The spans follow the semantic conventions for HTTP servers and for generative AI, as `perilune traces export`
 does. A request with a `traceparent` header (W3C Trace Context) becomes part of that trace.
@@ -30,7 +30,7 @@ _OPERATIONS = {
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:
-    """The X-Request-Id of a request if it is short and plain, otherwise a new one."""
+    """The X-Request-Id of a request if it is short and has plain characters, otherwise a new one."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
 
@@ -50,7 +50,7 @@ class Spans:
 
         Args:
             name: id of the request.
-            status: its HTTP status; 0 if the client left before it was sent.
+            status: its HTTP status; 0 if the client disconnected before the status was sent.
             began: nanoseconds since 1970.
         """
         headers, route = dict(scope["headers"]), scope.get("route")
@@ -75,7 +75,7 @@ class Spans:
 
 
 def _about_answer(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a request that the engine has computed."""
+    """The attributes of a request that the engine has answered."""
     if path not in _OPERATIONS or "usage" not in state:
         return {}
     usage = state["usage"]

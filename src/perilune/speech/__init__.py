@@ -1,1 +1,1 @@
-"""Text to speech as Qwen3-TTS does it: a talker, a code predictor and a codec decoder, served in stages."""
+"""Text to speech with the architecture of Qwen3-TTS: a talker, a code predictor and a codec decoder."""

@@ -1,9 +1,10 @@
 """The codec decoder: frames of codes to samples, in chunks of any length.
 
 The decoder is causal: codebook embeddings, a convolution, a transformer with a sliding window, then
-convolutions that raise the rate. A stream keeps what each of them still needs of the past, in a `CodecState`.
-So a chunk is computed without decoding older frames again, and chunks equal the whole decode bit for bit in
-float32 on a CPU: every product is a `linear` over rows, whose bits do not depend on the number of rows.
+upsampling convolutions. The `CodecState` of a stream keeps the past inputs that these modules still need, so
+a chunk is decoded without older frames. In float32 on a CPU, decoding in chunks gives the same bits as
+decoding at once, because every product is a `linear` over rows whose bits do not depend on the number of
+rows.
 
 B streams, T frames or samples, C channels, Q codebooks. Tensors are [B, T, C]; parameter names are those of
 Qwen3-TTS-Tokenizer-12Hz. Sources: SoundStream (Zeghidour et al., arXiv 2107.03312), Mimi (Défossez et al.,
@@ -24,16 +25,16 @@ from perilune.models.layers import Projection, RMSNorm
 from perilune.speech.config import CodecConfig
 from perilune.speech.spectral import SpectralVocoder
 
-_LEAST_USAGE = 1e-5  # of a codebook entry, in the division by it
+_LEAST_USAGE = 1e-5  # smallest usage of a codebook entry in a division
 _DILATIONS = (1, 3, 9)
 
 
 class CodecState:
-    """What the decoder remembers of B streams.
+    """The decoder's state for B streams.
 
     Attributes:
-        tails: by module, the last inputs float[B, P, C] that it needs before new ones; missing at the start.
-        frames: int64[B], frames decoded so far.
+        tails: by module, the last inputs float[B, P, C] that it needs before new inputs; absent at the start.
+        frames: int64[B], number of frames decoded so far.
     """
 
     def __init__(self, frames: Tensor, tails: dict[str, Tensor] | None = None) -> None:
@@ -46,7 +47,7 @@ class CodecState:
 
     @classmethod
     def join(cls, states: Sequence[CodecState]) -> CodecState:
-        """The state of all streams of `states`, which have all started or all not."""
+        """The joint state of the streams of `states`. Either all of them have started, or none."""
         frames = torch.cat([one.frames for one in states])
         return cls(frames, {key: torch.cat([one.tails[key] for one in states]) for key in states[0].tails})
 
@@ -68,13 +69,13 @@ class CodecState:
 
 
 class _Streamed(nn.Module):
-    """A module with a state. `key` is its name in the decoder."""
+    """A module with a state. `key` is the module's name in the decoder."""
 
     key = ""
 
 
 class _Taps(Projection):
-    """A convolution as one product: the taps of an output side by side."""
+    """A convolution as one matrix product over the concatenated taps of each output."""
 
     def __init__(self, conv: nn.Conv1d | nn.ConvTranspose1d) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class CausalConv(_Streamed):
 
 
 class DepthwiseConv(_Streamed):
-    """A convolution of each channel with itself over the current and earlier inputs."""
+    """A depthwise convolution over the current and earlier inputs."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class ResidualUnit(nn.Module):
-    """A dilated convolution and one over single samples, added to their input."""
+    """A dilated convolution and a convolution of width 1, added to their input."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class ResidualUnit(nn.Module):
 
 
 class VocoderBlock(nn.Module):
-    """Raises the rate by `rate`, halves the channels, and adds detail."""
+    """Upsamples by `rate`, halves the channels, and applies residual units."""
 
     def __init__(self, channels: int, rate: int) -> None:
         super().__init__()
@@ -212,7 +213,8 @@ class _LayerScale(nn.Module):
 class WindowAttention(_Streamed):
     """Attention over the last W frames, the query's own included.
 
-    The keys of a query lie in W slots by distance, so sums run in the same order however a stream is cut.
+    A query has W slots for keys, ordered by distance, so sums have the same order for any division into
+    chunks.
     """
 
     def __init__(self, config: CodecConfig) -> None:
@@ -350,7 +352,7 @@ class ResidualQuantizer(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """Q codebooks: the first alone, the others residual to each other."""
+    """Q codebooks: the first by itself, the others as a residual quantizer."""
 
     def __init__(self, config: CodecConfig) -> None:
         super().__init__()
@@ -409,7 +411,7 @@ class CodecDecoder(nn.Module):
         return x[..., 0].clamp(-1, 1)
 
     def features(self, latents: Tensor, state: CodecState) -> Tensor:
-        """The input of the vocoder's last part, for losses on what that part predicts."""
+        """The input of the vocoder's last part, for losses on the spectra that it predicts."""
         x: Tensor = self.pre_transformer(self.pre_conv(latents, state), state)
         for part in (*(block for blocks in self.upsample for block in blocks), *self.decoder[:-1]):  # type: ignore[attr-defined]
             x = part(x, state)

@@ -1,8 +1,9 @@
 """The encoder of a small codec: samples to frames of Q codes.
 
-It is computed and not trained: principal components of log-mel spectrograms, whose codebooks are k-means.
-That takes seconds. A convolutional encoder that was trained with its codebooks used 9 of 128 codes of the
-first one after 45 s on one core, and a recogniser understood nothing.
+It is not trained with gradients: it projects log-mel spectrograms onto their principal components, and
+k-means computes the codebooks. Both take seconds. For comparison, a convolutional encoder that was trained
+with its codebooks for 45 s on one core used 9 of 128 codes of the first codebook, and a recogniser understood
+no words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from perilune.speech.config import CodecConfig
 from perilune.speech.spectral import OVERLAP
 
 MELS = 80
-FLOOR = 1e-3  # magnitude below which spectra count as silence
+FLOOR = 1e-3  # a magnitude that counts as silence, so that logarithms and ratios stay finite
 
 
 def magnitudes(samples: Tensor, window: int, hop: int) -> Tensor:
@@ -84,7 +85,7 @@ class CodecEncoder(nn.Module):
 
 @torch.no_grad()
 def quantize(quantizer: Quantizer, latents: Tensor) -> Tensor:
-    """Codes int64[..., Q] of float[..., codebook_dim]: each codebook encodes what those before left."""
+    """Codes int64[..., Q] of float[..., codebook_dim]: each codebook encodes the previous ones' residual."""
     codes, left = [], latents.flatten(0, -2)
     for part in (quantizer.rvq_first, quantizer.rvq_rest):
         vectors, decoded = project_in(part, left), torch.zeros(())
@@ -113,6 +114,6 @@ def nearest(table: Tensor, vectors: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode(encoder: CodecEncoder, decoder: CodecDecoder, samples: Tensor) -> Tensor:
-    """Codes int64[T, Q] of float[N] samples; silence fills the last frame."""
+    """Codes int64[T, Q] of float[N] samples; the last frame is padded with silence."""
     padded = F.pad(samples, (0, -len(samples) % encoder.config.frame))
     return quantize(decoder.quantizer, encoder(padded[None]))[0]

@@ -1,4 +1,4 @@
-"""The shape of a speech model, read from config.json of Qwen3-TTS folders and written to it.
+"""The configuration of a speech model, read from and written to the config.json of Qwen3-TTS folders.
 
 A folder has two configurations: its own config.json describes the talker and the code predictor, and
 speech_tokenizer/config.json the codec. Both are untrusted.
@@ -26,9 +26,9 @@ class CodecConfig:
     """Shape of the codec decoder, which turns frames of Q codes into samples.
 
     Attributes:
-        codebooks: Q, codes of a frame. The first has a projection of its own.
+        codebooks: Q, codes per frame. The first codebook has its own projection.
         codebook_size: entries of each codebook.
-        codebook_dim: sum of the codebooks' embeddings; an entry has half of it.
+        codebook_dim: size of the summed codebook embeddings. A codebook entry has half this size.
         latent_dim: channels between codebooks, transformer and vocoder.
         window: frames that a query of the transformer sees, its own included.
         upsampling_ratios: factors before the vocoder.
@@ -163,15 +163,15 @@ _CODEC_KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Token ids that structure the talker's input. `text_*` are text tokens, the others codec tokens.
+    """Token ids that structure the talker's input. `text_*` are text tokens. The others are codec tokens.
 
     Attributes:
-        eos: ends the speech; the only one of these that the talker draws.
+        eos: ends the speech. The talker draws no other of these tokens.
         think, nothink, think_bos, think_eos: surround the language.
-        pad, bos: the codec's part of a text position, and of the position before the first frame.
+        pad, bos: the codec token at text positions, and at the position before the first frame.
         text_start: begins the role, as <|im_start|> does.
         text_end: ends an instruction, as <|im_end|> does.
-        text_pad, text_bos, text_eos: the text's part of codec positions, before and after the text.
+        text_pad, text_bos, text_eos: the text token at codec positions, before the text, and after it.
     """
 
     eos: int

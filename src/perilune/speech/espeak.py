@@ -1,4 +1,4 @@
-"""espeak-ng as a teacher: text to samples. It runs without a shell and reads the text from stdin."""
+"""Text to speech with espeak-ng, the teacher. It runs without a shell and reads the text from stdin."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def require_espeak() -> None:
 
 
 def say(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
-    """What espeak-ng says, float32[N] in [-1, 1]. Equal arguments give equal samples.
+    """Synthesise `text` as float32[N] in [-1, 1]. Equal arguments give equal samples.
 
     Args:
         voice: a voice and a variant, such as "en-us+klatt".
-        speed: words a minute.
+        speed: words per minute.
 
     Raises:
         RequestError: when the voice is malformed or unknown, or the text has characters other than letters,
@@ -66,7 +66,7 @@ def say(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
 
 
 def _resampled(audio: bytes, sample_rate: int) -> Samples:
-    """The samples of a WAV file at another rate, by cutting or extending the spectrum."""
+    """The samples of a WAV file at another rate, by truncating or zero-padding the spectrum."""
     with wave.open(io.BytesIO(audio)) as file:
         rate, raw = file.getframerate(), file.readframes(len(audio))  # the header of a stream has no length
     samples = np.frombuffer(raw, "<i2").astype(np.float64) / 32768

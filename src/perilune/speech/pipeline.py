@@ -1,9 +1,8 @@
-"""Stages with queues, stepped by one clock.
+"""A pipeline of stages with queues, scheduled by deadline.
 
-A stage computes one batch at a time from a queue and feeds the next stage. Each item has a deadline, and the
-pipeline steps the stage whose most urgent item is due first; among equals the later stage goes first. For
-speech the deadline is the playback position: the time at which the listener has heard all samples so far. A
-text model is a pipeline of one stage.
+A stage computes one batch at a time from its queue and feeds the next stage. Each item has a deadline. The
+pipeline steps the stage with the earliest deadline; of equal ones, the later stage. For speech, the deadline
+is the time at which the listener has heard all samples so far. A text model is a pipeline of one stage.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from perilune.engine.request import Delta, Request
 
 
 class Stage(Protocol):
-    """One step of the way from requests to deltas."""
+    """One stage of the pipeline from requests to deltas."""
 
     def deadline(self) -> float | None:
-        """When the most urgent item of the queue is due, in seconds of the clock; None for an empty queue."""
+        """The earliest deadline in the queue, in seconds of the clock; None if the queue is empty."""
 
     def step(self) -> Sequence[Any]:
-        """Compute a batch of the most urgent items of equal shape; returns the items of the next stage."""
+        """Compute a batch of the most urgent items of equal shape. Returns items for the next stage."""
 
     def feed(self, items: Sequence[Any]) -> None:
         """Add items to the queue."""
@@ -63,7 +62,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """Step the most urgent stage; the deltas of the last stage, or none."""
+        """Step the most urgent stage. Returns the deltas if it is the last stage, otherwise an empty list."""
         due = [
             (deadline, -i)
             for i, stage in enumerate(self.stages)
@@ -79,13 +78,13 @@ class Pipeline:
         return []
 
     def abort(self, request_id: int) -> None:
-        """Stop a request and free what it holds."""
+        """Stop a request and free its resources."""
         self._engine.abort(request_id)
         for stage in self.stages:
             stage.abort(request_id)
 
     def restart(self) -> None:
-        """Restart after a failure without requests.
+        """Drop all requests and restart after a failure.
 
         Raises:
             Exception: the failure, if it persists.

@@ -1,7 +1,7 @@
-"""The talker's input for a text: embeddings to prefill, and what each later frame adds.
+"""The talker's input for a text: embeddings to prefill, and the embeddings that later frames add.
 
 The input follows Qwen3-TTS: the role, then the language and the speaker, then the text. Every position is the
-sum of a text embedding and a codec embedding; where one side has nothing to say, it is a pad.
+sum of a text embedding and a codec embedding. A side without a token at a position has its pad token there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Utterance:
-    """What to say and how.
+    """A text to speak, and how to speak it.
 
     Attributes:
-        text: the whole text; cutting it would break its prosody.
+        text: the whole text. Splitting it would break its prosody.
         speaker: name of a speaker of the model, or None for its default voice.
         language: name of a language of the model, or "auto".
         instructions: how to speak, for models that take instructions.
-        streamed_text: feed one text token a frame instead of the whole text ahead of the first frame.
+        streamed_text: feed one text token per frame instead of the whole text before the first frame.
     """
 
     text: str
@@ -55,12 +55,12 @@ class TalkerPrompt:
     pad: Tensor
 
     def text_of(self, frame: int) -> Tensor:
-        """float[d], what `frame` adds to its embedding."""
+        """float[d], the text embedding that is added to the embedding of `frame`."""
         return self.trailing[frame] if frame < len(self.trailing) else self.pad
 
 
 class Embedder(Protocol):
-    """The talker, or tables of its embeddings."""
+    """The talker, or precomputed tables of its embeddings."""
 
     @property
     def config(self) -> SpeechConfig: ...

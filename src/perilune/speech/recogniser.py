@@ -1,6 +1,6 @@
-"""pocketsphinx as a listener that no voice here was trained on, and word error rates.
+"""Speech recognition with pocketsphinx, which no voice here is trained on, and word error rates.
 
-Its acoustic model, dictionary and language model come inside the package (the optional extra `speech`).
+The package includes its acoustic model, dictionary and language model (optional extra `speech`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from perilune.errors import RequestError
 
 Samples = NDArray[np.float32]
 SAMPLE_RATE = 16_000
-# With the default of 0.65, a loop of digits hears extra words in the teacher's own speech: 4 to 13% of them.
-# With 1e-4 and a klatt voice it made no error in 118 digits.
+# With the default of 0.65 and a grammar of digits, the recogniser inserts words into the teacher's speech: 4
+# to 13% of the digits. With 1e-4 and a klatt voice, it made no error in 118 digits.
 _WORD_PENALTY = 1e-4
 _PEAK = 0.5
 _MARGIN = 0.3  # seconds of silence on both sides
-_HISS = 1e-3  # of uniform silence, which the recogniser's noise estimate cannot deal with
+_HISS = 1e-3  # amplitude of added noise, because the recogniser's noise estimate fails on digital silence
 
 
 class Recogniser:
-    """Hears English at 16 kHz.
+    """Transcribes English speech at 16 kHz.
 
     Args:
-        words: the only words that can be heard, in any order; without them, the package's language model.
+        words: the words to recognise, in any order. If empty, the package's language model is used.
 
     Raises:
         RequestError: when pocketsphinx is not installed, or does not know a word.
@@ -78,7 +78,7 @@ def require_recogniser() -> None:
 
 
 def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
-    """The least number of substituted, inserted and deleted words (Levenshtein)."""
+    """The smallest number of substituted, inserted and deleted words (Levenshtein)."""
     row = list(range(len(heard) + 1))
     for i, word in enumerate(said, start=1):
         above, row[0] = row[:], i

@@ -26,7 +26,7 @@ class SpeechSampling:
         temperature, top_k, top_p, repetition_penalty: of the talker's code, the first of each frame.
         rest_temperature, rest_top_k, rest_top_p: of the code predictor's codes. Temperature 0 takes the most
             likely code.
-        max_frames: most frames of an utterance.
+        max_frames: largest number of frames of an utterance.
     """
 
     temperature: float = 0.9

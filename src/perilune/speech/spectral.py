@@ -1,6 +1,6 @@
 """A vocoder that predicts short-time spectra, for small models: Vocos (Siuzdak, arXiv 2306.00814).
 
-It works at the rate of spectra, not of samples, and so costs a small part of a convolutional vocoder. The
+It runs at the rate of spectra instead of samples, so it costs a fraction of a convolutional vocoder. The
 inverse transform is a product with fixed sinusoids and an overlap-add, so it streams like a convolution.
 """
 
@@ -26,7 +26,7 @@ class _State(Protocol):
 class SpectralVocoder(nn.Module):
     """Features float[B, T, C] to samples float[B, T * hop, 1], with windows of 4 hops.
 
-    The spectrum of step t is of the samples from its own hop to three hops later.
+    The spectrum of step t covers the samples of hops t to t + 3.
     """
 
     key = ""

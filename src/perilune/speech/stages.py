@@ -28,8 +28,8 @@ class ChunkSizes:
     """Frames that are decoded together.
 
     Attributes:
-        first: of the first chunks of an utterance. A small first chunk is heard early; the next ones grow as
-            far as the listener is still busy with those before.
+        first: of the first chunks of an utterance. A small first chunk starts playback early. The next ones
+            grow, because the previous chunks are still playing.
         later: of all others.
     """
 
@@ -50,7 +50,7 @@ class Frame:
 
 
 class TalkerRunner(TorchRunner):
-    """Computes the talker. Of the tokens that are not codes it can draw the end only."""
+    """Computes the talker, and masks all tokens other than codes and the end token."""
 
     def __init__(self, talker: Talker, num_blocks: Sequence[int]) -> None:
         super().__init__(talker.decoder, num_blocks)
@@ -66,8 +66,8 @@ class TalkerRunner(TorchRunner):
 class TalkerStage:
     """Draws the first code of each utterance's next frame, on the engine.
 
-    Its queue has the utterances without an end. The engine chooses their batch: it admits, prefills in parts,
-    and decodes all that run.
+    Its queue has the utterances that have not ended. The engine forms the batch: it admits utterances,
+    prefills them in chunks, and decodes all that are running.
     """
 
     def __init__(self, engine: Engine, codec: CodecDecoder, clock: Clock) -> None:
@@ -113,7 +113,7 @@ class TalkerStage:
 class PredictorStage:
     """Draws the other codes of each frame, one code of all frames at a time.
 
-    A frame that has begun is due at once: the talker needs it for the next one.
+    Its frames are due at once, because the talker needs them for its next step.
     """
 
     def __init__(self, talker: Talker, sampling: SpeechSampling) -> None:
@@ -164,7 +164,7 @@ class PredictorStage:
 
 
 def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
-    """Random numbers float64[B, codes], which depend on the request and the frame only."""
+    """Random numbers float64[B, codes], which depend only on the request and the frame."""
     keys = np.array(
         [(key[0], key[1] + 1, key[2], 0) for key in (f.stream.request.key for f in frames)], np.uint64
     )
@@ -173,10 +173,10 @@ def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
 
 
 class FrameAttention:
-    """Attention of B frames that are computed in step, with their keys and values.
+    """Attention of B frames at the same position, with their keys and values.
 
     Attributes:
-        length: positions of each frame so far.
+        length: number of positions of each frame so far.
     """
 
     def __init__(self, talker: Talker, frames: int, like: Tensor) -> None:
@@ -214,9 +214,9 @@ class FrameAttention:
 class DecoderStage:
     """Decodes chunks of frames to samples.
 
-    A stream is ready when it has the frames of its next chunk, or its last frames. All that are ready and
-    have as many frames as the most urgent one's chunk are decoded together. The codec is causal, so a last
-    chunk is filled with any codes and cut.
+    A stream is ready when it has all frames of its next chunk, or its last frames. The stage decodes the most
+    urgent ready stream together with all others whose chunks have the same length. The codec is causal, so
+    the last chunk of an utterance is padded with arbitrary codes and its samples are truncated.
 
     Attributes:
         streams: utterances with frames to decode or an end to report.

@@ -1,4 +1,4 @@
-"""One utterance on its way through the stages."""
+"""An utterance in the pipeline: its inputs, its state and its measured times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FrameInputs:
 
     Attributes:
         hidden: float[d], the hidden state from which the newest code was drawn.
-        frames: rows after the prompt.
+        frames: number of rows after the prompt.
     """
 
     def __init__(self, prompt: TalkerPrompt) -> None:
@@ -57,14 +57,14 @@ class FrameInputs:
 
 @dataclass(slots=True, eq=False)
 class SpeechTimes:
-    """What a listener notices of one utterance, in seconds.
+    """Latencies of one utterance as its listener sees them, in seconds.
 
     Attributes:
         streams: utterances in progress when this one arrived, itself included.
         first_code, first_audio: from the arrival to the talker's first code and to the first samples.
         seconds: from the arrival to the last sample.
         audio: duration of the speech.
-        underruns: times at which samples came after the listener had heard all before.
+        underruns: number of times that playback waited for samples.
     """
 
     streams: int
@@ -76,7 +76,7 @@ class SpeechTimes:
 
     @property
     def real_time_factor(self) -> float:
-        """Seconds of computation for a second of speech."""
+        """Seconds from the arrival to the last sample, divided by the seconds of speech."""
         return self.seconds / self.audio if self.audio else 0.0
 
 
@@ -86,7 +86,7 @@ class SpeechDelta(Delta):
 
     Attributes:
         audio: float32[N] in [-1, 1].
-        times: with the last samples.
+        times: the measured times, in the last delta.
     """
 
     audio: Sequence[Samples] = ()
@@ -108,7 +108,7 @@ class SpeechStream:
         arrived: when it was added, on the pipeline's clock.
         heard: when the listener will have heard all samples so far; the arrival before the first samples.
         frames: int64[Q] codes that are not decoded yet.
-        chunks: chunks that were decoded.
+        chunks: number of decoded chunks.
         state: of the codec decoder.
         finish_reason: why there will be no further frames.
     """

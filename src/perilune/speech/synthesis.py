@@ -1,4 +1,4 @@
-"""A speech model ready to speak: requests for utterances, and the pipeline that answers them."""
+"""Speaks with a speech model: creates requests for utterances, and the pipeline that serves them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Speaker:
     """Speaks with one model.
 
     Args:
-        slots: utterances that are computed at a time; others wait.
+        slots: most utterances that run at a time; others wait.
         cache_tokens: size of the talker's KV cache in positions of all utterances.
         chunks: frames that are decoded together.
-        clock: seconds; deadlines and measured times are on it.
+        clock: returns seconds, for deadlines and measured times.
 
     Attributes:
         pipeline: takes the requests that `request` makes.
@@ -69,10 +69,10 @@ class Speaker:
 
     @torch.inference_mode()
     def request(self, utterance: Utterance, seed: int) -> Request:
-        """The request for `utterance`. May be called beside the pipeline's thread.
+        """The request for `utterance`. Safe to call from any thread.
 
         Raises:
-            RequestError: when the model cannot say it, or it is too long.
+            RequestError: when the model cannot speak the utterance, or it is too long.
         """
         room = self.engine.positions
         if len(utterance.text) > _TOKENS_A_CHARACTER * room:
@@ -99,9 +99,9 @@ class Speaker:
         return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
 
     def warm_up(self) -> None:
-        """Say a word, so that the first request does not pay for what is made on first use."""
+        """Speak a word, so that the first request does not wait for lazy initialisation."""
         for word in ("a", "1"):
-            with suppress(RequestError):  # the vocabulary may be of words or digits only
+            with suppress(RequestError):  # the vocabulary may lack these characters
                 self.say([Utterance(word)])
                 return
 

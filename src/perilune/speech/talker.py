@@ -1,9 +1,9 @@
 """The talker and the code predictor: text and earlier frames to the next frame of codes.
 
 The talker is a decoder over frames. The input of a position is the sum of a text embedding and the embeddings
-of a frame's Q codes, and its logits are of the first code of the next frame. The code predictor is a smaller
-decoder inside a frame: from the talker's hidden state and the codes so far it predicts the next code, Q - 1
-times. N positions or frames, d hidden size, V vocabulary, Q codes of a frame.
+of a frame's Q codes, and its logits predict the first code of the next frame. The code predictor is a smaller
+decoder over the codes of one frame: from the talker's hidden state and the codes so far it predicts the next
+code, Q - 1 times. N positions or frames, d hidden size, V vocabulary, Q codes of a frame.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class CodePredictor(nn.Module):
     """Codes 1 to Q - 1 of a frame from the talker's hidden state and code 0.
 
     Attributes:
-        decoder: the layers. Its own embeddings are unused: each code has a table and a head of its own.
+        decoder: the layers. Its own embeddings are unused, because each code has its own embedding table and
+            head.
         embeddings: of code i + 1, in the talker's hidden size; the talker reads them too.
         heads: of code i + 1.
         projection: from the talker's hidden size to the predictor's, where they differ.

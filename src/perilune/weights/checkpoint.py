@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in the form in which a server has them."""
+"""The tensors of a checkpoint, with the names, shapes and dtypes of a server's model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ def tensors_of(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[st
         wanted: dtype and shape of each tensor that the server has.
 
     Raises:
-        RequestError: when the server's model has other tensors.
+        RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape.
     """
     stored = stored_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
         if name not in stored or list(stored[name].shape) != form["shape"]:
-            raise RequestError(f"the server's model has another tensor {name}", where=str(folder))
+            raise RequestError(
+                f"the server's model has another tensor {name}: it is missing here or has another shape",
+                where=str(folder),
+            )
         if form["dtype"] not in _DTYPES:
             raise RequestError(f"the server's {name} has an unknown dtype", where=str(folder))
     tensors = read_tensors(stored[name] for name in wanted)

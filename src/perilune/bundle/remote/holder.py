@@ -1,9 +1,9 @@
-"""The holder: keeps the checkpoints of an ended attempt in the machine's store, for the attempt after it.
+"""The holder: keeps the checkpoints of an ended attempt in the machine's store, for the next attempt.
 
-Standard library only, Python 3.8 or newer, Linux. It is sent over stdin after the runner and the store, as
-the runner's verb `hold`. It answers {"held": [[path, size, sha256, mode], ...]}: the files of the checkpoints
-that only resuming needs (see `stays` in runner.py), whose contents the next `receive` finds in the store.
-"held" is None if the attempt has no files here.
+Standard library only, Python 3.8 or newer, Linux. Perilune sends it over stdin after the runner and the
+store, to execute the runner's verb `hold`. It prints {"held": [[path, size, sha256, mode], ...]}: the files
+of the checkpoints that only resuming needs (see `stays` in runner.py). The next `receive` finds their
+contents in the store. "held" is None if the attempt has no files on this machine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from perilune.bundle.remote.store import Store, digest_of, open_plain, plain_siz
 
 
 def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """Move the contents of the attempt's checkpoints to the store. A succeeded attempt needs none.
+    """Move the contents of the attempt's checkpoints to the store, unless the attempt succeeded.
 
-    The list is written before the first file moves, so a second call completes what a killed one began.
+    The list is written before the first file moves, so a second call completes a call that was killed.
     """
     with attempt.lock():
         claim = attempt.claim()
         if claim is not None and runs(attempt, claim) is not False:
-            raise RefusedError("it still runs")
+            raise RefusedError("the attempt still runs")
         known = read_json(attempt.held)
         if known is None:
             if not attempt.files.is_dir():

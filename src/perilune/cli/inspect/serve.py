@@ -73,15 +73,15 @@ OffloadDisk = Annotated[
 Speculate = Annotated[
     Literal["auto", "off", "lookup", "draft"],
     typer.Option(
-        help="Guess tokens and verify several at once, which changes no answer: from earlier text (lookup) or"
-        " with a draft model. auto: lookup on a CPU."
+        help="Speculative decoding, which does not change answers: propose tokens from earlier text (lookup)"
+        " or with a draft model (draft). auto: lookup on a CPU."
     ),
 ]
 Draft = Annotated[
     str,
     typer.Option(
         metavar="CHECKPOINT",
-        help="The model that drafts for --speculate draft. Default: the served model in int8.",
+        help="Draft model for --speculate draft. Default: the served model in int8.",
     ),
 ]
 MaxBody = Annotated[float, typer.Option(min=0.001, max=1024, help="Largest request body, in MiB.")]
@@ -94,7 +94,7 @@ Device = Annotated[
 ]
 Backend = Annotated[
     Literal["native", "openvino"],
-    typer.Option(help="What computes the model: Perilune, or OpenVINO on Intel devices."),
+    typer.Option(help="Compute the model with Perilune's engine, or with OpenVINO on Intel devices."),
 ]
 Weights = Annotated[
     Literal["float32", "int8"], typer.Option(help="How OpenVINO stores matrices; needs --backend openvino.")
@@ -119,7 +119,7 @@ Reasoning = Annotated[
 ]
 Embeddings = Annotated[
     Literal["off", "mean", "last"],
-    typer.Option(help="Serve /v1/embeddings: hidden states averaged over a text, or of its last token."),
+    typer.Option(help="Serve /v1/embeddings: the mean hidden state of a text, or the one of its last token."),
 ]
 Traces = Annotated[
     Path | None,

@@ -108,8 +108,8 @@ class Template(_Section):
     limits: AttemptLimits = Field(AttemptLimits(), description="time limits of an attempt on another machine")
     bring: Bring = Field(
         "final",
-        description="checkpoints that come home from another machine: metrics (none), final (those that"
-        " training finished with), or all (also those to resume from, with the optimizer's moments)",
+        description="checkpoints to fetch from another machine: metrics (none), final (the final and the best"
+        " weights), or all (also those to resume from, with the optimizer's moments)",
     )
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
     price: float | None = Field(

@@ -1,7 +1,7 @@
 """The checkpoints of an attempt that its machine keeps, so that the next attempt there resumes from them.
 
-The list is in a file beside the attempt's directory. Their contents are in the machine's store, which may
-evict them; the next attempt then starts from the beginning.
+The list of these checkpoints is in a file beside the attempt's directory. Their contents are in the machine's
+store. If the store evicts them, the next attempt starts from the beginning.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from perilune.bundle.remote.runner import STATES
 from perilune.execution.placements.upload import Upload
 from perilune.files import canonical_json, read_json, read_json_lines, write_atomic
 
-CHECKPOINT = "checkpoint"  # kind of the event that a task records when it has written one
+CHECKPOINT = "checkpoint"  # kind of the event that a task records after it has written a checkpoint
 
 
 def held_entries(listed: Any) -> list[Entry]:
     """The entries of a machine's list, which is not trusted.
 
     Raises:
-        ValueError, TypeError: the list is malformed, or names a file that is not in such a checkpoint.
+        ValueError, TypeError: the list is malformed, or names a file outside such a checkpoint.
     """
     entries = [Entry(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in listed]
     for entry in entries:
         odd = any(part in {"", ".", ".."} or "\0" in part for part in entry.path.split("/"))
         if odd or not entry.path.startswith(STATES) or entry.size < 0:
-            raise ValueError(f"it keeps {entry.path[:200]!r}, which is not in a checkpoint")
+            raise ValueError(f"the machine lists {entry.path[:200]!r}, which is not in a checkpoint")
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256) or not re.fullmatch("[0-7]{4}", entry.mode):
-            raise ValueError(f"it describes {entry.path[:200]!r} wrongly")
+            raise ValueError(f"the machine lists {entry.path[:200]!r} with a malformed digest or mode")
     return entries
 
 
@@ -49,7 +49,7 @@ def read_held(attempt: Path) -> list[Entry]:
 
 
 def starts_over(previous: Path | None, upload: Upload) -> str:
-    """Why an attempt starts from the beginning although the previous one had a checkpoint; or "".
+    """The reason why an attempt starts from the beginning although the previous one had a checkpoint; or "".
 
     Args:
         previous: the directory of the previous attempt.
@@ -62,8 +62,8 @@ def starts_over(previous: Path | None, upload: Upload) -> str:
     if not steps or any(entry.path.startswith(STATES) for entry in upload.entries):
         return ""
     return (
-        f"it starts from the beginning, because the checkpoint of step {steps[-1]} was only on the machine of"
-        " the last attempt (`bring: all` in the template copies such checkpoints home)"
+        f"the attempt starts from the beginning, because the checkpoint of step {steps[-1]} was only on the"
+        " machine of the previous attempt (`bring: all` in the template copies such checkpoints home)"
     )
 
 

@@ -74,7 +74,7 @@ class Mirror:
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
-        """What the other side needs to know: the files that are here, and those to send."""
+        """The request to the machine: the files that are here, and those to send."""
         asked = {"folders": list(self.folders), "bring": self.bring, "rescue": self.rescue}
         return {"files": self._cursor, "units": self._units(), **asked}
 

@@ -1,7 +1,7 @@
-"""Where a machine can download the base model of an attempt, instead of receiving it from here.
+"""URLs from which a machine can download the base model of an attempt, instead of receiving it over ssh.
 
-Only public files of the Hugging Face hub, at the commit that is here. The machine compares each with its
-digest.
+These are public files of the Hugging Face hub, at the commit of the local copy. The machine checks the digest
+of each file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, st
 
 
 def _identity(directory: Path) -> tuple[str, str]:
-    """Repository and commit of the model: as it was fetched, or by its place in the Hugging Face cache."""
+    """Repository and commit of the model, from source.json or from its path in the Hugging Face cache."""
     source = directory / MODEL / SOURCE
     if source.exists():
         document = read_json(source)

@@ -63,7 +63,7 @@ class Upload:
         return found
 
     def lost(self, wanted: Mapping[str, int]) -> bool:
-        """Whether the other side asks for a content that this side does not have: it has not kept it."""
+        """Whether the machine asks for a content that only it had, because its store has evicted it."""
         return not wanted.keys() <= self._sources.keys()
 
     def wanted(self, missing: Any) -> dict[str, int]:

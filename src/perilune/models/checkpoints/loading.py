@@ -337,7 +337,7 @@ def _missing(name: str, path: Path) -> RequestError:
 
 
 def _is_unread(name: str, config: DecoderConfig) -> bool:
-    """Whether other tensors determine this one, or it belongs to a layer that predicts further tokens."""
+    """Whether other tensors determine this one, or it belongs to a layer for multi-token prediction."""
     if config.family.linear and name.startswith("mtp."):
         return True
     if "num_nextn_predict_layers" in config.family.options:

@@ -1,4 +1,4 @@
-"""Constant factors of the activations of a decoder, as in Granite (IBM, 2024)."""
+"""Constant factors that a decoder multiplies its activations by, as in Granite (IBM, 2024)."""
 
 from __future__ import annotations
 

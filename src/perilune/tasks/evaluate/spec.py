@@ -26,6 +26,6 @@ class EvaluateSpec(RecordingSpec):
     system: str = Field("", description="system message before each task; empty: none")
     engine: EngineField = Field(
         None,
-        description="what samples: openvino, or a server with the weights, for which the checkpoint provides"
+        description="sampling engine: openvino, or a server with the weights, for which the checkpoint gives"
         " only the tokenizer; null: Perilune's own engine",
     )

@@ -58,7 +58,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         False, description="train on the turns of sub-agents too, each with the reward of its episode"
     )
     engine: OpenVinoField = Field(
-        None, description="what samples: openvino, or null for Perilune's own engine"
+        None, description="sampling engine: openvino, or null for Perilune's own engine"
     )
     asynchronous: AsynchronousSettings | None = Field(
         None, description="sample in separate processes while training; {} uses the defaults"

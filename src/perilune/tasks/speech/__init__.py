@@ -1,1 +1,1 @@
-"""Trains a small voice: utterances of a teacher, a codec, a talker, and what a recogniser hears of it."""
+"""Stages that train a small voice: a teacher's utterances, a codec, a talker, and their evaluation."""

@@ -1,6 +1,7 @@
-"""Codebooks by k-means of latents: each one of what those before left (residual vector quantisation).
+"""Residual vector quantisation: codebooks by k-means, each of the residual that the previous ones leave.
 
-Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which starts from such codebooks.
+Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which initialises its codebooks this
+way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _ROUNDS = 10  # of k-means
 
 @torch.no_grad()
 def fit_codebooks(quantizer: Quantizer, latents: Tensor, random: torch.Generator) -> None:
-    """Set all codebooks from float[N, codebook_dim] latents, of which they keep the first half."""
+    """Set all codebooks from float[N, codebook_dim] latents. They encode the first half of the dimensions."""
     left = latents
     for part in (quantizer.rvq_first, quantizer.rvq_rest):
         nn.init.eye_(part.input_proj.weight[..., 0])

@@ -1,8 +1,8 @@
 """Fits a codec: an encoder, codebooks and the streaming decoder, with spectral losses.
 
 The encoder and the codebooks are computed from the utterances (`CodecEncoder.fit`, `fit_codebooks`), and the
-decoder is trained on their codes. It predicts spectra (`SpectralVocoder`): a loss on the predicted magnitudes
-makes speech intelligible early, and losses on the spectra of the samples teach phases that fit together.
+decoder is trained on their codes. It predicts spectra (`SpectralVocoder`). A loss on the predicted magnitudes
+makes speech intelligible early. Losses on the spectra of the samples train consistent phases.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
 
 _HOP = 160  # samples between spectra, 10 ms
 _HALVINGS = (2, 2, 2)  # 100 spectra a second to 12.5 frames, as Qwen3-TTS has
-_RESIDUAL = 0.1  # factor of residual branches at the start; the decoder's own 1e-6 is for long training
+_RESIDUAL = 0.1  # initial factor of residual branches; the decoder's default of 1e-6 suits long training
 _WINDOWS = ((256, 64), (1024, 160))  # window and hop of the spectra that are compared
-_SHIFTS = 4  # places of the frames' borders in the utterances that encoder and codebooks are computed from
-_FRAMES = 40_000  # of them, at most
+_SHIFTS = 4  # offsets of the frames in the utterances from which encoder and codebooks are computed
+_FRAMES = 40_000  # most frames for the encoder and the codebooks
 _MEL, _PREDICTED = 2.0, 1.0  # weights of the losses beside the spectra's 1
 
 
@@ -66,7 +66,7 @@ def codec_config(spec: CodecSpec) -> CodecConfig:
 
 
 class Codec(nn.Module):
-    """An encoder and a decoder that are fitted together."""
+    """The encoder and the decoder of a codec."""
 
     def __init__(self, config: CodecConfig) -> None:
         super().__init__()
@@ -146,14 +146,14 @@ def codec_losses(codec: Codec, samples: Tensor) -> dict[str, Tensor]:
 
 
 def _distance(heard: Tensor, samples: Tensor, window: int, hop: int) -> Tensor:
-    """Log distance and spectral convergence (Yamamoto et al., arXiv 1910.11480), in halves."""
+    """Mean of log distance and spectral convergence (Yamamoto et al., arXiv 1910.11480)."""
     ours, target = magnitudes(heard, window, hop), magnitudes(samples, window, hop)
     convergence = (ours - target).norm() / target.norm().clamp(min=FLOOR)
     return ((_log(ours) - _log(target)).abs().mean() + convergence) / 2  # type: ignore[no-any-return]
 
 
 def _own_spectra(samples: Tensor) -> Tensor:
-    """Magnitudes of the windows that the spectral vocoder's steps stand for."""
+    """Magnitudes of the samples in the windows of the spectral vocoder's steps."""
     window = OVERLAP * _HOP
     spectra = torch.stft(
         F.pad(samples, (0, window - _HOP)),
@@ -171,7 +171,7 @@ def _log(magnitude: Tensor) -> Tensor:
 
 
 def _end_to_end(utterances: list[SpokenText], frame: int) -> Tensor:
-    """float[N], all utterances, each filled up to whole frames."""
+    """float[N], the utterances end to end, each padded to whole frames."""
     return torch.cat([F.pad(one, (0, -len(one) % frame)) for one in map(_tensor, utterances)])
 
 
@@ -180,7 +180,7 @@ def _tensor(utterance: SpokenText) -> Tensor:
 
 
 def _crops(audio: Tensor, spec: CodecSpec, frame: int, random: torch.Generator) -> Tensor:
-    """float[batch, frames * frame] from anywhere, shorter if there is less."""
+    """float[batch, frames * frame] from random positions, shorter if the audio is shorter."""
     length = min(spec.frames * frame, len(audio) // frame * frame)
     starts = torch.randint(len(audio) - length + 1, (spec.learning.batch,), generator=random)
     return torch.stack([audio[start : start + length] for start in starts.tolist()])

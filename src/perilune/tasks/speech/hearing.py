@@ -1,10 +1,10 @@
 """Word error rates of a voice on held-out texts, beside those of the teacher and of the codec alone.
 
-    teacher   the recogniser's own errors on the teacher's speech
-    codec     those, and what the codec loses: the teacher's speech, encoded and decoded
-    voice     those, and what the talker gets wrong: the text, spoken by the trained model
+    teacher   the teacher's speech: the errors of the recogniser
+    codec     the teacher's speech, encoded and decoded: adds the losses of the codec
+    voice     the text, spoken by the trained model: adds the errors of the talker
 
-None of the three was trained on the recogniser, or the recogniser on them.
+The three were not trained with the recogniser, and the recogniser was not trained on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENCODER = "encoder."
 
 
 def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
-    """Speak the held-out texts, hear them, and return the error rates by kind and speaker."""
+    """Speak the held-out texts, transcribe them, and return the error rates by kind and speaker."""
     require_recogniser()
     prepare_device(workspace)
     folder, watch = workspace.input("voice"), Stopwatch()
@@ -116,7 +116,7 @@ def _heard(
 
 
 def _rates(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, dict[str, float]]:
-    """By "kind, vocabulary, speaker": errors / words, with the interval over resampled utterances."""
+    """Word error rates by "kind, vocabulary, speaker", with intervals over resampled utterances."""
     rates = {}
     for name in dict.fromkeys(map(_group, rows)):
         own = [row for row in rows if _group(row) == name]

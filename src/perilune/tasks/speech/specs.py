@@ -18,19 +18,17 @@ class FitSettings(Frozen):
 
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     warmup: int = Field(20, ge=1, description="steps of linear warm-up")
-    batch: int = Field(24, ge=1, description="crops or utterances of a step")
+    batch: int = Field(24, ge=1, description="crops or utterances per step")
 
 
 class UtterancesSpec(Frozen):
     """Fields of an utterances stage."""
 
-    kinds: tuple[Kind, ...] = Field(
-        ("digits",), min_length=1, description="what the texts are, in equal shares"
-    )
+    kinds: tuple[Kind, ...] = Field(("digits",), min_length=1, description="kinds of texts, in equal shares")
     train: int = Field(600, ge=2, le=100_000, description="utterances to train on")
     held_out: int = Field(60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both")
     voice: str = Field("en-us+klatt", description="voice and variant of espeak-ng")
-    speed: int = Field(150, ge=80, le=450, description="words a minute")
+    speed: int = Field(150, ge=80, le=450, description="speed in words per minute")
 
 
 class CodecSpec(TrainingSpec):
@@ -38,12 +36,15 @@ class CodecSpec(TrainingSpec):
 
     data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to encode")
     steps: int = Field(450, ge=2, description="training steps")
-    codebooks: int = Field(4, ge=2, le=32, description="codes of a frame")
+    codebooks: int = Field(4, ge=2, le=32, description="codes per frame")
     codebook_size: int = Field(128, ge=2, le=4096, description="entries of each codebook")
     width: int = Field(96, ge=8, multiple_of=4, description="channels of the decoder")
-    frames: int = Field(16, ge=4, description="frames of 80 ms of a crop")
+    frames: int = Field(16, ge=4, description="frames of 80 ms per crop")
     components: int = Field(
-        64, ge=2, le=320, description="principal components of a frame's spectrogram that are encoded"
+        64,
+        ge=2,
+        le=320,
+        description="principal components to which the encoder reduces a frame's spectrogram",
     )
     learning: FitSettings = Field(FitSettings(lr=4e-3, batch=4), description="optimizer and batch")
 
@@ -52,7 +53,9 @@ class VoiceSpec(TrainingSpec):
     """Fields of a speech_voice stage."""
 
     data: Annotated[str, Consumes("utterances")] = Field(description="stage whose utterances to imitate")
-    codec: Annotated[str, Consumes("codec")] = Field(description="stage whose codec to speak through")
+    codec: Annotated[str, Consumes("codec")] = Field(
+        description="stage whose codec turns the codes into audio"
+    )
     steps: int = Field(1000, ge=1, description="training steps")
     width: int = Field(128, ge=32, multiple_of=32, description="hidden size of the talker")
     layers: int = Field(3, ge=1, description="layers of the talker")
@@ -62,9 +65,9 @@ class VoiceSpec(TrainingSpec):
         4,
         ge=1,
         le=16,
-        description="codes of each utterance, after silences of different fractions of a frame",
+        description="copies of each utterance, shifted by different fractions of a frame",
     )
-    temperature: float = Field(0.0, ge=0, description="at which the trained voice samples codes by default")
+    temperature: float = Field(0.0, ge=0, description="default sampling temperature of the voice; 0: greedy")
     learning: FitSettings = Field(
         FitSettings(lr=3e-3, warmup=30, batch=16), description="optimizer and batch"
     )
@@ -75,7 +78,7 @@ class HearingSpec(Frozen):
 
     voice: Annotated[str, Consumes("voice")] = Field(description="stage whose voice to evaluate")
     data: Annotated[str, Consumes("utterances")] = Field(description="stage with the held-out texts")
-    utterances: int | None = Field(None, ge=2, description="held-out utterances to hear; null: all")
+    utterances: int | None = Field(None, ge=2, description="number of held-out utterances; null: all")
     language_model: bool = Field(
-        False, description="also hear with the recogniser's own language model, which knows all words; slow"
+        False, description="also transcribe with the recogniser's own language model of English; slow"
     )

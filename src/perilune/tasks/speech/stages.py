@@ -1,4 +1,4 @@
-"""The speech stages: utterances of a teacher, a codec, a voice, and its evaluation by a recogniser."""
+"""The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recogniser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Utterances(Stage[UtterancesSpec]):
-    """Lets espeak-ng say texts."""
+    """Synthesises texts with espeak-ng."""
 
     name = "utterances"
     spec = UtterancesSpec
@@ -24,7 +24,7 @@ class Utterances(Stage[UtterancesSpec]):
     standalone = True
 
     def describe(self, spec: UtterancesSpec, job: Job) -> Mapping[str, object]:
-        """The texts and the teacher, and whether it is installed here."""
+        """The texts, the teacher, and whether espeak-ng is installed here."""
         from perilune.speech.espeak import require_espeak
 
         texts = f"{spec.train} to train on, {spec.held_out} held out: {', '.join(spec.kinds)}"
@@ -47,7 +47,7 @@ class SpeechCodec(Stage[CodecSpec]):
     standalone = True
 
     def describe(self, spec: CodecSpec, job: Job) -> Mapping[str, object]:
-        """The codes, and what is trained."""
+        """The codes and the training."""
         codes = f"{spec.codebooks} of {spec.codebook_size} a frame of 80 ms"
         learning = spec.learning
         return {
@@ -72,7 +72,7 @@ class SpeechVoice(Stage[VoiceSpec]):
     standalone = True
 
     def describe(self, spec: VoiceSpec, job: Job) -> Mapping[str, object]:
-        """The shapes, and what is trained."""
+        """The model's sizes and the training."""
         learning = spec.learning
         return {
             "talker": f"{spec.layers} layers of width {spec.width}",
@@ -98,7 +98,7 @@ class SpeechEvaluation(Stage[HearingSpec]):
     standalone = True
 
     def describe(self, spec: HearingSpec, job: Job) -> Mapping[str, object]:
-        """What is heard, and whether the recogniser is installed here."""
+        """The evaluated texts, and whether the recogniser is installed here."""
         from perilune.speech.recogniser import require_recogniser
 
         count = "all" if spec.utterances is None else str(spec.utterances)

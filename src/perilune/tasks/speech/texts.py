@@ -41,10 +41,10 @@ _WHERE = ("in the garden", "on the street", "near the river", "after dinner", "l
 
 
 def draw_texts(kinds: Sequence[Kind], split: Split, count: int, seed: int) -> list[str]:
-    """`count` different texts of a split, the kinds in turn.
+    """`count` different texts of a split, alternating between the kinds.
 
     Raises:
-        RequestError: when a kind does not have as many.
+        RequestError: when a kind has too few texts.
     """
     per_kind = [_of_kind(kind, split, -(-count // len(kinds)), seed) for kind in kinds]
     return [text for texts in zip(*per_kind, strict=True) for text in texts][:count]
@@ -72,7 +72,7 @@ def words_of(kinds: Sequence[Kind]) -> list[str]:
 
 
 def kinds_of(text: str) -> Kind:
-    """The first kind whose words `text` is made of."""
+    """The first kind whose vocabulary has all words of `text`."""
     fitting = (kind for kind in get_args(Kind) if set(text.split()) <= set(words_of([kind])))
     return next(fitting)
 

@@ -1,4 +1,4 @@
-"""Utterances of the teacher: written by one stage, read by the others.
+"""The teacher's utterances, which one stage writes and the others read.
 
 utterances.jsonl   one {"text", "kind", "split", "start", "samples"} a line
 audio.npy          int16, the samples of all utterances end to end, at 16 kHz
@@ -28,7 +28,7 @@ _PEAK = 0.7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpokenText:
-    """A text, and the teacher saying it.
+    """A text and the teacher's speech of it.
 
     Attributes:
         samples: float32[N] in [-1, 1], at 16 kHz.
@@ -41,7 +41,7 @@ class SpokenText:
 
 
 def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
-    """Let the teacher say all texts, and write them."""
+    """Synthesise all texts with the teacher, and write the utterances."""
     seed = workspace.job.seed
     texts: list[tuple[Split, str]] = [
         ("train", text) for text in draw_texts(spec.kinds, "train", spec.train, seed)
@@ -53,7 +53,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
         workspace.progress(done, len(texts), "utterances")
     loudest = max(float(np.abs(one).max()) for one in audio)
     if not loudest:
-        raise RequestError("the teacher says nothing", where="voice")
+        raise RequestError("the teacher's speech is silent", where="voice")
     folder = workspace.root / "artifacts" / "utterances"
     folder.mkdir(parents=True, exist_ok=True)
     starts = np.cumsum([0, *map(len, audio)])

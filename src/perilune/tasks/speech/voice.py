@@ -34,17 +34,17 @@ from perilune.tasks.stage.policy import prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
 
 _HEAD_DIM = 32
-_MARKS = 7  # codec tokens after the codes
-_TEXT_MARKS = 5  # text tokens after the tokenizer's
-_VOCABULARY = 512  # at most; a word that occurs twice is a token
+_MARKS = 7  # number of special codec tokens, after the codes
+_TEXT_MARKS = 5  # number of special text tokens, after the tokenizer's
+_VOCABULARY = 512  # largest vocabulary; a word that occurs twice is a token
 _POSITIONS = 1024
-_LONGEST = 20.0  # seconds of speech, then a voice that misses its end stops
-_ROLE = "assistant\n"  # which every prompt begins with
+_LONGEST = 20.0  # most seconds of an utterance, if the voice never draws the end token
+_ROLE = "assistant\n"  # beginning of every prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A text and the codes int64[T, Q] of the teacher saying it, once for each shift."""
+    """A text and the codes int64[T, Q] of the teacher's speech, once for each shift."""
 
     text: str
     codes: Sequence[Tensor]
@@ -95,7 +95,7 @@ def run(workspace: Workspace, spec: VoiceSpec) -> dict[str, Any]:
 def encode_examples(codec: Codec, utterances: Sequence[SpokenText], shifts: int) -> list[Example]:
     """The codes of each utterance after silences of 0, 1/n, ... (n-1)/n of a frame, n = `shifts`.
 
-    Without silence the first word begins where a frame begins; shifts show the talker other places.
+    Without the silences, the first word would always begin at the start of a frame.
     """
     frame = codec.decoder.config.frame
     return [
@@ -146,7 +146,7 @@ def _decoder(width: int, layers: int, vocabulary: int) -> DecoderConfig:
 
 
 def _draw(examples: Sequence[Example], count: int, random: torch.Generator) -> list[tuple[str, Tensor]]:
-    """Texts with codes of one of their shifts."""
+    """Random texts, each with the codes of a random shift."""
     chosen = torch.randint(len(examples), (count,), generator=random).tolist()
     shifts = torch.randint(len(examples[0].codes), (count,), generator=random).tolist()
     return [(examples[i].text, examples[i].codes[shift]) for i, shift in zip(chosen, shifts, strict=True)]

@@ -41,7 +41,7 @@ class RecordingSpec(SamplingSpec):
     """Fields of the stages that record the episodes they sample."""
 
     top_logprobs: int = Field(
-        0, ge=0, le=20, description="likeliest tokens to record at each token, for the page; 0: none"
+        0, ge=0, le=20, description="most likely tokens to record at each position, for the report; 0: none"
     )
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
@@ -71,7 +71,7 @@ class ServerSpec(Frozen):
 
 
 class OpenVinoSpec(Frozen):
-    """The fields of a stage's `engine` section: OpenVINO computes the steps of the engine."""
+    """The fields of a stage's `engine` section for OpenVINO."""
 
     name: Literal["openvino"] = Field("openvino", description="compute with OpenVINO")
     device: str = Field(
@@ -93,12 +93,12 @@ class OpenVinoSpec(Frozen):
 
 
 def _server_by_default(value: Any) -> Any:
-    """A section without a name is that of a server."""
+    """Name a section without a name `server`."""
     return {"name": "server", **value} if isinstance(value, dict) else value
 
 
 OpenVinoField = Annotated[OpenVinoSpec | None, NameOrSection(("openvino",))]
-"""Type of a field that selects the engine of a stage with the weights: Perilune's own, or `openvino`."""
+"""Type of a field that selects the engine of a stage: null for Perilune's own, or `openvino`."""
 
 EngineField = Annotated[
     Annotated[ServerSpec | OpenVinoSpec | None, Field(discriminator="name")],
