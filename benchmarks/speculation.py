@@ -1,9 +1,9 @@
-"""Speculation: tokens a second with and without, by text, temperature and batch size.
+"""Tokens per second with and without speculation, by text, temperature and batch size.
 
     python benchmarks/speculation.py --model FOLDER [--tokens 48] [--repeats 1]
 
-`--model` is the folder of `perilune model fetch smollm2-135m`. Every arm draws the same tokens, which is
-checked. Writes results/speculation.json.
+`--model` is the folder that `perilune model fetch smollm2-135m` writes. The benchmark checks that all arms
+draw the same tokens. Writes results/speculation.json.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ARMS = {
     "lookup": SpeculationSettings("lookup"),
     "int8 draft": SpeculationSettings("draft"),
 }
-FORCED = {
+FORCED = {  # in the largest batch
     "lookup, not adaptive": SpeculationSettings("lookup", adaptive=False),
     "int8 draft, not adaptive": SpeculationSettings("draft", tokens=4, adaptive=False),
 }
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64)
 KINDS: tuple[WeightKind, ...] = ("float32", "int8")
-POSITION = 256  # where the tokens of the timed steps are
+POSITION = 256  # position of the tokens in the timed steps
 PYTHON = """\
 def read_orders(path):
     orders = []
@@ -81,7 +81,7 @@ TEXTS = {
     "summary": f"{PASSAGE}\n\nSummarize this text in four sentences.",
     "story": "Write a story about a lighthouse keeper who finds a letter in a bottle.",
 }
-BATCHES = {8: 2, 64: 4}  # samples, and by how much their answers are shorter
+BATCHES = {8: 2, 64: 4}  # number of samples: factor by which their answers are shorter
 BATCH_TEXTS = "code edit", "story"
 
 
@@ -99,6 +99,13 @@ class Case:
         return {"samples": self.samples, "text": self.text, "temperature": self.temperature}
 
 
+CASES = [
+    *(Case(text, 0.0, 1) for text in TEXTS),
+    *(Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS),
+    *(Case(text, 0.7, 1) for text in TEXTS),
+]
+
+
 def main() -> None:
     parser = options(__doc__, "speculation")
     parser.add_argument("--model", type=Path, required=True)
@@ -111,33 +118,47 @@ def main() -> None:
     prompts = {
         name: tokenizer.encode_prompt([{"role": "user", "content": text}]) for name, text in TEXTS.items()
     }
-    single = [Case(text, temperature, 1) for text in TEXTS for temperature in (0.0, 0.7)]
-    batches = [Case(text, 0.7, samples) for samples in BATCHES for text in BATCH_TEXTS]
-    document_ = {
-        "title": "Speculation: tokens a second with and without",
-        "about": ABOUT,
+    found: dict[str, Any] = {
+        "title": "Speculative decoding: speed by text and batch size",
         "time of a step": step_times(model),
-        "one sample": [row for case in single for row in measure(model, prompts, case, ARMS, arguments)],
-        "batches": [
-            row for case in batches for row in measure(model, prompts, case, ARMS | FORCED, arguments)
-        ],
+        "one sample": [],
+        "batches": [],
     }
-    write(arguments.out, document_ | document("speculation.py", sys.argv[1:], began))
+    for case in CASES:
+        forced = FORCED if case.samples == max(BATCHES) else {}
+        rows = list(measure(model, prompts, case, ARMS | forced, arguments))
+        found["one sample" if case.samples == 1 else "batches"] += rows
+        write(
+            arguments.out,
+            found | {"about": about(found["one sample"])} | document("speculation.py", sys.argv[1:], began),
+        )
 
 
-ABOUT = f"""\
-SmolLM2-135M-Instruct in float32 on one thread answers four prompts: *code edit* asks for a file of Python \
-with one name changed, *quote* for sentences of a text, *summary* for a summary of it, and *story* for a \
-story. All arms draw the same tokens and log-probs, bit for bit. *Lookup* proposes that a text goes on as \
-after an earlier occurrence of its last tokens. *int8 draft* drafts with the same model, its matrices in \
-int8. Both decide by the share of accepted tokens how many tokens to propose, up to 10; *not adaptive* \
-arms always propose as many as they can, up to 10 and 4. *Tokens a second* are sampled tokens by processor \
-seconds without the prompt; *gain* is relative to *off* (medians). *Tokens a step* is the mean of a \
-sample.
+def about(rows: Sequence[dict[str, Any]]) -> str:
+    """The introduction of the page: the comparison, its outcome, and the terms of the tables."""
+    gains = {arm: [row["gain"] for row in rows if row["arm"] == arm] for arm in ARMS if arm != "off"}
+    outcome = " and ".join(
+        f"{min(found):g} to {max(found):g} times as fast with *{arm}*" for arm, found in gains.items()
+    )
+    return f"""\
+SmolLM2-135M-Instruct in float32 answers four prompts on one thread, with and without speculation. A single \
+sample is {outcome}, by CPU time. With 64 samples, speculation proposes no tokens, because even accepted \
+draft tokens cost more time than they save.
 
-*Time of a step*: computing several tokens of one sequence at position {POSITION}, all with logits. A step \
-of one token takes as long as reading the weights; *a draft token costs* is the time of one more token, as a \
-share of it."""
+The prompt *code edit* asks for a Python file with one name changed, *quote* for sentences of a text, \
+*summary* for a summary of the text, and *story* for a story. The arm *lookup* proposes the tokens after an \
+earlier occurrence of the last tokens. The arm *int8 draft* samples from an int8 copy of the model. Both \
+choose the number of draft tokens, up to 10, from the acceptance rate and from the number of samples in the \
+step. The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft. All \
+arms draw the same tokens and log-probs, bit for bit.
+
+*Tokens a second* are sampled tokens per CPU second, without the time of the prompt. *Gain* is relative to \
+*off*. *Tokens a step* is the mean per sample. Each arm ran once, in alternation, while other programs used \
+the cores. Arms that propose nothing differ from *off* only by chance.
+
+*Time of a step* is that of a step with several tokens of one sequence at position {POSITION}, with logits \
+for all of them. A step of one token takes as long as reading the weights. *A draft token costs* gives the \
+time of one more token, relative to such a step."""
 
 
 def step_times(model: Any) -> list[dict[str, Any]]:
@@ -145,7 +166,7 @@ def step_times(model: Any) -> list[dict[str, Any]]:
     found = []
     for kind in KINDS:
         runner = NativeRunner(model, (64,), kind)
-        seconds = {rows: min(_seconds(runner, rows) for _ in range(7)) for rows in ROWS}
+        seconds = {rows: min(_seconds(runner, rows) for _ in range(4)) for rows in ROWS}
         row: dict[str, Any] = {"weights": kind}
         row |= {f"{rows} tokens, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()}
         row["a draft token costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"

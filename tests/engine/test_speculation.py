@@ -218,8 +218,9 @@ def test_weights_change_between_two_tokens(speculation: SpeculationSettings, rec
         slow.step()
     for one in (fast, slow):
         one.update_weights(make(1).state_dict(), 7, recompute=recompute)
+    accepted = fast.counters.accepted_tokens
     assert facts(finish(fast, [])[0, 0]) == facts(finish(slow, [])[0, 0])
-    assert fast.counters.accepted_tokens > 0 or not recompute
+    assert fast.counters.accepted_tokens > accepted or not recompute
 
 
 @exact
@@ -255,10 +256,10 @@ def test_a_constraint_and_resumed_samples() -> None:
 @exact
 def test_a_draft_with_the_same_weights_is_always_right() -> None:
     """Which holds only if its cache has every token: of prompts, forks, preempted samples and later turns."""
-    one = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=320)
+    one = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=448)
     for turn in range(2):
         asked = [
-            Request(repeating(seed, 50 + 30 * turn), SamplingParams(33), (seed, 0, 0), 2) for seed in range(3)
+            Request(repeating(seed, 50 + 30 * turn), SamplingParams(75), (seed, 0, 0), 2) for seed in range(3)
         ]
         finish(one, asked)
     assert one.counters.preemptions > 0
@@ -338,7 +339,7 @@ def test_impossible_settings(options: dict[str, Any], message: str) -> None:
 
 def test_runners_that_cannot_speculate_exactly() -> None:
     graphs = partial(GraphRunner, attention=GatheredAttention)
-    with pytest.raises(RequestError, match="with GraphRunner, the bits of a token depend"):
+    with pytest.raises(RequestError, match="with GraphRunner, the logits of a token depend"):
         engine(ALWAYS, runner=graphs)
     with pytest.raises(RequestError, match="TorchRunner cannot draft with int8"):
         engine(INT8, runner=TorchRunner)

@@ -134,6 +134,7 @@ def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: b
     import torch
 
     from perilune.engine.engine import Engine
+    from perilune.engine.speculation import SpeculationSettings
     from perilune.files import read_regular
     from perilune.models.adapters.files import Adapter
     from perilune.models.text.tokenizer import Tokenizer
@@ -153,6 +154,8 @@ def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: b
     if isinstance(model, TransformersModel):
         echo(model.notice, err=True)
     engine = Engine(model, slots=1, tokenizer=tokenizer)
+    if engine.speculates_exactly:
+        engine.speculate(SpeculationSettings("lookup"))
     if adapter is not None:
         engine.add_adapter(ADAPTER, Adapter.load(adapter.expanduser()))
     ends = dict.fromkeys((*model.config.eos_token_ids, tokenizer.eos_token_id))
