@@ -5,6 +5,7 @@ Every function here that writes JSON keeps the values of secrets out of it, see 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -143,6 +144,29 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, text + "\n")
 
 
+def open_inside(root: Path, path: Path) -> BinaryIO:
+    """Open the regular file `path` inside the folder `root` for reading.
+
+    No part of the path between them may be a symbolic link, so nobody can lead it elsewhere between a check
+    and this call.
+
+    Raises:
+        OSError: when the path is missing, has a link, or is not a regular file.
+    """
+    descriptor = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    for part in path.relative_to(root).parts:
+        outer = descriptor
+        try:
+            descriptor = os.open(part, flags, dir_fd=outer)
+        finally:
+            os.close(outer)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading. Refuses FIFOs and devices, which could block.
 
@@ -180,8 +204,17 @@ def read_json(path: Path) -> Any:
     Raises:
         RequestError: when it is missing, not a regular file, or malformed, naming file and line.
     """
+    return parse_json(read_regular(path), path)
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """The JSON value in the content of the file `path`.
+
+    Raises:
+        RequestError: when it is malformed, naming file and line.
+    """
     try:
-        return json.loads(read_regular(path))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:  # also for huge integers and deep nesting
         line = getattr(error, "lineno", 1)
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from perilune.serve.parts import Parts, PartsReader
 from perilune.serve.tool_formats import FORMATS, format_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALLED = '[TOOL_CALLS]add[ARGS]{"a": 1}'
 COMMON = ["<think>", "</think>", " ", "\n", "text", "{", "}", "[", "]", "(", '"', "\\", "é", ";"]
 MARKS = {
     "hermes": [CALL, "<tool_call>", "</tool_call>", "<tool", "<"],
@@ -101,6 +103,7 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
         ("pythonic", "[add(a={1, 2})]", "[add(a={1, 2})]", []),
         ("pythonic", "[add(a=1e999)]", "[add(a=1e999)]", []),
         ("pythonic", "[add(**x)]", "[add(**x)]", []),
+        ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
         ("pythonic", "See [add(a=1)]", "See [add(a=1)]", []),
     ],
 )  # fmt: skip
@@ -114,9 +117,19 @@ def test_a_call_that_is_deep_or_long_is_content(text: str) -> None:
     assert read([text], calls="pythonic").content == text
 
 
-def test_a_long_call_in_many_pieces_takes_linear_time() -> None:
-    import time
+def test_arguments_that_are_no_json_are_written_as_they_are() -> None:
+    assert FORMATS["pythonic"].write([("f", "[1"), ("g", '{"a": null}')]) == "[f([1), g(a=None)]"
 
+
+def test_many_malformed_calls_take_linear_time() -> None:
+    text = "[TOOL_CALLS][{" * 4000 + ")" + CALLED
+    began = time.process_time()
+    parts = read([text], calls="mistral")
+    assert time.process_time() - began < 1
+    assert (parts.content, parts.calls) == (text.removesuffix(CALLED), [("add", '{"a": 1}')])
+
+
+def test_a_long_call_in_many_pieces_takes_linear_time() -> None:
     text = json.dumps({"name": "write", "parameters": {"text": "{[" * 50_000}})
     began = time.process_time()
     (call,) = read([text[start : start + 4] for start in range(0, len(text), 4)], calls="llama3_json").calls

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from served import make_checkpoint
 
 from perilune.cli.inspect.serve import _adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_checkpoint
@@ -84,6 +87,30 @@ def test_an_adapter_needs_a_name_and_a_folder(given: str) -> None:
 def test_the_models_own_name_is_taken(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
         _service(Settings(folders[0], "base", adapters={"base": folders[1]}), print)
+
+
+def test_a_failed_embedding_and_a_defect_fail_one_request(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, routers = _service(Settings(folders[0], "base", slots=8, embeddings="mean"), print)
+    defect = APIRouter()
+    defect.get("/defect")(lambda: 1 // 0)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[*routers, defect])
+    asked = {"model": "base", "input": "1+1="}
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        for result, message in (
+            (MemoryError(), "the embedding failed"),
+            (torch.full((64, 96), torch.nan), "the model's hidden states are not finite"),
+        ):
+            with monkeypatch.context() as broken:
+                broken.setattr(TorchRunner, "hidden", Mock(side_effect=[result]))
+                failed = client.post("/v1/embeddings", json=asked)
+            assert (failed.status_code, failed.json()["error"]["message"]) == (500, message)
+            assert client.post("/v1/embeddings", json=asked).status_code == 200
+        failed = client.get("/defect", headers={"X-Request-Id": "mine"})
+        assert (failed.status_code, failed.headers["x-request-id"]) == (500, "mine")
+        assert 'perilune_requests_total{path="/defect",status="500"} 1.0' in client.get("/metrics").text
+        assert client.get("/health").status_code == 200
 
 
 def test_an_answer_that_was_given_up_is_incomplete() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -26,6 +30,9 @@ from perilune.models.adapters.files import Adapter
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.models.decoder import Decoder
+from perilune.serve.adapters import AdapterLoads
+from perilune.serve.errors import ApiError
+from perilune.serve.tracing import Spans
 
 PROMPT = "12+34=" * 8  # three blocks, which the prefix cache keeps
 
@@ -60,6 +67,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_adapter(adapters / "pipe", 8)
     (adapters / "pipe" / "adapter_config.json").unlink()
     os.mkfifo(adapters / "pipe" / "adapter_config.json")
+    make_adapter(adapters / "infinite", 9, lora_alpha=float("inf"))
+    make_adapter(adapters / "endless", 9, lora_alpha=10**400)
+    make_adapter(adapters / "odd", 9)
+    (adapters / "odd" / "base.json").write_text('{"kept": []}')
+    (make_adapter(adapters / "wordy", 9) / "adapter_config.json").write_bytes(b" " * (1 << 20) + b"{}")
     return root
 
 
@@ -156,13 +168,44 @@ def test_a_running_request_keeps_its_adapter(http: httpx.Client) -> None:
         ("x", "dora", "only plain LoRA"),
         ("x", "torn", "not safetensors"),
         ("x", "empty", "no adapter_model.safetensors"),
-        ("x", "pipe", "no adapter_config.json"),
+        ("x", "pipe", "not a regular file"),
+        ("x", "infinite", "not finite"),
+        ("x", "endless", "out of range"),
+        ("x", "odd", "kept is not one of"),
+        ("x", "wordy", "has more than 1,048,576 bytes"),
     ],
 )
 def test_a_hostile_adapter_is_refused(http: httpx.Client, name: str, path: str, message: str) -> None:
     refused = load(http, name, path)
     assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True), refused.text
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base"]
+
+
+def test_a_link_made_after_the_check_is_not_followed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, swapped = AdapterLoads._inside, make_adapter(root / "adapters" / "swapped", 1)
+
+    def swap(self: AdapterLoads, path: Path) -> Path:
+        real = inside(self, path)
+        if real.parent == swapped:
+            shutil.rmtree(swapped)
+            swapped.symlink_to(root / "outside")
+        return real
+
+    monkeypatch.setattr(AdapterLoads, "_inside", swap)
+    loads = AdapterLoads(*[Mock()] * 2, "base", {}, root / "adapters", asyncio.Lock())
+    with pytest.raises(ApiError) as refused:
+        loads._read("swapped")
+    assert refused.value.detail.startswith("cannot read adapter_model.safetensors")
+
+
+def test_a_loaded_adapter_does_not_change_with_its_file(http: httpx.Client, root: Path) -> None:
+    changing = make_adapter(root / "adapters" / "changing", 0)
+    assert load(http, "changing").status_code == 200
+    expected = answer(http, "changing")["choices"][0]["token_ids"]
+    with (changing / "adapter_model.safetensors").open("r+b") as file:
+        file.write((root / "adapters" / "critic" / "adapter_model.safetensors").read_bytes())
+    assert answer(http, "changing")["choices"][0]["token_ids"] == expected
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "changing"}).status_code == 200
 
 
 def test_a_paused_server_holds_requests(server: Served, http: httpx.Client) -> None:
@@ -206,6 +249,10 @@ def test_a_request_in_flight_is_kept_or_stopped(http: httpx.Client) -> None:
     assert interrupted("/pause?mode=keep", "/resume") == (expected, {})
     assert interrupted("/pause?mode=keep", "/pause?mode=wait", "/resume") == (expected, {})
     assert interrupted("/sleep?mode=keep", "/wake_up") == (expected, {})
+    assert interrupted("/sleep?mode=keep", "/pause?mode=wait", "/pause?mode=keep", "/wake_up") == (
+        expected,
+        {},
+    )
     found, error = interrupted("/pause", "/resume")
     assert found == expected[: len(found)]
     assert len(found) < len(expected)
@@ -230,6 +277,40 @@ def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -
     assert answer(http, "base")["choices"] == expected["choices"]
     assert answer(http, "dream")["choices"] != expected["choices"]
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "dream"}).status_code == 200
+
+
+def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
+    decoder, tokenizer = load_checkpoint(root / "base")
+    engine = Engine(decoder, slots=8, tokenizer=tokenizer)
+    engine.add_adapter("own", Adapter.load(root / "adapters" / "poet"))
+    engine.add(Request(tokenizer.encode(PROMPT), SamplingParams(12), (3, 0, 0), adapter="own"))
+    sampled = [token for delta in engine.step() for token in delta.token_ids]
+    engine.sleep()
+    engine.remove_adapter("own")
+    engine.wake_up()
+    while engine.unfinished:
+        sampled += [token for delta in engine.step() for token in delta.token_ids]
+    assert sampled == tokens_of(root, "poet")
+
+
+def test_many_texts_to_embed_do_not_fill_the_queue(http: httpx.Client, server: Served) -> None:
+    texts = {"model": "base", "input": ["1"] * 500}
+    assert http.post("/pause").status_code == 200
+    with ThreadPoolExecutor(2) as threads:
+        embedding = threads.submit(http.post, "/v1/embeddings", json=texts)
+        deadline = time.monotonic() + 10
+        while not server.metrics()["requests_answering"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        answering = threads.submit(http.post, "/v1/completions", json={"model": "base", "prompt": "1"})
+        while server.metrics()["requests_answering"] < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert http.post("/resume").status_code == 200
+        assert (answering.result(30).status_code, embedding.result(30).status_code) == (200, 200)
+
+
+def test_log_probs_of_tokens_that_cannot_be_drawn_are_left_out(http: httpx.Client) -> None:
+    (choice,) = answer(http, "base", top_k=2, logprobs=5)["choices"]
+    assert {len(row) for row in choice["logprobs"]["top_logprobs"]} == {2}
 
 
 @pytest.mark.parametrize("path", ["/sleep?level=9", "/pause?mode=never", "/wake_up?tags=moon"])
@@ -373,6 +454,17 @@ def test_each_request_has_an_id_and_a_span(http: httpx.Client, root: Path) -> No
     assert "parentSpanId" not in span
     answer, span, values = last("/nowhere", {})
     assert span["name"] == "POST"
+    assert (root / "spans.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_loses_spans_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    spans = Spans(Path("/dev/full"))
+    for _ in range(2):
+        spans.write({"headers": [], "method": "GET"}, "a", 200, 0)
+    spans.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "spans are lost: /dev/full cannot be written: No space left on device"
+    ]
 
 
 def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
@@ -399,3 +491,16 @@ def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
     assert changed.logprobs.tolist() == pytest.approx([-4.585] * 4, abs=0.01)  # uniform over 98 tokens
     engine.update_weights(kept, 2)
     assert engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist() == before
+
+
+def test_a_paused_server_ends_at_once(http: httpx.Client, server: Served) -> None:
+    """The last test of the module, because it ends the server."""
+    assert http.post("/pause").status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(http.post, "/v1/completions", json={"model": "base", "prompt": "1"})
+        while not server.metrics()["requests_answering"]:
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        refused = waiting.result(20)  # --drain is 30 seconds
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the server was shut down")
+    assert server.process.wait(20) == 0

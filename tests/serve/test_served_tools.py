@@ -306,6 +306,8 @@ def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Se
         ({"top_logprobs": 2}, 400, "log-probs need"),
         ({"model": "other"}, 404, "no model"),
         ({"mystery": 1}, 400, "mystery"),
+        ({"metadata": {str(number): "" for number in range(17)}}, 400, "more than 16"),
+        ({"metadata": {"a": "x" * 513}}, 400, "metadata"),
         ({"max_output_tokens": 10**6}, 400, "the context has"),
     ],
 )
@@ -321,16 +323,21 @@ def test_a_bad_response_request_is_refused(
 
 
 def test_conversations_are_kept_within_a_limit() -> None:
-    conversations = Conversations(most_bytes=2000, most=3)
+    conversations = Conversations(most_bytes=4000, most=3)
     for number in range(5):
         conversations.add({"id": f"r{number}", "text": "x" * 300}, [])
-    assert conversations.messages("r2") == []
+    assert conversations.messages("r2") == b"[]"
     conversations.add({"id": "r5", "text": "x" * 300}, [])
     assert list(conversations._kept) == ["r4", "r2", "r5"]
-    conversations.add({"id": "long", "text": "x" * 1600}, [])
-    assert list(conversations._kept) == ["r5", "long"]
-    conversations.add({"id": "longer", "text": "x" * 2000}, [])
-    assert not conversations._kept
+    conversations.add({"id": "large", "text": "x" * 500}, [])  # it would drop too many others
+    assert list(conversations._kept) == ["r4", "r2", "r5"]
+    conversations = Conversations(most_bytes=4000, most=100)
+    for number in range(20):
+        conversations.add({"id": f"r{number}", "text": "x" * 450}, [])
+    assert list(conversations._kept) == [f"r{number}" for number in range(12, 20)]
+    assert 3600 < conversations._bytes <= 4000
+    for number in range(12, 20):
+        conversations.remove(f"r{number}")
     assert conversations._bytes == 0
 
 

@@ -89,6 +89,7 @@ def test_wav_files_and_streams(server: Served) -> None:
         ({"input": "x" * 250}, 400, "input"),
         ({"input": "日本"}, 400, None),
         ({"voice": "alloy"}, 400, "voice"),
+        ({"voice": "x" * 10_000}, 400, "voice"),
         ({"language": "klingon"}, 400, "language"),
         ({"response_format": "mp3"}, 400, "response_format"),
         ({"speed": 2}, 400, "speed"),
@@ -101,8 +102,20 @@ def test_errors(server: Served, change: dict[str, object], status: int, param: s
         answer = http.post("/v1/audio/speech", json=body("one") | change)
     assert answer.status_code == status
     error = answer.json()["error"]
-    assert error["message"]
+    assert 0 < len(error["message"]) < 500
     assert param is None or error["param"] == param
+
+
+def test_long_instructions_are_refused_before_they_are_embedded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaker, embedded = Speaker(load_speech_model(folder)), []
+    embed = speaker._talker.embed_text
+    monkeypatch.setattr(speaker._talker, "embed_text", lambda ids: embedded.append(len(ids)) or embed(ids))
+    for length, message in ((300, "306 tokens"), (1 << 20, "1,048,579 characters")):
+        with pytest.raises(RequestError, match=message):
+            speaker.request(Utterance("one", instructions="x" * length), 0)
+    assert not embedded
 
 
 def test_a_client_that_leaves_frees_its_utterance(server: Served) -> None:

@@ -32,7 +32,8 @@ class NamedAdapters:
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        """Adapters that are loaded: those with a name, and those that requests keep."""
+        return len(self._adapters)
 
     def number(self, name: str | None, where: str) -> int:
         """The number of an adapter; -1 without one.

@@ -6,6 +6,7 @@ so equal logits give the same token in every batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ class Drawn:
         token_ids: int64[D].
         logprobs: float32[D] under the distribution drawn from.
         raw_logprobs: log-probs under the model's own distribution, by index of the sample, if requested.
-        top_logprobs: the most likely tokens with their log-probs, by index of the sample, if requested.
+        top_logprobs: the most likely tokens with their log-probs, by index of the sample, if requested;
+            fewer if the options exclude the others.
     """
 
     token_ids: NDArray[np.int64]
@@ -106,7 +108,8 @@ class Sampler:
             if its.top_logprobs:
                 best = logits[index].topk(min(its.top_logprobs, logits.shape[1])).indices
                 of_each, _ = token_logprobs(logits[index].expand(len(best), -1), best)
-                drawn.top_logprobs[index] = list(zip(best.tolist(), of_each.tolist(), strict=True))
+                likely = zip(best.tolist(), of_each.tolist(), strict=True)
+                drawn.top_logprobs[index] = [(token, of) for token, of in likely if of > -math.inf]
         return drawn
 
     def _penalised(

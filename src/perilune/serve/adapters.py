@@ -10,6 +10,7 @@ checks an adapter. A request keeps the adapter that had its name when the reques
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,13 +19,15 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.responses import PlainTextResponse
 
 from perilune.engine.engine import Engine
+from perilune.files import open_inside
 from perilune.models.adapters.files import Adapter
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError, shorten
 
 MOST_ADAPTERS = 64
-_MOST_BYTES = 1 << 30  # of the files of an adapter
+_MOST_BYTES = 1 << 30  # of the tensors of an adapter
+_MOST_JSON = 1 << 20  # bytes of its other files; their parser holds up all other threads
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
 
@@ -105,12 +108,24 @@ class AdapterLoads:
         folder = self._inside(self._root / path)
         if not folder.is_dir():
             raise ApiError(400, f"there is no folder {shorten(path)!r} for adapters", param="lora_path")
-        files = [self._inside(file) for file in folder.iterdir()]
-        if sum(file.stat().st_size for file in files) > _MOST_BYTES:
-            raise ApiError(400, f"an adapter may have at most {_MOST_BYTES:,} bytes", param="lora_path")
-        adapter = Adapter.load(folder)
+        adapter = Adapter.read(folder, self._content)
         self._engine.check_adapter(adapter)
         return folder, adapter
+
+    def _content(self, file: Path) -> bytes | None:
+        """The content of a file of an adapter; None if it is missing."""
+        if not os.path.lexists(file):
+            return None
+        most = _MOST_BYTES if file.suffix == ".safetensors" else _MOST_JSON
+        try:
+            with open_inside(self._root, self._inside(file)) as opened:
+                data = opened.read(most + 1)
+        except OSError as error:
+            message = f"cannot read {file.name}: {error.strerror}"
+            raise ApiError(400, message, param="lora_path") from None
+        if len(data) > most:
+            raise ApiError(400, f"{file.name} has more than {most:,} bytes", param="lora_path")
+        return data
 
     def _inside(self, path: Path) -> Path:
         """`path` with symbolic links resolved; it must be in the root."""

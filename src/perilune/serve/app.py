@@ -164,19 +164,27 @@ class _Recorded:
             await self._app(scope, receive, send)
             return
         name, began, status = request_id(dict(scope["headers"])), time_ns(), 0
+        scope.setdefault("state", {})["request_id"] = name
+
+        def count(answered: int) -> None:
+            nonlocal status
+            status = answered
+            route = scope.get("route")  # the router sets it
+            self._service.metrics.answered("other" if route is None else route.path, status)
 
         async def recorded(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                route = scope.get("route")  # the router sets it
-                self._service.metrics.answered("other" if route is None else route.path, status)
+                count(message["status"])
                 headers = [*message.get("headers", ()), (b"x-request-id", name.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 
         try:
             await self._app(scope, receive, recorded)
+        except Exception:
+            if not status:  # `answer_unexpected` answers outside of all middleware
+                count(500)
+            raise
         finally:
             if self._spans is not None:
                 self._spans.write(scope, name, status, began)

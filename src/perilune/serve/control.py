@@ -41,10 +41,12 @@ class Control:
         self._engine, self._thread, self.gate, self._changing = engine, thread, gate, changing
 
     async def pause(self, mode: Mode, *, clear_cache: bool = True) -> None:
-        """Stop computing steps and make new requests wait."""
-        self.gate.close()
+        """Stop computing steps and make new requests wait. A sleeping model stays asleep."""
         if mode == "abort":
             self._thread.abort_all("the server was paused")
+        if self.gate.sleeping:
+            return
+        self.gate.close()
         if mode == "wait":  # also finish requests that an earlier pause has kept
             await self._set_paused(False)
         while mode == "wait" and self._thread.open_samples:
@@ -83,8 +85,13 @@ class Control:
                 raise ApiError(409, "the server was resumed before it could sleep", code="resumed")
             self.gate.sleeping.update(("weights", "kv_cache"))
             self.gate.open()  # refuses the requests that waited
+
+            def fall_asleep() -> None:
+                self._thread.paused = True  # a pause that waits may have undone this meanwhile
+                self._engine.sleep()
+
             try:
-                await self._thread.between_steps(self._engine.sleep)
+                await self._thread.between_steps(fall_asleep)
             except BaseException:
                 self.gate.sleeping.clear()
                 self.gate.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
@@ -16,12 +17,15 @@ from starlette.responses import Response
 
 from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
+from perilune.errors import RequestError, WorkFailedError
 from perilune.serve.answers import Usage
 from perilune.serve.bodies import RequestBody, read_body
 from perilune.serve.errors import CLIENT_LEFT, ApiError
 from perilune.serve.responses import Disconnected, while_connected
 from perilune.serve.schema import Tokens
 from perilune.serve.service import Service
+
+_log = logging.getLogger(__name__)
 
 _MOST_TEXTS = 2048
 _MOST_TOKENS = 300_000  # of all texts, as in OpenAI's API
@@ -70,7 +74,7 @@ class Embeddings:
         if body.dimensions is not None and body.dimensions > self._size:
             raise ApiError(400, f"an embedding has {self._size} dimensions", param="dimensions")
         adapter = service.adapter_of(body.model)
-        with service.admitted(len(body.texts)):
+        with service.admitted():
             texts = await service.prompts.texts(body.texts, len(data), None, "input")
             tokens = sum(map(len, texts))
             if tokens > _MOST_TOKENS:
@@ -86,15 +90,26 @@ class Embeddings:
 
     async def _computed(self, texts: list[list[int]], adapter: str | None) -> list[NDArray[np.float32]]:
         vectors: list[NDArray[np.float32]] = []
+        failures: list[WorkFailedError] = []
         async with self._turn:
             pieces = self._engine.embed(texts, self._pooling, adapter)
 
             def compute() -> None:
-                vectors.extend(next(pieces))
+                try:
+                    vectors.extend(next(pieces))
+                except RequestError:
+                    raise
+                except Exception as error:  # the engine has not changed, so only this request fails
+                    _log.error("an embedding failed", exc_info=error)
+                    failures.append(WorkFailedError("the embedding failed"))
 
             while len(vectors) < len(texts):
                 await self._service.gate.enter()
                 await self._service.thread.between_steps(compute)
+                if failures:
+                    raise failures[0]
+        if not all(np.isfinite(vector).all() for vector in vectors):
+            raise WorkFailedError("the model's hidden states are not finite")
         return vectors
 
 

@@ -100,7 +100,8 @@ async def answer_gone(request: Request, error: Exception) -> Response:
 
 async def answer_unexpected(request: Request, error: Exception) -> JSONResponse:
     """The response to a defect in the server, which logs it."""
-    return JSONResponse(error_document(500, "the server failed; see its log"), 500)
+    headers = {"X-Request-Id": request.state.request_id}
+    return JSONResponse(error_document(500, "the server failed; see its log"), 500, headers)
 
 
 def shorten(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from perilune.serve.engine_thread import StoppedError
 from perilune.serve.errors import ApiError
 
 
@@ -16,6 +17,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.sleeping: set[str] = set()
+        self._shut = ""  # the reason
         self._opened = asyncio.Event()
         self._opened.set()
 
@@ -32,8 +34,15 @@ class Gate:
         """Admit waiting and new requests."""
         self._opened.set()
 
+    def shut(self, reason: str) -> None:
+        """Refuse all requests from now on, also those that wait."""
+        self._shut = reason
+        self.open()
+
     def check_awake(self) -> None:
-        """Raise an error while the model sleeps."""
+        """Raise an error while the model sleeps, or once the gate is shut."""
+        if self._shut:
+            raise StoppedError(self._shut)
         if self.sleeping:
             message = "the model sleeps; wake it up with POST /wake_up"
             raise ApiError(503, message, code="sleeping", headers={"Retry-After": "10"})
@@ -43,6 +52,7 @@ class Gate:
 
         Raises:
             ApiError: 503, when the model sleeps.
+            StoppedError: when the gate is shut.
         """
         self.check_awake()
         while self.closed:

@@ -110,6 +110,20 @@ class _Function(Body):
     strict: bool | None = None  # arguments are not constrained
 
 
+def _few(entries: Any) -> Any:
+    """A mapping with few entries, before each of them is validated."""
+    if isinstance(entries, dict) and len(entries) > 16:
+        raise ValueError("has more than 16 entries")
+    return entries
+
+
+_Metadata = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
+    BeforeValidator(_few),
+]
+"""The limits are those of OpenAI. The metadata is kept and repeated with each response."""
+
+
 class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
@@ -157,11 +171,11 @@ class ResponseBody(RequestBody):
     )
     text: _Text = _Text()
     reasoning: _Reasoning = _Reasoning()
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default_factory=list
-    )
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)
+    ] = Field(default_factory=list)
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    metadata: _Metadata = Field(default_factory=dict)
     parallel_tool_calls: bool = True
 
     temperature: Any = None

@@ -5,7 +5,6 @@ The server keeps the newest conversations in memory, for requests with `previous
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections import OrderedDict
@@ -20,10 +19,12 @@ from perilune.serve.bodies import read_body
 from perilune.serve.errors import ApiError, shorten
 from perilune.serve.response_answer import ResponseAnswer
 from perilune.serve.response_body import ResponseBody, add_item
+from perilune.serve.schema import ChatBody
 from perilune.serve.service import Service
 
 _MOST_BYTES = 1 << 26  # of all conversations that are kept, as JSON
 _MOST_KEPT = 2000
+_SHARE = 8  # a response that takes more than this part of all bytes would drop too many others
 
 Messages = list[dict[str, Any]]
 
@@ -50,8 +51,10 @@ class Conversations:
         self._lock = threading.Lock()  # whole responses are added from other threads
 
     def add(self, document: dict[str, Any], messages: Messages) -> None:
-        """Keep a response and its conversation, and drop the least recently used ones."""
+        """Keep a response and its conversation unless very large, and drop the least recently used ones."""
         kept = _Kept(json.dumps(document).encode(), json.dumps(messages).encode())
+        if kept.size > self._most_bytes // _SHARE:
+            return
         with self._lock:
             self._kept[document["id"]] = kept
             self._bytes += kept.size
@@ -59,23 +62,21 @@ class Conversations:
                 _, dropped = self._kept.popitem(last=False)
                 self._bytes -= dropped.size
 
-    def response(self, response_id: str) -> dict[str, Any]:
-        """A response that is kept.
+    def response(self, response_id: str) -> bytes:
+        """A response that is kept, as JSON.
 
         Raises:
             ApiError: 404, when it is not.
         """
-        document: dict[str, Any] = json.loads(self._find(response_id, "response_id").document)
-        return document
+        return self._find(response_id, "response_id").document
 
-    def messages(self, response_id: str) -> Messages:
-        """The messages of a conversation up to the end of a response that is kept.
+    def messages(self, response_id: str) -> bytes:
+        """The messages of a conversation up to the end of a response that is kept, as JSON.
 
         Raises:
             ApiError: 404, when it is not.
         """
-        messages: Messages = json.loads(self._find(response_id, "previous_response_id").messages)
-        return messages
+        return self._find(response_id, "previous_response_id").messages
 
     def _find(self, response_id: str, param: str) -> _Kept:
         with self._lock:
@@ -107,11 +108,16 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
     async def create(request: Request) -> Response:
         data = await request.body()
         body = await service.lanes.short_or_long(len(data), lambda: read_body(data, ResponseBody))
-        earlier: Messages = []
+        earlier = b"[]"
         if body.previous_response_id is not None:
-            earlier = await asyncio.to_thread(conversations.messages, body.previous_response_id)
-        messages = earlier + body.messages
-        chat = await service.lanes.short_or_long(len(data), lambda: body.chat(messages))
+            earlier = conversations.messages(body.previous_response_id)
+        size = len(data) + len(earlier)
+
+        def continued() -> tuple[Messages, ChatBody]:
+            messages: Messages = json.loads(earlier) + body.messages
+            return messages, body.chat(messages)
+
+        messages, chat = await service.lanes.short_or_long(size, continued)
         parts = service.parts_of(chat)
         if body.logprobs and parts is not None:
             raise ApiError(400, "log-probs need a request without tools and a server without --reasoning")
@@ -132,11 +138,11 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
             new_id=service.model.tool_format.new_id,
             count=lambda text: _count(service, text),
         )
-        return await service.converse(chat, answer, len(data), request)
+        return await service.converse(chat, answer, size, request)
 
-    @router.get("/{response_id}")
-    async def retrieve(response_id: str) -> dict[str, Any]:
-        return conversations.response(response_id)
+    @router.get("/{response_id}", response_model=None)
+    async def retrieve(response_id: str) -> Response:
+        return Response(conversations.response(response_id), media_type="application/json")
 
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:

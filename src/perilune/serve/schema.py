@@ -48,6 +48,7 @@ _MOST_CALLS = 128  # of a message
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
+ShortName = Annotated[str, StringConstraints(max_length=256)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -351,11 +352,11 @@ class SpeechBody(Body):
 
     model: str
     input: Text
-    voice: str = DEFAULT_VOICE
+    voice: ShortName = DEFAULT_VOICE
     instructions: str = ""
     response_format: Literal["wav", "pcm"] = "wav"
     speed: Annotated[float, Field(ge=1, le=1)] = 1  # no other is implemented
     stream_format: Literal["audio"] = "audio"
-    language: str = "auto"
+    language: ShortName = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stream: bool = True

@@ -345,8 +345,10 @@ class _Server(uvicorn.Server):
         self._draining = asyncio.get_running_loop().create_task(self._finish())
 
     async def _finish(self) -> None:
-        deadline = asyncio.get_running_loop().time() + self._drain
-        while self._service.answering and asyncio.get_running_loop().time() < deadline:
+        now, thread = asyncio.get_running_loop().time, self._service.thread
+        deadline = now() + self._drain
+        # Nobody can resume a server that is paused now.
+        while self._service.answering and not thread.paused and now() < deadline:
             await asyncio.sleep(0.05)
         self._service.abort_all("the server was shut down")
         self.should_exit = True

@@ -86,6 +86,7 @@ class Service:
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
+        self.gate.shut(reason)
         self.thread.abort_all(reason)
         self.prompts.stop(reason)
 
@@ -243,18 +244,20 @@ class Service:
         return None if model == self.model.name else model
 
     @contextmanager
-    def admitted(self, samples: int) -> Iterator[None]:
-        """Count samples that are not submitted to the engine.
+    def admitted(self) -> Iterator[None]:
+        """Count a request that is not submitted to the engine.
 
         Raises:
             ApiError: 429, when the queue is full; 503, when the model sleeps.
         """
         self._check_room()
-        self._entering += samples
+        self._entering += 1
+        self.answering += 1
         try:
             yield
         finally:
-            self._entering -= samples
+            self._entering -= 1
+            self.answering -= 1
 
     def _check_room(self) -> None:
         self.gate.check_awake()

@@ -39,11 +39,15 @@ class Brackets:
     """
 
     def __init__(self, quotes: str = '"') -> None:
-        self._quotes, self._at, self._open = quotes, 0, ""
+        self._quotes, self._at = quotes, 0
+        self._open: list[str] = []
         self._quote, self._escaped = "", -1
 
     def end(self, text: str, start: int) -> int | None:
-        """The end of the expression that begins at `start`; None while it is open, -1 if it is malformed."""
+        """The end of the expression that begins at `start`; None while it is open.
+
+        If it is malformed, the negative of the place behind the character that shows this.
+        """
         self._at = max(self._at, start)
         for found in _STRUCTURE.finditer(text, self._at):
             character, place = found[0], found.start()
@@ -58,13 +62,13 @@ class Brackets:
             elif character in self._quotes:
                 self._quote = character
             elif character in _CLOSES:
-                if self._open[-1:] != _CLOSES[character]:
-                    return -1
-                self._open = self._open[:-1]
+                if self._open[-1:] != [_CLOSES[character]]:
+                    return -self._at
+                self._open.pop()
                 if not self._open:
                     return self._at
             elif character in "{[(":
-                self._open += character
+                self._open.append(character)
         self._at = max(self._at, len(text))
         return None
 
@@ -173,8 +177,8 @@ class Mistral(ToolFormat):
         end = brackets.end(text, head.end())
         if end is None:
             return None
-        if end < 0:
-            return Found(mark)
+        if end < 0:  # a mark before the place is not tried again, so that the time is linear
+            return Found(-end)
         value = _json(text[head.end() : end])
         calls = [(head[1], value)] if head[1] else [_fields(one, "arguments") for one in _list(value)]
         return Found(end, _canonical(calls))
@@ -242,11 +246,7 @@ class Pythonic(ToolFormat):
         return Found(end, calls) if calls else Found(len(text))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        listed = (
-            f"{name}({', '.join(f'{key}={value!r}' for key, value in json.loads(given).items())})"
-            for name, given in calls
-        )
-        return f"[{', '.join(listed)}]"
+        return f"[{', '.join(f'{name}({_literals(given)})' for name, given in calls)}]"
 
     def is_of(self, template: str) -> bool:
         return "[func_name1(" in template  # of the instructions that Meta gives for this format
@@ -287,6 +287,14 @@ def _fields(value: Any, *names: str) -> tuple[Any, Any]:
     return value.get("name"), next((value[name] for name in names if name in value), None) or {}
 
 
+def _literals(arguments: str) -> str:
+    """JSON arguments as those of a Python call; a client may have sent any text."""
+    value = _json(arguments)
+    if not isinstance(value, dict):
+        return arguments
+    return ", ".join(f"{key}={one!r}" for key, one in value.items())
+
+
 def _evaluated(text: str) -> list[tuple[Any, Any]]:
     """The calls in a list of Python calls, whose arguments are literals."""
     if len(text) > _LONGEST_EXPRESSION:
@@ -296,7 +304,7 @@ def _evaluated(text: str) -> list[tuple[Any, Any]]:
         calls = listed.elts if isinstance(listed, ast.List) else []
         return [
             (ast.unparse(call.func), {one.arg: ast.literal_eval(one.value) for one in call.keywords})
-            if isinstance(call, ast.Call) and not call.args
+            if isinstance(call, ast.Call) and not call.args and all(one.arg for one in call.keywords)
             else (None, None)
             for call in calls
         ]

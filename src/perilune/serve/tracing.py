@@ -7,6 +7,8 @@ does. A request with a `traceparent` header (W3C Trace Context) becomes part of 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import secrets
 import time
@@ -17,6 +19,8 @@ from typing import Any
 from starlette.types import Scope
 
 from perilune.traces.otlp import ERROR, OK, attributes, export_request
+
+_log = logging.getLogger(__name__)
 
 _SERVER = 2  # SpanKind
 _PARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
@@ -36,10 +40,15 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 
 
 class Spans:
-    """Writes spans to a file."""
+    """Writes spans to a file that only its owner can read.
+
+    A span that cannot be written, for example because the disk is full, is lost. No request waits or fails.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        self._path, self._file = path, os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0)
+        self._torn = self._losing = False  # the last line is incomplete; the last span was lost
 
     def close(self) -> None:
         """Close the file."""
@@ -71,7 +80,18 @@ class Spans:
             "attributes": attributes(values),
             "status": {"code": ERROR if status >= 500 else OK},
         } | ({"parentSpanId": parent[2].decode()} if parent else {})
-        self._file.write(json.dumps(export_request([span])) + "\n")
+        self._append(json.dumps(export_request([span])).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._torn else line
+        try:
+            written = self._file.write(data) or 0  # None if a pipe is full
+            self._torn, losing, reason = 0 < written < len(data), written < len(data), "it is full"
+        except OSError as error:
+            losing, reason = True, str(error.strerror)
+        if losing and not self._losing:
+            _log.warning("spans are lost: %s cannot be written: %s", self._path, reason)
+        self._losing = losing
 
 
 def _about_answer(path: str, state: Mapping[str, Any]) -> dict[str, Any]:

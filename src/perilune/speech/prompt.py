@@ -77,8 +77,8 @@ def talker_prompt(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) 
     """Embed `utterance`.
 
     Raises:
-        RequestError: when the text is empty or the vocabulary cannot express it, or the model has no such
-            speaker or language.
+        RequestError: when the text is empty or too long, or the vocabulary cannot express it, or the model
+            has no such speaker or language.
     """
     config, marks = talker.config, talker.config.marks
     role_length = len(tokenizer.encode(_ROLE))
@@ -86,11 +86,15 @@ def talker_prompt(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) 
     role, text = [marks.text_start, *ids[:role_length]], ids[role_length:]
     if not text:
         raise RequestError("the text is empty", where="input")
+    said = _instruction(tokenizer, config, utterance.instructions) if utterance.instructions else []
+    if len(text) + len(said) > config.talker.max_position_embeddings:  # before they are embedded
+        message = f"text and instructions have {len(text) + len(said):,} tokens"
+        raise RequestError(message, where="input", remedy="shorten them")
     codec = [*_voice(config, utterance), marks.pad]
     pads = [marks.text_pad] * (len(codec) - 1)
     before = [_texts(talker, role), _both(talker, [*pads, marks.text_bos], codec)]
-    if utterance.instructions:
-        before.insert(0, _texts(talker, _instruction(tokenizer, config, utterance.instructions)))
+    if said:
+        before.insert(0, _texts(talker, said))
     pad = _texts(talker, [marks.text_pad])
     if utterance.streamed_text:
         start = _both(talker, text[:1], [marks.bos])

@@ -26,7 +26,7 @@ from perilune.speech.stages import (
 )
 from perilune.speech.stream import FrameInputs, Samples, SpeechDelta
 
-_TOKENS_A_CHARACTER = 4  # of text, at most; bytes of UTF-8
+_CHARACTERS_A_POSITION = 4  # of text and instructions, at most; English has 4 to 5 for a token
 
 
 class Speaker:
@@ -75,10 +75,10 @@ class Speaker:
             RequestError: when the model cannot speak the utterance, or it is too long.
         """
         room = self.engine.positions
-        if len(utterance.text) > _TOKENS_A_CHARACTER * room:
-            raise RequestError(
-                f"the text has {len(utterance.text):,} characters", where="input", remedy="shorten it"
-            )
+        characters = len(utterance.text) + len(utterance.instructions)
+        if characters > _CHARACTERS_A_POSITION * room:
+            message = f"text and instructions have {characters:,} characters"
+            raise RequestError(message, where="input", remedy="shorten them")
         inputs = FrameInputs(talker_prompt(self._talker, self._tokenizer, utterance))
         frames = min(self.sampling.max_frames, room - len(inputs))
         if frames < 2:

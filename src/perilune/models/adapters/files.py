@@ -10,18 +10,18 @@ writes a third file, base.json, which identifies the base that the adapter was t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save
 from torch import Tensor
 
 from perilune.errors import RequestError
-from perilune.files import read_json, write_atomic, write_json
+from perilune.files import open_regular, parse_json, write_atomic, write_json
 from perilune.models.adapters.lora import (
     BaseKind,
     attach_pairs,
@@ -42,6 +42,7 @@ from perilune.models.text.tokenizer import Tokenizer
 _WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FOLDER = "adapter"  # inside the folder of a checkpoint with the adapter merged
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 _BASE = "base.json"  # how the frozen weights were stored, and their checksum
 
 
@@ -72,17 +73,28 @@ class Adapter:
         Raises:
             RequestError: when a file is missing or malformed, or the adapter is not plain LoRA.
         """
-        folder = Path(path)
+        return cls.read(Path(path), _content)
+
+    @classmethod
+    def read(cls, folder: Path, content: Callable[[Path], bytes | None]) -> Adapter:
+        """Read a folder whose files `content` reads; it returns None for one that is missing.
+
+        The tensors are copies: a file that is written again later changes nothing.
+
+        Raises:
+            RequestError: as `load`.
+        """
         weights, config_file = folder / _WEIGHTS, folder / CONFIG
-        for file in (weights, config_file):
-            if not file.is_file():
-                raise RequestError(
-                    f"no {file.name}", where=str(folder), remedy="save it with PEFT, as safetensors"
-                )
-        rank, scale = _rank_and_scale(read_json(config_file), str(config_file))
+        data, config = content(weights), content(config_file)
+        if data is None or config is None:
+            missing = weights if data is None else config_file
+            raise RequestError(
+                f"no {missing.name}", where=str(folder), remedy="save it with PEFT, as safetensors"
+            )
+        rank, scale = _rank_and_scale(parse_json(config, config_file), str(config_file))
         try:
-            tensors = load_file(weights)
-        except (SafetensorError, OSError) as error:
+            tensors = load_tensors(data)
+        except Exception as error:  # of many kinds: a hostile header, an unknown dtype, a shape that misfits
             raise RequestError(f"not safetensors: {error}", where=str(weights)) from None
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
@@ -94,7 +106,10 @@ class Adapter:
         if lone:
             raise RequestError(f"{lone[0]} has only one of lora_A and lora_B", where=str(weights))
         pairs = {name: (parts["A"], parts["B"]) for name, parts in halves.items()}
-        return cls(pairs, scale, _read_base(folder / _BASE))
+        if not all(torch.isfinite(b * scale).all() for _, b in pairs.values()):
+            raise RequestError("lora_alpha makes entries that are not finite", where=str(config_file))
+        base = content(folder / _BASE)
+        return cls(pairs, scale, "" if base is None else _base(parse_json(base, folder / _BASE), folder))
 
     def save(self, path: Path) -> None:
         """Write a folder that PEFT reads, the configuration last, so that a folder with it is complete."""
@@ -194,12 +209,18 @@ def _describe_base(decoder: Decoder, base: str) -> str:
     return f"{kind} {checksum(base_state(decoder))}"
 
 
-def _read_base(file: Path) -> str:
+def _content(file: Path) -> bytes | None:
     if not file.is_file():
-        return ""
-    document = read_json(file)
-    if not (isinstance(document, Mapping) and {document.get("kept")} <= set(get_args(BaseKind))):
-        raise RequestError(f"kept is not one of {', '.join(get_args(BaseKind))}", where=str(file))
+        return None
+    with open_regular(file) as opened:
+        return opened.read()
+
+
+def _base(document: Any, folder: Path) -> str:
+    """`Adapter.base`, as base.json describes it."""
+    if not (isinstance(document, Mapping) and document.get("kept") in get_args(BaseKind)):
+        kinds = ", ".join(get_args(BaseKind))
+        raise RequestError(f"kept is not one of {kinds}", where=str(folder / _BASE))
     return f"{document['kept']} {document.get('checksum')}"
 
 
@@ -212,7 +233,9 @@ def _checked(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:
     actual = tensor.shape[0 if ".lora_A." in key else -1] if tensor.dim() == 2 else None
     if actual != rank:
         raise RequestError(f"{key} is {list(tensor.shape)}, but r is {rank}", where=str(file))
-    if not tensor.is_floating_point() or not torch.isfinite(tensor.float()).all():
+    if tensor.dtype not in _DTYPES:
+        raise RequestError(f"{key} is {tensor.dtype}, not floats", where=str(file))
+    if not torch.isfinite(tensor.float()).all():
         raise RequestError(f"{key} has entries that are not finite", where=str(file))
     return tensor.float()
 
@@ -230,4 +253,7 @@ def _rank_and_scale(config: object, where: str) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise RequestError(f"r is {rank!r} and lora_alpha is {alpha!r}", where=where)
-    return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    try:
+        return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    except OverflowError:
+        raise RequestError("lora_alpha is out of range", where=where) from None
