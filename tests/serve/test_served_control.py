@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint
+from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
 from perilune.serve.adapters import AdapterLoads
 from perilune.serve.errors import ApiError
@@ -291,6 +293,25 @@ def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
     while engine.unfinished:
         sampled += [token for delta in engine.step() for token in delta.token_ids]
     assert sampled == tokens_of(root, "poet")
+
+
+def test_a_thread_keeps_the_weights_that_another_loads_too(root: Path) -> None:
+    """An adapter is checked beside the engine, which may copy the weights meanwhile."""
+    decoder, _ = open_checkpoint(root / "base")
+    entered, left = threading.Event(), threading.Event()
+
+    def use() -> bool:
+        with decoder.in_memory():
+            entered.set()
+            assert left.wait(10)
+            return decoder.model.layers[0].self_attn.o_proj.weight.is_meta
+
+    with ThreadPoolExecutor(1) as threads:
+        with decoder.in_memory():
+            using = threads.submit(use)
+            entered.wait(0.1)
+        left.set()
+        assert not using.result()
 
 
 def test_many_texts_to_embed_do_not_fill_the_queue(http: httpx.Client, server: Served) -> None:

@@ -6,6 +6,7 @@ reads one layer at a time, so that only this copy is in memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -26,6 +27,8 @@ from perilune.models.checkpoints.loading import (
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
+
+_LOADING = threading.RLock()  # otherwise one thread would take the weights away from another
 
 _Place = tuple[nn.Module, str, Tensor]
 """A module, the name of one of its tensors, and the meta tensor that represents it while it is on disk."""
@@ -54,14 +57,18 @@ class StoredDecoder(Decoder):
 
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
-        """Load the weights of `parts`, by default of all parts, for the duration of the context."""
-        places = [place for part in parts or (self,) for place in _on_disk(part)]
-        self._read(places)
-        try:
-            yield
-        finally:
-            for module, name, meta in places:
-                setattr(module, name, meta)
+        """Load the weights of `parts`, by default of all parts, for the duration of the context.
+
+        Other threads wait until the context ends.
+        """
+        with _LOADING:
+            places = [place for part in parts or (self,) for place in _on_disk(part)]
+            self._read(places)
+            try:
+                yield
+            finally:
+                for module, name, meta in places:
+                    setattr(module, name, meta)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True) -> Any:
         """Use these weights from now on, in memory, instead of those in the files."""
