@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import chain
 
 import pytest
@@ -163,3 +164,12 @@ def test_without_a_chance_of_a_stop_text_nothing_is_held_back(stops: list[str]) 
     for token in TOKENIZER.encode("a b"):
         one.push(token)
         assert one.take(last=False)
+
+
+def test_long_stop_texts_cost_little_for_each_token() -> None:
+    text = TextStream(TOKENIZER, ["b" * 9000] * 16)
+    text.text = "a" * 8000
+    began = time.process_time()
+    for _ in range(20):
+        assert text.take(last=False) in (text.text, "")
+    assert time.process_time() - began < 0.2

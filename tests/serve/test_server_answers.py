@@ -216,6 +216,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"tools": [{}]}, 400, "tools is not supported"),
     ({"logprobs": 21}, 400, "logprobs"),
     ({"stop": [""]}, 400, "stop"),
+    ({"stop": ["x" * 513]}, 400, "stop"),
     ({"logit_bias": {"98": 1}}, 400, "the vocabulary has no token 98"),
     ({"stream_options": {}}, 400, "stream_options needs stream: true"),
     ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),

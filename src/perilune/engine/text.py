@@ -76,8 +76,13 @@ class TextStream:
 
     def _held(self) -> int:
         """Number of characters at the end that may begin a stop text."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stops):
-                return length
-        return 0
+        return max((_begun(self.text, stop) for stop in self._stops), default=0)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Number of characters at the end of `text` that are the beginning of `stop`, and not all of it."""
+    end = text[max(0, len(text) - len(stop) + 1) :]
+    at = end.find(stop[0])
+    while at >= 0 and not stop.startswith(end[at:]):
+        at = end.find(stop[0], at + 1)
+    return len(end) - at if at >= 0 else 0

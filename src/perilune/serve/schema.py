@@ -48,6 +48,7 @@ _MOST_CALLS = 128  # of a message
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=512)]  # each token is compared with all
 ShortName = Annotated[str, StringConstraints(max_length=256)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -115,7 +116,7 @@ class Sampling(RequestBody):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
 
