@@ -17,6 +17,11 @@ from perilune.serve.tool_formats import FORMATS, format_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLED = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+LONE = {  # half of a surrogate pair, which UTF-8 cannot encode
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": {"a": "\\ud800"}}',
+    "pythonic": r'[add(a="\ud800")]',
+}
 COMMON = ["<think>", "</think>", " ", "\n", "text", "{", "}", "[", "]", "(", '"', "\\", "é", ";"]
 MARKS = {
     "hermes": [CALL, "<tool_call>", "</tool_call>", "<tool", "<"],
@@ -105,6 +110,9 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
         ("pythonic", "[add(**x)]", "[add(**x)]", []),
         ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
         ("pythonic", "See [add(a=1)]", "See [add(a=1)]", []),
+        ("hermes", LONE["hermes"], LONE["hermes"], []),
+        ("llama3_json", LONE["llama3_json"], LONE["llama3_json"], []),
+        ("pythonic", LONE["pythonic"], LONE["pythonic"], []),
     ],
 )  # fmt: skip
 def test_calls_of_other_families(kind: str, text: str, content: str, calls: list[Any]) -> None:

@@ -39,9 +39,11 @@ def read_calls(text: str) -> tuple[str, Sequence[ToolCall]] | None:
         try:
             call = json.loads(found)
             name, arguments = call["name"], call.get("arguments") or {}
+            given = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
+            (name + given).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(arguments, dict):
             return None
-        calls.append((name, json.dumps(arguments, sort_keys=True, ensure_ascii=False)))
+        calls.append((name, given))
     return (_CALL.sub("", text) if calls else text), calls

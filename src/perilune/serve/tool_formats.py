@@ -320,7 +320,12 @@ def _canonical(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
             return ()
         try:
             text = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        except (ValueError, TypeError, RecursionError):  # a set, bytes, or keys of several kinds
+            text.encode()
+        except (
+            ValueError,
+            TypeError,
+            RecursionError,
+        ):  # a set, bytes, keys of several kinds, half a surrogate
             return ()
         read.append((name, text))
     return read
