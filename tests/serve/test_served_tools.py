@@ -20,9 +20,12 @@ from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.app import make_app, text_routes
+from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import StoppedError
+from perilune.serve.errors import ApiError
 from perilune.serve.guard import BodyLimits
 from perilune.serve.response_answer import ResponseAnswer
+from perilune.serve.response_body import ResponseBody
 from perilune.serve.response_routes import Conversations
 from perilune.serve.server import Settings, _service
 
@@ -320,6 +323,14 @@ def test_a_bad_response_request_is_refused(
             answer = http.post("/v1/responses", json=asked)
             assert answer.status_code == status
             assert message in answer.json()["error"]["message"]
+
+
+def test_a_schema_that_cannot_be_sent_back_is_refused() -> None:
+    tool = {"type": "function", "name": "f", "parameters": {"a": ["\ud800"]}}
+    asked = {"model": "tools", "input": "2+3?", "tools": [tool], "tool_choice": "none"}
+    with pytest.raises(ApiError) as refused:
+        read_body(json.dumps(asked).encode(), ResponseBody)
+    assert refused.value.detail == "tools.0.parameters: has half of a surrogate pair"
 
 
 def test_conversations_are_kept_within_a_limit() -> None:

@@ -160,8 +160,12 @@ def _names(body: type[Body]) -> frozenset[str]:
 
 
 def bounded(document: Any) -> Any:
-    """A JSON value of bounded size, for a validator."""
+    """A JSON value of bounded size that can be sent back, for a validator."""
     check_values(document, _MOST_VALUES, _DEEPEST)
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair") from None
     return document
 
 
