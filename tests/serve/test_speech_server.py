@@ -112,7 +112,7 @@ def test_long_instructions_are_refused_before_they_are_embedded(
     speaker, embedded = Speaker(load_speech_model(folder)), []
     embed = speaker._talker.embed_text
     monkeypatch.setattr(speaker._talker, "embed_text", lambda ids: embedded.append(len(ids)) or embed(ids))
-    for length, message in ((300, "306 tokens"), (1 << 20, "1,048,579 characters")):
+    for length, message in ((300, "311 tokens"), (1 << 20, "1,048,579 characters")):
         with pytest.raises(RequestError, match=message):
             speaker.request(Utterance("one", instructions="x" * length), 0)
     assert not embedded
