@@ -281,39 +281,6 @@ def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "dream"}).status_code == 200
 
 
-def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
-    decoder, tokenizer = load_checkpoint(root / "base")
-    engine = Engine(decoder, slots=8, tokenizer=tokenizer)
-    engine.add_adapter("own", Adapter.load(root / "adapters" / "poet"))
-    engine.add(Request(tokenizer.encode(PROMPT), SamplingParams(12), (3, 0, 0), adapter="own"))
-    sampled = [token for delta in engine.step() for token in delta.token_ids]
-    engine.sleep()
-    engine.remove_adapter("own")
-    engine.wake_up()
-    while engine.unfinished:
-        sampled += [token for delta in engine.step() for token in delta.token_ids]
-    assert sampled == tokens_of(root, "poet")
-
-
-def test_a_thread_keeps_the_weights_that_another_loads_too(root: Path) -> None:
-    """An adapter is checked beside the engine, which may copy the weights meanwhile."""
-    decoder, _ = open_checkpoint(root / "base")
-    entered, left = threading.Event(), threading.Event()
-
-    def use() -> bool:
-        with decoder.in_memory():
-            entered.set()
-            assert left.wait(10)
-            return decoder.model.layers[0].self_attn.o_proj.weight.is_meta
-
-    with ThreadPoolExecutor(1) as threads:
-        with decoder.in_memory():
-            using = threads.submit(use)
-            entered.wait(0.1)
-        left.set()
-        assert not using.result()
-
-
 def test_many_texts_to_embed_do_not_fill_the_queue(http: httpx.Client, server: Served) -> None:
     texts = {"model": "base", "input": ["1"] * 500}
     assert http.post("/pause").status_code == 200
@@ -512,6 +479,39 @@ def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
     assert changed.logprobs.tolist() == pytest.approx([-4.585] * 4, abs=0.01)  # uniform over 98 tokens
     engine.update_weights(kept, 2)
     assert engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist() == before
+
+
+def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
+    decoder, tokenizer = load_checkpoint(root / "base")
+    engine = Engine(decoder, slots=8, tokenizer=tokenizer)
+    engine.add_adapter("own", Adapter.load(root / "adapters" / "poet"))
+    engine.add(Request(tokenizer.encode(PROMPT), SamplingParams(12), (3, 0, 0), adapter="own"))
+    sampled = [token for delta in engine.step() for token in delta.token_ids]
+    engine.sleep()
+    engine.remove_adapter("own")
+    engine.wake_up()
+    while engine.unfinished:
+        sampled += [token for delta in engine.step() for token in delta.token_ids]
+    assert sampled == tokens_of(root, "poet")
+
+
+def test_a_thread_keeps_the_weights_that_another_loads_too(root: Path) -> None:
+    """An adapter is checked beside the engine, which may copy the weights meanwhile."""
+    decoder, _ = open_checkpoint(root / "base")
+    entered, left = threading.Event(), threading.Event()
+
+    def use() -> bool:
+        with decoder.in_memory():
+            entered.set()
+            assert left.wait(10)
+            return decoder.model.layers[0].self_attn.o_proj.weight.is_meta
+
+    with ThreadPoolExecutor(1) as threads:
+        with decoder.in_memory():
+            using = threads.submit(use)
+            entered.wait(0.1)
+        left.set()
+        assert not using.result()
 
 
 def test_a_paused_server_ends_at_once(http: httpx.Client, server: Served) -> None:
