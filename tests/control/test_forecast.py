@@ -85,7 +85,7 @@ def test_a_dry_run_tells_all_and_does_nothing(
     assert cost["retried"] == pytest.approx(3 * 11 * a_machine)
     assert (cost["daily_cap"], cost["left"], cost["problem"]) == (3.0, 3.0, "")
     assert told["secrets"] == {"GIVEN": "", "MISSING": "not set"}
-    assert told["limits"]["max_lifetime"] == 7200
+    assert told["limits"]["max_lifetime"] == 7200 and told["bring"] == "all"
 
     # Nobody is asked who is not needed for the price; who cannot be reached is told.
     shutil.move(cloud.folder / "address.json", tmp_path / "address.json")
@@ -93,6 +93,7 @@ def test_a_dry_run_tells_all_and_does_nothing(
     shutil.move(tmp_path / "address.json", cloud.folder / "address.json")
     assert code == 0 and "unknown: " in said and "MISSING: not set" in said
     code, there, _ = perilune("run", "three.yaml", "--plan", "--template", "box")
+    assert "those to resume from stay on the machine" in there and ahead.bring == ""
     assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: starts at once" in there
     assert "the-value-of-it" not in out + said + there
     assert max(map(len, there.splitlines())) <= 100

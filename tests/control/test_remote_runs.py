@@ -31,7 +31,7 @@ from perilune.control.record import faults
 from perilune.control.runs import placements
 from perilune.control.runs.experiments import Control, StagePlan, advance, watch
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
-from perilune.control.runs.requests import cancel
+from perilune.control.runs.requests import cancel, retry
 from perilune.control.runs.templates import OverSsh, Retry, Template
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.limits import AttemptLimits
@@ -241,6 +241,32 @@ def test_checkpoints_to_resume_from_stay_there_and_the_next_attempt_finds_them(
     assert list(run_problems(control, run)) == [] and control.intact(run)
     left = sorted(path.name for path in box.workspace.glob(f"{run.id}/*"))
     assert left == ["claim.1.json", "claim.2.json", "lock"]
+
+
+def test_an_abandoned_attempt_that_still_runs_is_ended_and_resumed(control: Control, box: Elsewhere) -> None:
+    hanging(control, box)
+    half = box.files() / "artifacts" / "checkpoints" / ".step-000003.tmp"  # as while it is being written
+    half.mkdir()
+    (half / "state.json").write_text("{")
+    nonce = read_claim(box.files() / "runtime").nonce  # type: ignore[union-attr]
+    run_id = only_run(control).id
+    box.cut()
+    assert cancel(control, run_id, force=True).state == "cancelled"
+    box.restore()
+    assert marked(MARK, nonce)
+    again = retry(control, run_id).id
+    lives: list[bool] = []
+
+    def cut(verb: str) -> str:
+        if verb == "hold":
+            lives.append(bool(marked(MARK, nonce)))
+        return {1: "after"}.get(len(lives), "") if verb == "hold" else ""  # and it is asked again
+
+    box.host.cut = cut
+    last = list(watch(control, again, poll=0.05))[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    assert len(lives) > 1 and not any(lives)  # nothing writes to what is held
+    assert not list(box.workspace.glob(f"{again}/*/artifacts/checkpoints/.*"))
 
 
 def verify_run(control: Control) -> list[Difference]:

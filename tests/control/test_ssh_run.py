@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from drill_cases import Command, only_run
+from drill_cases import Command, begin, carry_out, drill_plan, has_event, only_run, wait_for
 from hosts_cases import interpreter
 from sshd_cases import Line, Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
 from perilune.control.queries.lookup import attempts_of
-from perilune.control.runs.experiments import Control
+from perilune.control.runs import reconcile
+from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs.progress import StageFinished
+from perilune.control.runs.templates import OverSsh, Retry, Template
+from perilune.execution import limits
+from perilune.execution.claim import MARK, read_claim
+from perilune.execution.limits import AttemptLimits
+from perilune.execution.placements import Capabilities
+from perilune.execution.placements.remote import RemotePlacement, Site
+from perilune.execution.processes import marked
+from perilune.files import read_json
 
 pytestmark = pytest.mark.xdist_group("sshd")
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "ssh.md"
@@ -73,4 +86,57 @@ def test_a_recipe_runs_on_a_box_and_its_evidence_comes_home(
     server.start()
     code, _, err = perilune("run", str(recipe), "--template", "lab", "--seed", "4")
     assert code == 2 and "host key" in err and "ssh-keygen -lf" in err
+    line.close()
+
+
+def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
+    control: Control, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine goes off after a checkpoint of which nothing has come home."""
+    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
+    monkeypatch.setattr(limits, "MARGIN", 0.2)
+    monkeypatch.setattr(limits, "STOP_GRACE", 0.2)
+    line, workspace = Line(server.port), tmp_path / "box" / "workspace"
+    site = Site(
+        python=str(interpreter(tmp_path / "box" / "python")), installed=True, workspace=str(workspace)
+    )
+    there = OverSsh(**server.settings(line.port).model_dump(), site=site)
+    bounds = AttemptLimits(on_box_stop_after=4.0)
+    template = Template(placement=there, retry=Retry(base=0.01), limits=bounds)
+    gate = tmp_path / "gate"
+    plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True, gate=str(gate))
+    run_id = next(advance(control, begin(control, [plan]), [plan], template=template)).run_id
+
+    def looked(number: int = 1) -> str:
+        control.reconciler.look_now(run_id)
+        control.reconciler.one(run_id)
+        attempts = attempts_of(control, run_id)
+        return attempts[number - 1].state if len(attempts) >= number else ""
+
+    wait_for(lambda: looked() == "running", "a worker")
+    line.cut()
+    gate.touch()
+    files = workspace / run_id / "1"
+    wait_for(lambda: has_event(files, "hangs"), "two checkpoints")
+    claim, keeper = read_claim(files / "runtime"), read_json(workspace / run_id / "claim.1.json")["pid"]
+    assert claim is not None
+    for pid in (keeper, claim.pid, *(process.pid for process in marked(MARK, claim.nonce))):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: looked(2) == "lost", "giving up that attempt, and the next, which finds no machine")
+    assert not list(control.home.attempt(run_id, 1).glob("artifacts/checkpoints/*"))
+    line.restore()
+    third = control.home.attempt(run_id, 3)
+    wait_for(lambda: looked(3) == "succeeded" or has_event(third, "hangs"), "the next attempt")
+    assert [one.state for one in attempts_of(control, run_id)] == ["lost", "lost", "succeeded"]
+    assert control.summary(control.run(run_id))["began_at"] == 2
+    whole = carry_out(control, drill_plan(steps=4), name="uninterrupted")[-1]
+    assert isinstance(whole, StageFinished)
+    files_of = [read_json(control.directory(control.run(one)) / "artifacts" / "manifest.json")["files"]
+                for one in (run_id, whole.run_id)]  # fmt: skip
+    for name in ("data/total.json", "metrics.jsonl"):
+        assert files_of[0][name] == files_of[1][name], name
+    wait_for(lambda: not control.reconciler.all() and not control.reconciler.unclean(), "tidying")
+    assert not files.exists()
     line.close()

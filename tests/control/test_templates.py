@@ -213,3 +213,19 @@ def test_a_checkpoint_that_a_later_stage_takes_cannot_stay_on_its_machine(tmp_pa
         stage_plans(loaded, left)
     for template in (left.model_copy(update={"bring": "final"}), Template(bring="metrics")):  # or is here
         assert len(stage_plans(loaded, template)) == 2
+
+
+def test_a_rented_machine_brings_everything_home_unless_the_template_says_otherwise() -> None:
+    rented = {
+        "name": "rented",
+        "provider": "fake",
+        "kind": "small",
+        "lease": {"max_lifetime": 9, "max_cost": 1},
+    }
+    over_ssh = {"name": "ssh", "host": "box"}
+    for placement, given, brings in (
+        *((rented, None, "all"), (rented, "final", "final"), (rented, "metrics", "metrics")),
+        *((over_ssh, None, "final"), (over_ssh, "all", "all")),
+    ):
+        document = {"placement": placement} | ({} if given is None else {"bring": given})
+        assert Template.model_validate(document).brings == brings

@@ -30,7 +30,7 @@ def assigned(folder: Path, epoch: int = 1, run_id: str = "01DRILL") -> Assignmen
 
 
 def stage(
-    placement: Placement, attempt: Assignment, bundle: Path, previous: Path | None = None
+    placement: Placement, attempt: Assignment, bundle: Path, previous: Assignment | None = None
 ) -> Assignment:
     order = {"run": attempt.run_id, "epoch": attempt.epoch, "bundle_digest": recorded_digest(bundle)}
     placement.stage(attempt, bundle, order, previous)
@@ -120,7 +120,7 @@ class PlacementConformance:
         until(lambda: look(placement, first).worker is Presence.ABSENT, "its death")
         assert look(placement, first).verdict is None
         assert placement.stop(first) and not working(first)  # daemons too, that wanted to stay
-        stage(placement, second, bundle, first.directory)
+        stage(placement, second, bundle, first)
         placement.start(second)
         ended(placement, second)
         placement.pull(second, whole=True)

@@ -31,8 +31,9 @@ from perilune.bundle.remote.store import Store, digest_of, open_plain, plain_siz
 
 
 def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
-    """Move the contents of the attempt's checkpoints to the store, unless the attempt succeeded.
+    """Move the contents of the attempt's checkpoints to the store.
 
+    An attempt that succeeded needs this only if it was lost (`--lost`), so that its result does not count.
     The list is written before the first file moves, so a second call completes a call that was killed.
     """
     with attempt.lock():
@@ -43,7 +44,7 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         if known is None:
             if not attempt.files.is_dir():
                 return {"held": None}
-            if (attempt.result() or {"cause": "none"})["cause"] == "":
+            if not options.lost and (attempt.result() or {"cause": "none"})["cause"] == "":
                 return {"held": []}
             known = {"files": described(attempt.files)}
             if known["files"]:

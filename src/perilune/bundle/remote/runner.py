@@ -823,6 +823,7 @@ def main(*others: Callable[[Attempt, argparse.Namespace], dict[str, Any]]) -> in
     parser.add_argument("--tree", default="")
     parser.add_argument("--bytes", type=int, default=0)
     parser.add_argument("--share", type=float, default=0.0)
+    parser.add_argument("--lost", action="store_true")
     parser.add_argument("--lifetime", type=float, default=0.0)
     parser.add_argument("--unseen", type=float, default=0.0)
     parser.add_argument("--grace", type=float, default=0.0)

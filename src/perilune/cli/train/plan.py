@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
+BRINGS = {
+    "metrics": "no checkpoint (bring: metrics)",
+    "final": "final checkpoints (bring: final); those to resume from stay on the machine",
+    "all": "all checkpoints, also those to resume from (bring: all)",
+}
+
 
 def derive(recipe: Recipe, template: Template | None = None, *, check: bool = False) -> list[dict[str, Any]]:
     """What the plugin of each stage derives from its job, for the machine where it will run.
@@ -160,6 +166,7 @@ def print_forecast(forecast: Forecast, out: TextIO) -> None:
     facts += [("secrets", _secret(name, problem)) for name, problem in forecast.secrets.items()]
     facts.append(("retries", _retries(forecast.retry)))
     facts += [("limits", line) for line in _limits(forecast.limits)]
+    facts += [("brings", BRINGS[forecast.bring])] if forecast.bring else []
     previous = ""
     for label, fact in facts:
         out.write(shown(f"  {label if label != previous else '':<9}{fact}") + "\n")

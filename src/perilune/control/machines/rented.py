@@ -65,7 +65,7 @@ class RentedPlacement:
         self.name = f"{rental.provider}:{rental.kind}"
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`."""
         return self._there(attempt).stage(attempt, bundle, order, previous)

@@ -90,6 +90,7 @@ class Forecast:
         cost: None if nothing is rented.
         secrets: name to the problem with it, "" if it is set. Values are never shown.
         retry, limits: from the template.
+        bring: which checkpoints come home; "" on this machine.
     """
 
     placement: str
@@ -102,6 +103,7 @@ class Forecast:
     secrets: Mapping[str, str]
     retry: Mapping[str, Any]
     limits: Mapping[str, Any]
+    bring: str
 
 
 def forecast(control: Control, plans: Sequence[StagePlan], template: Template | None) -> Forecast:
@@ -116,7 +118,6 @@ def forecast(control: Control, plans: Sequence[StagePlan], template: Template | 
     with control.store.snapshot() as session:
         turn = turn_ahead(session, control.reconciler.placements, template)
     site = getattr(chosen.placement, "site", None)
-    elsewhere = isinstance(chosen.placement, OverSsh | OnRented)
     return Forecast(
         placement=_where(chosen) or placement.name,
         launcher=placement.launcher,
@@ -131,7 +132,8 @@ def forecast(control: Control, plans: Sequence[StagePlan], template: Template | 
             name: _problem(name) for name in sorted({name for plan in plans for name in plan.job.secrets})
         },
         retry=chosen.retry.model_dump(),
-        limits=_limits(chosen) if elsewhere or chosen.container else {},
+        limits=_limits(chosen) if chosen.elsewhere else {},
+        bring=chosen.brings if chosen.elsewhere else "",
     )
 
 

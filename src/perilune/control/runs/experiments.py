@@ -110,7 +110,7 @@ def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StageP
     tasks = {stage.name: stage.task for stage in recipe.stages}
     for stage in recipe.stages:
         for source in stage.consumes.values():
-            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.bring)
+            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.brings)
             if left and where.elsewhere:
                 raise RequestError(
                     f"stage {stage.name} takes the checkpoint of stage {source}, which stays on its machine",

@@ -52,14 +52,14 @@ class Placements:
             case Here() as here:
                 own = Site(workspace=str(self.home.root / "containers"))
                 return RemotePlacement(
-                    LocalHost(), here.site or own, template.limits, container, bring=template.bring
+                    LocalHost(), here.site or own, template.limits, container, bring=template.brings
                 )
             case OverSsh() as there:
                 key = template.model_dump_json(include={"placement", "launcher", "limits", "bring"})
                 if key not in self._made:
                     host = SshHost(there, self.home.root / "ssh")
                     self._made[key] = RemotePlacement(
-                        host, there.site, template.limits, container, bring=template.bring
+                        host, there.site, template.limits, container, bring=template.brings
                     )
                 return self._made[key]
             case OnRented() as rental:
@@ -73,7 +73,7 @@ class Placements:
                         rental.site.with_environment(variables),
                         limits,
                         container,
-                        bring=template.bring,
+                        bring=template.brings,
                         lasting=lasting,
                     ),
                     process.NAME if container is None else container.name,
@@ -87,7 +87,7 @@ class Placements:
     def bring(self, run_id: str) -> Bring:
         """Which checkpoints of a run come home from another machine."""
         template = self._readable(run_id)
-        return template.bring if template is not None and template.elsewhere else "all"
+        return template.brings if template is not None and template.elsewhere else "all"
 
     def turn(self, run_id: str) -> tuple[int | None, int]:
         """Slots of a run's placement (None is unlimited), and the run's priority."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from sqlalchemy import select
 
@@ -35,6 +34,7 @@ from perilune.control.runs.queue import pause_left
 from perilune.control.runs.reachability import note_reachability, unseen_seconds
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.observation import Observation
+from perilune.execution.placements.protocol import Assignment
 from perilune.execution.verdict import Cause, cause_of, describe_error
 
 WORKERS = 8  # other machines that are observed at once
@@ -306,16 +306,20 @@ class Reconciler:
         reached("stage.committed")
         return True
 
-    def _restored_from(self, run: Run) -> Path | None:
-        """Directory of the attempt whose complete checkpoints the next one starts from."""
-        if run.current_epoch > 1:
-            owner, number = run.id, run.current_epoch - 1
-        elif run.retry_of is not None and self.run(run.retry_of).state != RunState.SUCCEEDED:
-            owner, number = run.retry_of, self.run(run.retry_of).current_epoch
-        else:
-            return None
-        path = self.home.attempt(owner, number)
-        return path if path.is_dir() else None
+    def _restored_from(self, run: Run) -> Assignment | None:
+        """The attempt whose complete checkpoints the next one starts from: the last one that was staged.
+
+        Attempts whose machine could not be reached were not.
+        """
+        newest = run.current_epoch - 1
+        while True:
+            for number in range(newest, 0, -1):
+                if (path := self.home.attempt(run.id, number)).is_dir():
+                    return Assignment(run.id, number, path)
+            if run.retry_of is None or self.run(run.retry_of).state == RunState.SUCCEEDED:
+                return None
+            run = self.run(run.retry_of)
+            newest = run.current_epoch
 
     def _start(self, attempt: Attempt) -> bool:
         placement = self.placements.of(attempt.run_id)

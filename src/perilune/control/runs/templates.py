@@ -106,10 +106,11 @@ class Template(_Section):
     resources: ResourcesChange = Field(ResourcesChange(), description="resources of the machine")
     retry: Retry = Field(Retry(), description="how often a failed run is tried again")
     limits: AttemptLimits = Field(AttemptLimits(), description="time limits of an attempt on another machine")
-    bring: Bring = Field(
-        "final",
+    bring: Bring | None = Field(
+        None,
         description="checkpoints to fetch from another machine: metrics (none), final (the final and the best"
-        " weights), or all (also those to resume from, with the optimizer's moments)",
+        " weights), or all (also those to resume from, with the optimizer's moments); by default all from a"
+        " rented machine and final from any other",
     )
     slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
     price: float | None = Field(
@@ -146,6 +147,11 @@ class Template(_Section):
     def elsewhere(self) -> bool:
         """Whether files come home from another machine, or from a container."""
         return not isinstance(self.placement, Here) or self.container is not None
+
+    @property
+    def brings(self) -> Bring:
+        """`bring` or its default: a rented machine does not come back, so nothing may be only there."""
+        return self.bring or ("all" if isinstance(self.placement, OnRented) else "final")
 
     def policy(self) -> RetryPolicy:
         """The reconciler's retry policy."""

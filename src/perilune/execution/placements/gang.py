@@ -36,7 +36,7 @@ class GangPlacement:
         self.name, self.launcher, self.members = name, launcher, members
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`; the working copy is made once, with the leading machine."""
 

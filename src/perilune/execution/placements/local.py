@@ -44,10 +44,10 @@ class LocalPlacement:
         self._since: dict[Assignment, float] = {}
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`; removes the remains of a killed staging."""
-        working_copy(bundle, attempt.directory, order, previous)
+        working_copy(bundle, attempt.directory, order, previous and previous.directory)
         return ""
 
     def start(self, attempt: Assignment) -> None:
@@ -109,7 +109,8 @@ def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previo
     """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
 
     Args:
-        order, previous: as for `Placement.stage`.
+        order: as for `Placement.stage`.
+        previous: the directory of the attempt to restore from.
 
     Raises:
         RequestError: the bundle differs from what was frozen, or the disk is full.

@@ -64,7 +64,7 @@ class Placement(Protocol):
     capabilities: Capabilities
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """Create the attempt's working copy there, completely, verified, and from scratch.
 
@@ -73,7 +73,8 @@ class Placement(Protocol):
         Args:
             bundle: the frozen bundle.
             order: content of runtime/run.json for the worker, with "bundle_digest".
-            previous: directory of an attempt whose complete checkpoints and metrics are restored.
+            previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
+                still has files there, its processes are ended first.
 
         Returns:
             Why the attempt starts from the beginning although the previous one had a checkpoint; or "".

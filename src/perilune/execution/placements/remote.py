@@ -125,14 +125,17 @@ class RemotePlacement:
         self.name = host.name
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Path | None
+        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
+        before = previous and previous.directory
         if attempt.node == 0:
-            working_copy(bundle, attempt.directory, order, previous)
+            if previous is not None and self._holds:
+                self._hold_left(previous)
+            working_copy(bundle, attempt.directory, order, before)
         with self._mirror(attempt) as home:
             home.reset()
-        held = read_held(previous) if previous is not None and self.bring != "all" else []
+        held = read_held(before) if before is not None and self.bring != "all" else []
         write_held(attempt.directory, held)
         upload = Upload(attempt.directory, attempt.node, held, self._hub)
         wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
@@ -141,7 +144,7 @@ class RemotePlacement:
             with upload.stream(_sources(PARTS["receive"]), wanted) as source:
                 answer = self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
             if answer.get("received") == upload.tree:
-                return starts_over(previous, upload)
+                return starts_over(before, upload)
             if answer.get("busy") is True:
                 time.sleep(BUSY_SECONDS)
                 wanted = upload.small()
@@ -216,15 +219,37 @@ class RemotePlacement:
 
     def remove(self, attempt: Assignment) -> None:
         """As `Placement.remove`; the machine keeps what the next attempt resumes from and this one lacks."""
-        if self.bring != "all" and self.lasting and attempt.node == 0:
-            options = ("--share", str(self.site.store))
-            answer = self._call(attempt, "hold", *options, timeout=HOLD_SECONDS)
-            if answer.get("held") is not None:
-                try:
-                    write_held(attempt.directory, held_entries(answer["held"]))
-                except (ValueError, TypeError) as error:
-                    raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
+        if self._holds and attempt.node == 0:
+            self._hold(attempt)
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the machine keeps checkpoints for the next attempt."""
+        return self.bring != "all" and self.lasting
+
+    def _hold(self, attempt: Assignment, *options: str) -> None:
+        """Move the attempt's checkpoints to the machine's store, and record which these are."""
+        options = ("--share", str(self.site.store), *options)
+        answer = self._call(attempt, "hold", *options, timeout=HOLD_SECONDS)
+        if answer.get("held") is not None:
+            try:
+                write_held(attempt.directory, held_entries(answer["held"]))
+            except (ValueError, TypeError) as error:
+                raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
+
+    def _hold_left(self, attempt: Assignment) -> None:
+        """Hold the checkpoints of an attempt that was lost, if the machine still has its files.
+
+        Its processes are ended first, as `start` of the next attempt would, so nothing writes to them. The
+        rest comes home too, because a checkpoint is resumed with the metrics of all steps before it.
+        """
+        seen, _ = self._look(attempt, None, 0, LOOK_SECONDS)
+        if seen.get("staged") is not True or not self.stop(attempt):
+            return
+        with contextlib.suppress(WorkFailedError):  # damaged files, which the next attempt makes again
+            self.pull(attempt, whole=True)
+        self._hold(attempt, "--lost")
 
     @property
     def _hub(self) -> str:
