@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
     run_id = next(advance(control, begin(control, [plan]), [plan], template=template)).run_id
 
     def looked(number: int = 1) -> str:
+        time.sleep(0.2)
         control.reconciler.look_now(run_id)
         control.reconciler.one(run_id)
         attempts = attempts_of(control, run_id)

@@ -47,7 +47,8 @@ class LocalPlacement:
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`; removes the remains of a killed staging."""
-        working_copy(bundle, attempt.directory, order, previous and previous.directory)
+        before = None if previous is None else previous.directory
+        working_copy(bundle, attempt.directory, order, before)
         return ""
 
     def start(self, attempt: Assignment) -> None:

@@ -128,7 +128,7 @@ class RemotePlacement:
         self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
     ) -> str:
         """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
-        before = previous and previous.directory
+        before = None if previous is None else previous.directory
         if attempt.node == 0:
             if previous is not None and self._holds:
                 self._hold_left(previous)
