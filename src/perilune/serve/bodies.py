@@ -160,16 +160,22 @@ def _names(body: type[Body]) -> frozenset[str]:
 
 
 def bounded(document: Any) -> Any:
-    """A JSON value of bounded size that can be sent back, for a validator."""
+    """A JSON value of bounded size, for a validator."""
     check_values(document, _MOST_VALUES, _DEEPEST)
+    return document
+
+
+def returnable(document: Any) -> Any:
+    """A JSON value of bounded size that a response can repeat, for a validator."""
     try:
-        json.dumps(document, ensure_ascii=False).encode()
+        json.dumps(bounded(document), ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("has half of a surrogate pair") from None
     return document
 
 
 Document = Annotated[dict[str, Any], BeforeValidator(bounded)]
+Returned = Annotated[dict[str, Any], BeforeValidator(returnable)]
 
 
 def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag
 from pydantic import Discriminator as ByFunction
 
-from perilune.serve.bodies import Body, Document, RequestBody, validated
+from perilune.serve.bodies import Body, Document, RequestBody, Returned, validated
 from perilune.serve.schema import (
     MOST_LOGPROBS,
     MOST_MESSAGES,
@@ -106,7 +106,7 @@ class _Function(Body):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: Document | None = None
+    parameters: Returned | None = None
     strict: bool | None = None  # arguments are not constrained
 
 
@@ -128,7 +128,7 @@ class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     description: str | None = None
-    schema_: Document | None = Field(None, alias="schema")
+    schema_: Returned | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
