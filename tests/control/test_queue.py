@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from drill_cases import begin, drill_plan, wait_for
 from sqlalchemy import select
@@ -60,15 +61,18 @@ def test_who_waits_helps_those_before_it_along(control: Control) -> None:
     assert order_of_beginning(control) == [first, second]
 
 
-def test_slots_are_a_placements_and_without_them_all_begin(control: Control) -> None:
-    runs = [submitted(control, f"free{number}", Template(), steps=1) for number in range(3)]
+def test_slots_are_a_placements_and_without_them_all_begin(control: Control, tmp_path: Path) -> None:
+    gate = str(tmp_path / "gate")
+    runs = [submitted(control, f"free{number}", Template(), steps=1, gate=gate) for number in range(3)]
     control.reconciler.all()
     assert states(control, runs) == ["active"] * 3
-    two = [submitted(control, f"two{number}", Template(slots=5), steps=1) for number in range(2)]
+    slots = Template(slots=5)
+    two = [submitted(control, f"two{number}", slots, steps=1, gate=gate) for number in range(2)]
     control.reconciler.all()
     assert states(control, two) == ["active"] * 2  # five at once, three of which are the others'
-    one = submitted(control, "one", Template(slots=5), steps=1)
+    one = submitted(control, "one", slots, steps=1)
     assert explain(control, one).because[-1].endswith("5 of 5 slots are taken")
+    Path(gate).touch()
     wait_for(lambda: control.reconciler.all() == [])
 
 
