@@ -11,6 +11,19 @@ from perilune.files import with_field
 
 SCHEMA_VERSION = 1
 
+OutputKind = Literal[
+    "checkpoint",
+    "dataset",
+    "preferences",
+    "reward_model",
+    "player",
+    "utterances",
+    "codec",
+    "voice",
+    "evaluation",
+]
+"""What the output of a stage is."""
+
 Preset = Literal["tiny", "small", "base", "medium", "large"]
 PRESET = "built-in architecture with random weights: 0.3, 0.7, 3, 10 or 30 million parameters"
 
@@ -34,19 +47,7 @@ class InputReference(Frozen):
     name: str
     path: str = Field(pattern=r"^inputs/[A-Za-z0-9_][A-Za-z0-9._-]*$")
     digest: str
-    kind: Literal[
-        "checkpoint",
-        "dataset",
-        "preferences",
-        "reward_model",
-        "player",
-        "utterances",
-        "codec",
-        "voice",
-        "evaluation",
-        "tasks",
-        "files",
-    ]
+    kind: Literal[OutputKind, "tasks", "files"]
 
 
 class Resources(Frozen):

@@ -11,29 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, get_args, runtime_checkable
 
 from pydantic import BaseModel
 
-from perilune.bundle.job import Resources
+from perilune.bundle.job import OutputKind, Resources
 from perilune.errors import RequestError
 from perilune.extensions import NamesCode
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.bundle.workspace import Workspace
-
-OutputKind = Literal[
-    "checkpoint",
-    "dataset",
-    "preferences",
-    "reward_model",
-    "player",
-    "utterances",
-    "codec",
-    "voice",
-    "evaluation",
-]
 
 PLUGIN_GROUP = "perilune.tasks"
 

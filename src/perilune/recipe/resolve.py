@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from perilune.bundle.job import OutputKind
 from perilune.bundle.plugin import (
-    OutputKind,
     by_model_fields,
     code_fields,
     consumed_fields,

@@ -19,8 +19,8 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict
 
 from perilune import watchdog
-from perilune.bundle.job import Job
-from perilune.bundle.plugin import Consumes, OutputKind
+from perilune.bundle.job import Job, OutputKind
+from perilune.bundle.plugin import Consumes
 from perilune.bundle.workspace import Workspace
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.files import canonical_json, read_json, write_json

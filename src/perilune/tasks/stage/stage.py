@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
-from perilune.bundle.job import Job
-from perilune.bundle.plugin import OutputKind, complete_spec
+from perilune.bundle.job import Job, OutputKind
+from perilune.bundle.plugin import complete_spec
 from perilune.learn.training_settings import (
     LearnerSettings,
     OptimizerSettings,
