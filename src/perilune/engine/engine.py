@@ -35,6 +35,7 @@ from perilune.engine.runner import (
     SleepingRunner,
     TorchRunner,
     block_contents,
+    sleeping,
     start_recording,
 )
 from perilune.engine.sampler import Drawn, Sampler
@@ -169,7 +170,7 @@ class Engine:
             RequestError: for a runner whose logits depend on the division of a sequence into steps, for
                 linear attention, or for a draft that does not fit the model.
         """
-        if getattr(self._config, "delta", None) is not None:
+        if self._has_states:
             raise RequestError(
                 "the model has linear attention, whose state cannot drop a rejected token",
                 where="speculation",
@@ -189,8 +190,12 @@ class Engine:
     @property
     def speculates_exactly(self) -> bool:
         """Whether `speculate` is possible: not with linear attention, whose states cannot be rolled back."""
-        recurrent = getattr(self._config, "delta", None) is not None
-        return not recurrent and splits_exactly(self._runner)
+        return not self._has_states and splits_exactly(self._runner)
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether the model has linear attention."""
+        return getattr(self._config, "delta", None) is not None
 
     def _make_draft(self) -> Runner | None:
         settings = self._speculation
@@ -553,7 +558,7 @@ class Engine:
     def _advance(self) -> None:
         """Schedule, run, sample and commit one step."""
         if isinstance(self._runner, SleepingRunner):
-            raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+            raise sleeping()
         try:
             step = self._scheduler.schedule()
             if step is None:

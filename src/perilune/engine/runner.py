@@ -113,14 +113,19 @@ def block_contents(runner: Runner) -> BlockContents:
     return cache
 
 
+def sleeping() -> RequestError:
+    """The error of an engine that was asked to work while it sleeps."""
+    return RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+
+
 class SleepingRunner:
     """Stands for the runner of an engine that sleeps: it has neither weights nor a cache."""
 
     def run(self, batch: StepBatch) -> Tensor:
-        raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+        raise sleeping()
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
-        raise RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
+        raise sleeping()
 
     def load_weights(self, decoder: Decoder) -> None:
         """Do nothing: the next runner copies the weights of the decoder."""

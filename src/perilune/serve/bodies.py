@@ -13,8 +13,10 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.requests import Request
 
 from perilune.serve.errors import ApiError, shorten
+from perilune.serve.lanes import Lanes
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -32,6 +34,16 @@ def read_body(data: bytes, kind: type[BodyT]) -> BodyT:
         ApiError: 400, with the first error.
     """
     return validated(_parse(data), kind)
+
+
+async def read_request(request: Request, kind: type[BodyT], lanes: Lanes) -> tuple[BodyT, int]:
+    """The validated body of a request, and its size in bytes.
+
+    Raises:
+        ApiError: 400, with the first error.
+    """
+    data = await request.body()
+    return await lanes.short_or_long(len(data), lambda: read_body(data, kind)), len(data)
 
 
 def validated(document: Any, kind: type[BodyT]) -> BodyT:

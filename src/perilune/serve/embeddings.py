@@ -19,7 +19,7 @@ from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.serve.answers import Usage
-from perilune.serve.bodies import RequestBody, read_body
+from perilune.serve.bodies import RequestBody, read_request
 from perilune.serve.errors import CLIENT_LEFT, ApiError
 from perilune.serve.responses import Disconnected, while_connected
 from perilune.serve.schema import Tokens
@@ -69,13 +69,12 @@ class Embeddings:
     async def answer(self, request: Request) -> Response:
         """Answer POST /v1/embeddings."""
         service, began = self._service, perf_counter()
-        data = await request.body()
-        body = await service.lanes.short_or_long(len(data), lambda: read_body(data, EmbeddingBody))
+        body, size = await read_request(request, EmbeddingBody, service.lanes)
         if body.dimensions is not None and body.dimensions > self._size:
             raise ApiError(400, f"an embedding has {self._size} dimensions", param="dimensions")
         adapter = service.adapter_of(body.model)
         with service.admitted():
-            texts = await service.prompts.texts(body.texts, len(data), None, "input")
+            texts = await service.prompts.texts(body.texts, size, None, "input")
             tokens = sum(map(len, texts))
             if tokens > _MOST_TOKENS:
                 raise ApiError(400, f"a request may have at most {_MOST_TOKENS:,} tokens", param="input")

@@ -42,6 +42,12 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
+def no_model(name: str, *known: str) -> ApiError:
+    """404: the server has no model of this name, but the `known` ones."""
+    message = f"no model {shorten(name)!r}; this server has {', '.join(map(repr, known))}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def error_document(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

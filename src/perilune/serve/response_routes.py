@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from perilune.errors import RequestError
-from perilune.serve.bodies import read_body
+from perilune.serve.bodies import read_request
 from perilune.serve.errors import ApiError, shorten
 from perilune.serve.response_answer import ResponseAnswer
 from perilune.serve.response_body import ResponseBody, add_item
@@ -106,12 +106,11 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
 
     @router.post("", response_model=None)
     async def create(request: Request) -> Response:
-        data = await request.body()
-        body = await service.lanes.short_or_long(len(data), lambda: read_body(data, ResponseBody))
+        body, size = await read_request(request, ResponseBody, service.lanes)
         earlier = b"[]"
         if body.previous_response_id is not None:
             earlier = conversations.messages(body.previous_response_id)
-        size = len(data) + len(earlier)
+        size += len(earlier)
 
         def continued() -> tuple[Messages, ChatBody]:
             messages: Messages = json.loads(earlier) + body.messages

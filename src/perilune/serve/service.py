@@ -20,9 +20,9 @@ from perilune.engine.request import SamplingParams
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
-from perilune.serve.bodies import read_body
+from perilune.serve.bodies import read_request
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten, with_remedy
+from perilune.serve.errors import CLIENT_LEFT, ApiError, no_model, shorten, with_remedy
 from perilune.serve.exchange import Answering, Exchange
 from perilune.serve.gate import Gate
 from perilune.serve.lanes import Lanes
@@ -100,10 +100,9 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        data = await request.body()
-        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, ChatBody))
+        body, size = await read_request(request, ChatBody, self.lanes)
         answer = self._answer(body, chat=True, logprobs=body.logprobs)
-        return await self.converse(body, answer, len(data), request)
+        return await self.converse(body, answer, size, request)
 
     async def converse(self, body: ChatBody, answer: Answering, size: int, request: Request) -> Response:
         """Sample the answer of a chat from a body of `size` bytes, and respond."""
@@ -116,38 +115,35 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
-        data = await request.body()
-        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, TokenizeBody))
+        body, size = await read_request(request, TokenizeBody, self.lanes)
         if body.messages is not None:
             tools = [tool.document for tool in body.tools]
             conversation = Conversation(body.messages, tools, body.chat_template_kwargs)
-            tokens = await self.prompts.conversation(conversation, len(data))
+            tokens = await self.prompts.conversation(conversation, size)
         else:
             prompt = body.prompt or ""
             self.prompts.check_characters(len(prompt), "prompt")
             encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
-            tokens = await self.lanes.short_or_long(len(data), encode)
+            tokens = await self.lanes.short_or_long(size, encode)
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
-        data = await request.body()
-        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, DetokenizeBody))
+        body, size = await read_request(request, DetokenizeBody, self.lanes)
         outside = next((token for token in body.tokens if token >= self.model.tokenizer.vocab_size), None)
         if outside is not None:
             raise ApiError(400, f"the vocabulary has no token {outside}", param="tokens")
         decode = partial(self.model.tokenizer.decode, body.tokens)
-        return JSONResponse({"prompt": await self.lanes.short_or_long(len(data), decode)})
+        return JSONResponse({"prompt": await self.lanes.short_or_long(size, decode)})
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        data = await request.body()
-        body = await self.lanes.short_or_long(len(data), lambda: read_body(data, CompletionBody))
+        body, size = await read_request(request, CompletionBody, self.lanes)
         if body.n * len(body.prompts) > MOST_CHOICES:
             raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
 
         async def encode() -> list[list[int]]:
-            return await self.prompts.texts(body.prompts, len(data), body.max_tokens)
+            return await self.prompts.texts(body.prompts, size, body.max_tokens)
 
         answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
@@ -238,9 +234,7 @@ class Service:
             ApiError: 404, when there is neither.
         """
         if model not in self.model.names:
-            names = ", ".join(map(repr, self.model.names))
-            message = f"no model {shorten(model)!r}; this server has {names}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(model, *self.model.names)
         return None if model == self.model.name else model
 
     @contextmanager

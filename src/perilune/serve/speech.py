@@ -16,9 +16,9 @@ from prometheus_client import Counter, Histogram
 from starlette.responses import Response
 
 from perilune.errors import PeriluneError
-from perilune.serve.bodies import read_body
+from perilune.serve.bodies import read_request
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, ApiError, shorten
+from perilune.serve.errors import CLIENT_LEFT, no_model
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import SECONDS, Metrics
 from perilune.serve.responses import Disconnected, EventStream, while_connected
@@ -116,13 +116,12 @@ class SpeechService:
     async def speak(self, request: Request) -> Response:
         """Answer POST /v1/audio/speech."""
         began = perf_counter()
-        data = await request.body()
-        body = await self._lanes.short_or_long(len(data), lambda: read_body(data, SpeechBody))
+        body, size = await read_request(request, SpeechBody, self._lanes)
         self._admit(body)
         self.answering += 1
         handed_on = False
         try:
-            stream = await while_connected(self._begin(body, len(data)), request.receive)
+            stream = await while_connected(self._begin(body, size), request.receive)
             kind = "audio/wav" if body.response_format == "wav" else "audio/pcm"
             if not body.stream:
                 return await self._whole(stream, body, request, began)
@@ -138,8 +137,7 @@ class SpeechService:
 
     def _admit(self, body: SpeechBody) -> None:
         if body.model != self.name:
-            message = f"no model {shorten(body.model)!r}; this server has {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(body.model, self.name)
         busy = self.thread.open_samples + self._entering >= self._most_streams
         if busy or self.answering >= 2 * self._most_streams:
             raise queue_is_full(self.metrics.answer_seconds)
