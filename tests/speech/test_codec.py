@@ -11,6 +11,7 @@ from speech_cases import CODES, small_model
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 from perilune.speech.codec import CodecState
+from perilune.speech.config import SpeechConfig
 from perilune.speech.folder import is_speech_folder, load_speech_model, save_speech_model
 
 
@@ -42,6 +43,16 @@ def test_streams_can_join_and_part_between_chunks() -> None:
     tail = codec(long[:, 18:], joint.split()[0])
     assert torch.equal(torch.cat([heads, pair[:1], tail], dim=1), codec(long))
     assert torch.equal(pair[1:], codec(short)[:, 6 * codec.config.frame :])
+
+
+def test_a_speaker_in_capitals_keeps_the_dialect() -> None:
+    config = small_model().config
+    document = config.to_hf()
+    for key in ("spk_id", "spk_is_dialect"):
+        document["talker_config"][key] = {
+            name.title(): value for name, value in document["talker_config"][key].items()
+        }
+    assert SpeechConfig.from_hf(document, config.codec) == config
 
 
 def test_a_folder_keeps_the_model(tmp_path: Path) -> None:

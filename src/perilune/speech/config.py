@@ -355,7 +355,7 @@ def _dialects(read: Reader, speakers: Mapping[str, int]) -> dict[str, str]:
     return {
         str(name).lower(): value
         for name, value in inner.items()
-        if isinstance(value, str) and name in speakers
+        if isinstance(value, str) and str(name).lower() in speakers
     }
 
 
