@@ -31,6 +31,7 @@ from perilune.engine.cache import PagedCache
 from perilune.engine.decode_step import DecodeAttention, GatheredAttention, TritonAttention
 from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
+from perilune.models.attention import AttentionLayer
 from perilune.models.checkpoints.loading import load_decoder
 from perilune.models.config.decoder_config import PRESETS
 from rollout.checkpoints import checkpoint
@@ -224,7 +225,7 @@ def kernel_milliseconds(engine: Any, requests: Sequence[Request], device: str) -
 def attention_rows(device: str, dtype: str, contexts: Sequence[int]) -> list[dict[str, Any]]:
     """Attention of 32 samples with 16 query and 8 key-value heads of 128, one layer; and what it reads."""
     config = PRESETS["tiny"].replace(num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128)
-    rows, kind = [], getattr(torch, dtype)
+    rows, kind, layer = [], getattr(torch, dtype), AttentionLayer(0)
     samples = 2 if device == "cpu" else 32
     for context in contexts:
         columns = context // 16
@@ -236,7 +237,7 @@ def attention_rows(device: str, dtype: str, contexts: Sequence[int]) -> list[dic
             for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         )
         attention = attention_on(device)(cache, [table], positions)
-        milliseconds = time_of(lambda attention=attention, q=q, k=k, v=v: attention(0, q, k, v), device)
+        milliseconds = time_of(lambda attention=attention, q=q, k=k, v=v: attention(q, k, v, layer), device)
         read = cache.nbytes * (1 - 1 / (1 + samples * columns))
         rows.append(
             {"context": context, "milliseconds": milliseconds, "GB_per_second": read / milliseconds / 1e6}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perilune.models import attention, kernels
-from perilune.models.attention import PackedAttention, ScoreOptions, attend, padded
+from perilune.models.attention import AttentionLayer, PackedAttention, ScoreOptions, attend, padded
 from perilune.models.native import ops
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -75,8 +74,10 @@ def check(
     of = None if prefix_of is None else torch.tensor(prefix_of)
     cut = None if prefix_lengths is None else torch.tensor(prefix_lengths)
     packed = PackedAttention(cu, of, cut)
-    attended = partial(packed, 0) if attend_all is None else partial(attend_all, spans=packed._long)
-    out = attended(*ours, window=window, **({} if options is None else {"options": options}))
+    if attend_all is None:
+        out = packed(*ours, AttentionLayer(0, window, options))
+    else:
+        out = attend_all(*ours, packed._long, window)
     theirs = [x.double().requires_grad_() for x in inputs]
     same = PLAIN
     if options is not None:
@@ -230,7 +231,7 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
         cu = bounds(lengths)
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
         with mock.patch.object(ops, "available", lambda: False):  # the kernels' own are in test_native.py
-            packed = PackedAttention(cu)(0, q, k, v, window)
+            packed = PackedAttention(cu)(q, k, v, AttentionLayer(0, window))
         columns = padded(max(lengths)) + 64
         # As a cache holds them: a key is a column; where masked, leftovers of others.
         keys = torch.randn(len(lengths), heads[1], size, columns)
@@ -256,9 +257,9 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
 @exact
 def test_a_query_has_the_same_bits_behind_a_shared_prefix() -> None:
     q, k, v = random_qkv(70, 4, 2, 32)
-    whole = PackedAttention(bounds([70]))(0, q, k, v)
+    whole = PackedAttention(bounds([70]))(q, k, v, AttentionLayer(0))
     again = torch.cat([torch.arange(30), torch.arange(30, 70), torch.arange(30, 70)])
     shared = PackedAttention(bounds([30, 40, 40]), torch.tensor([-1, 0, 0]))
-    out = shared(0, q[again], k[again], v[again])
+    out = shared(q[again], k[again], v[again], AttentionLayer(0))
     assert torch.equal(out[:70], whole)
     assert torch.equal(out[70:], whole[30:])

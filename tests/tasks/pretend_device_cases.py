@@ -18,7 +18,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.request import Prompt, Request, SamplingParams
 from perilune.models.adapters.files import Adapter
-from perilune.models.attention import PackedAttention
+from perilune.models.attention import AttentionLayer, PackedAttention
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
@@ -117,8 +117,9 @@ def test_packed_attention_gives_the_same_there(longest: int, window: int | None,
     there = [one.to(DEVICE).requires_grad_() for one in here]
     for one in here:
         one.requires_grad_()
-    out = PackedAttention(ends, of, cut)(0, *here, window)
-    its = PackedAttention(ends.to(DEVICE), of.to(DEVICE), cut.to(DEVICE))(0, *there, window)
+    layer = AttentionLayer(0, window)
+    out = PackedAttention(ends, of, cut)(*here, layer)
+    its = PackedAttention(ends.to(DEVICE), of.to(DEVICE), cut.to(DEVICE))(*there, layer)
     torch.testing.assert_close(its.cpu(), out, rtol=1e-4, atol=1e-5)
     out.sum().backward()
     its.sum().backward()

@@ -21,7 +21,7 @@ from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
-from perilune.models.attention import ScoreOptions, attend
+from perilune.models.attention import AttentionLayer, attend
 from perilune.models.config.decoder_config import DecoderConfig
 
 _CUT = 192 // BLOCK  # blocks; keys behind a window are skipped in multiples of this (see `attend`)
@@ -288,26 +288,18 @@ class PagedAttention:
         self._queries = list(_in_groups(batch))
         self._parts: dict[int | None, list[_Part]] = {}
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        table = self._cache.table_of[layer]
-        self._cache.store(layer, self._places[table], k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        cache, window = self._cache, layer.window
+        table = cache.table_of[layer.index]
+        cache.store(layer.index, self._places[table], k, v)
         if window not in self._parts:
-            self._parts[window] = [_Part(of, table, window, self._cache, q) for of in self._queries]
+            self._parts[window] = [_Part(of, table, window, cache, q) for of in self._queries]
         parts = self._parts[window]
         if len(parts) == 1 and parts[0].whole == len(q):
-            return parts[0](layer, q, self._cache, options)
+            return parts[0](q, cache, layer)
         out = q.new_zeros(*q.shape[:2], v.shape[-1])
         for part in parts:
-            part.into(out, layer, q, self._cache, options)
+            part.into(out, q, cache, layer)
         return out
 
 
@@ -332,32 +324,30 @@ class _Part:
         if queries.tokens is not None:
             self._tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
 
-    def __call__(self, layer: int, q: Tensor, cache: PagedCache, options: ScoreOptions | None) -> Tensor:
+    def __call__(self, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> Tensor:
         """float[S * M, H, E]."""
         sequences, heads, group, count, size = self._shape
         q = q[: self.whole] if self._tokens is None else q.index_select(0, self._tokens)
         if count > 1:
             q = q.view(sequences, count, heads * group, size).transpose(1, 2)
-        keys, values = cache.gather(layer, self._table)
+        keys, values = cache.gather(layer.index, self._table)
         out = attend(
             q.reshape(sequences * heads, group * count, size),
             keys.to(q.dtype),
             values.to(q.dtype),
             self._mask,
-            None if options is None else options.of_sets(sequences * heads, heads, count),
+            None if layer.options is None else layer.options.of_sets(sequences * heads, heads, count),
         )
         if count > 1:
             out = out.reshape(sequences, heads * group, count, -1).transpose(1, 2)
         return out.reshape(-1, heads * group, values.shape[-1])
 
-    def into(
-        self, out: Tensor, layer: int, q: Tensor, cache: PagedCache, options: ScoreOptions | None
-    ) -> None:
+    def into(self, out: Tensor, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> None:
         """Write the outputs to the rows of their tokens."""
         if self._tokens is None:
-            out[: self.whole] = self(layer, q, cache, options)
+            out[: self.whole] = self(q, cache, layer)
         else:
-            out.index_copy_(0, self._tokens, self(layer, q, cache, options))
+            out.index_copy_(0, self._tokens, self(q, cache, layer))
 
     def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
         """A mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""

@@ -19,7 +19,7 @@ from perilune.engine.blocks import BLOCK
 from perilune.engine.cache import PagedAttention, PagedCache, Places, Table
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
-from perilune.models.attention import Attention, ScoreOptions, attend
+from perilune.models.attention import Attention, AttentionLayer, attend
 from perilune.models.decoder import Decoder
 
 DecodeAttention = Callable[[PagedCache, Sequence[Tensor], Tensor], Attention]
@@ -37,22 +37,13 @@ class GatheredAttention:
         self._places = [Places(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
         self._tables = [Table(of, cache.heads, cache.size) for of in blocks]
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        cache, index = self._cache, self._cache.table_of[layer]
-        cache.store(layer, self._places[index], k, v)
-        keys, values = cache.gather(layer, self._tables[index])
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        cache, table = self._cache, self._cache.table_of[layer.index]
+        cache.store(layer.index, self._places[table], k, v)
+        keys, values = cache.gather(layer.index, self._tables[table])
         groups = q.reshape(len(keys), -1, cache.size)
-        own = None if options is None else options.of_sets(len(keys), cache.heads, 1)
-        mask = self._mask(q, window)
+        own = None if layer.options is None else layer.options.of_sets(len(keys), cache.heads, 1)
+        mask = self._mask(q, layer.window)
         return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, own).reshape(q.shape)
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
@@ -79,21 +70,13 @@ class TritonAttention:
         ]
         self._tables, self._positions = tables, positions
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        if options is not None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        if layer.options is not None:
             raise RequestError("the Triton kernels have neither sinks nor bounds on scores")
-        where = self._layers[layer], self._tables[self._table_of[layer]], self._positions
+        table = self._tables[self._table_of[layer.index]]
+        where = self._layers[layer.index], table, self._positions
         self._kernels.store(k, v, *where)
-        return self._kernels.attend(q, *where, window)
+        return self._kernels.attend(q, *where, layer.window)
 
 
 class MixedAttention:
@@ -120,21 +103,10 @@ class MixedAttention:
         )
         self._rest = PagedAttention(cache, rest, tokens - count)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         count = self._decodes
-        decoded = self._decoding(layer, q[:count], k[:count], v[:count], window, options=options)
-        return torch.cat(
-            [decoded, self._rest(layer, q[count:], k[count:], v[count:], window, options=options)]
-        )
+        decoded = self._decoding(q[:count], k[:count], v[:count], layer)
+        return torch.cat([decoded, self._rest(q[count:], k[count:], v[count:], layer)])
 
 
 class DecodeStep:

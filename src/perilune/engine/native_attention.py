@@ -11,7 +11,7 @@ from torch import Tensor
 from perilune.engine.cache import PagedCache
 from perilune.engine.routes import RouteStore
 from perilune.engine.step import StepBatch
-from perilune.models.attention import ScoreOptions
+from perilune.models.attention import AttentionLayer
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, RouteMemory, Step, attend_paged
 
@@ -70,16 +70,7 @@ class NativePagedAttention:
     def __init__(self, cache: PagedCache, batch: StepBatch) -> None:
         self._caches, self._described = describe_cache(cache), DescribedStep(batch)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        sinks = None if options is None else options.sinks
-        where = self._caches[layer], self._described.step
-        return attend_paged(q, k, v, where, scale=q.shape[-1] ** -0.5, window=window or 0, sinks=sinks)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        sinks = None if layer.options is None else layer.options.sinks
+        where, scale = (self._caches[layer.index], self._described.step), q.shape[-1] ** -0.5
+        return attend_paged(q, k, v, where, scale=scale, window=layer.window or 0, sinks=sinks)

@@ -18,7 +18,7 @@ from torch import Tensor
 from perilune.engine.blocks import BLOCK
 from perilune.engine.cache import PagedCache
 from perilune.engine.step import StepBatch
-from perilune.models.attention import Attention, ScoreOptions
+from perilune.models.attention import Attention, AttentionLayer
 from perilune.models.recurrence import DeltaInputs, convolve_rows, delta_step
 
 
@@ -114,14 +114,5 @@ class WithRecurrence:
     attention: Attention
     recurrence: PagedRecurrence
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        return self.attention(layer, q, k, v, window, options=options)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        return self.attention(q, k, v, layer)

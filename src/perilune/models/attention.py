@@ -60,31 +60,34 @@ class ScoreOptions:
         return ScoreOptions(sinks.repeat(sets // kv_heads, 1, 1), self.cap)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """What the attention of a layer depends on besides its inputs.
+
+    Attributes:
+        index: of the layer.
+        window: a query sees its own token and the window - 1 before it (sliding-window attention,
+            Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
+        options: what else happens to scores.
+    """
+
+    index: int
+    window: int | None = None
+    options: ScoreOptions | None = None
+
+
 class Attention(Protocol):
     """Causal attention of one layer. The implementation holds the KV cache or the bounds of sequences.
 
     Args:
-        layer: index of the layer.
         q: float[N, H, D], after the rotary embedding, scaled for scores of q k^T / sqrt(D).
         k, v: float[N, KV, D] and float[N, KV, E]; H is a multiple of KV.
-        window: a query sees its own token and the window - 1 before it (sliding-window attention,
-            Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
-        options: what else happens to scores.
 
     Returns:
         float[N, H, E].
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor: ...
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions | None = None) -> Tensor:
@@ -175,16 +178,8 @@ class PackedAttention:
         """The recurrent layers of these sequences."""
         return PackedRecurrence(self._all_spans)
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        window, options = layer.window, layer.options
         bounded = options is not None and options.cap is not None
         if is_native(q, q.shape[-1]) and v.shape == k.shape and not bounded:
             sinks = None if options is None else options.sinks

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from perilune.models.attention import Attention, ScoreOptions, capped
+from perilune.models.attention import Attention, AttentionLayer, ScoreOptions, capped
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.delta import GatedDeltaNet
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
         q, k = torch.split_with_sizes(qk, [self.heads, self.kv_heads], 1)
         if self.query_scale != 1 and self.qk_norm != "head":
             q = q * self.query_scale
-        attended = attention(self.layer, q, k, v, self.window, options=self.score_options)
+        attended = attention(q, k, v, AttentionLayer(self.layer, self.window, self.score_options))
         out = attended.reshape(x.shape[0], -1)
         return self.out(out if gate is None else out * sigmoid(gate))
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perilune.models.attention import Attention, PackedAttention
+from perilune.models.attention import Attention, AttentionLayer, PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Latent
 from perilune.models.config.rope import YarnScaling
@@ -36,7 +36,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, latent: Latent, layer: int) -> None:
         super().__init__()
-        self.layer, self.heads, self.sizes = layer, config.num_heads, latent
+        self.layer, self.heads, self.sizes = AttentionLayer(layer), config.num_heads, latent
         hidden, bias = config.hidden_size, config.attention_bias
         queries = self.heads * (latent.key_size + latent.rotary_size)
         if latent.query_rank is None:
@@ -73,12 +73,12 @@ class LatentAttention(nn.Module):
             keys = self.into_latent.transposed(latent[:, 0])
             k = torch.cat([keys, k_rotary.expand(-1, self.heads, -1)], dim=-1)
             q = torch.cat([q, q_rotary], dim=-1) * self.score_scale
-            return self.out(attention(self.layer, q, k, self.values_of(every)).flatten(1))
+            return self.out(attention(q, k, self.values_of(every), self.layer).flatten(1))
         q = torch.cat([self.into_latent(q), q_rotary], dim=-1)
         # Attention divides by the square root of the size of these queries, which is not that of a head.
         q = q * (self.score_scale * (q.shape[-1] / (sizes.key_size + sizes.rotary_size)) ** 0.5)
         k = torch.cat([latent, k_rotary], dim=-1)
-        out = attention(self.layer, q, k, k[..., : sizes.rank])
+        out = attention(q, k, k[..., : sizes.rank], self.layer)
         return self.out(self.values_of(out).flatten(1))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from perilune.engine.random import uniforms
 from perilune.engine.request import Request
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
-from perilune.models.attention import ScoreOptions, attend, padded
+from perilune.models.attention import AttentionLayer, attend, padded
 from perilune.speech.codec import CodecDecoder, CodecState
 from perilune.speech.sampling import SpeechSampling, draw_codes
 from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
@@ -185,17 +185,8 @@ class FrameAttention:
         self._cache = [[like.new_zeros(shape) for _ in range(2)] for _ in range(config.num_layers)]
         self.length = 0
 
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None = None,
-        *,
-        options: ScoreOptions | None = None,
-    ) -> Tensor:
-        keys, values = self._cache[layer]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        keys, values = self._cache[layer.index]
         frames, kv_heads, columns, size = keys.shape
         new, group = len(q) // frames, q.shape[1] // kv_heads
         for cache, x in ((keys, k), (values, v)):
@@ -204,7 +195,7 @@ class FrameAttention:
         mask = q.new_zeros(1, group * new, columns)
         mask.masked_fill_(torch.arange(columns, device=q.device) > at[:, None], -torch.inf)
         q = q.view(frames, new, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * new, size)
-        own = None if options is None else options.of_sets(frames * kv_heads, kv_heads, new)
+        own = None if layer.options is None else layer.options.of_sets(frames * kv_heads, kv_heads, new)
         out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask, own)
         out = out.view(frames, kv_heads, group, new, size).permute(0, 3, 1, 2, 4)
         return out.reshape(frames * new, kv_heads * group, size)
