@@ -21,6 +21,7 @@ from torch import Tensor
 
 from perilune.engine.openvino_package import openvino
 from perilune.errors import RequestError
+from perilune.models.attention import AttentionLayer
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder, SelfAttention
 from perilune.models.layers import RMSNorm
@@ -186,16 +187,14 @@ def _step_of(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
         given = dict(zip(names, inputs, strict=True))
         _set_weights(decoder, given)
 
-        def attention(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, *, options: Any = None
-        ) -> Tensor:
-            assert options is None, "a model with them is refused"
-            table = config.distinct_windows.index(window)
+        def attention(q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+            assert layer.options is None, "a model with them is refused"
+            table = config.distinct_windows.index(layer.window)
             flat = [x.reshape(q.shape[0], -1) for x in (q, k, v)]
-            caches = [given[f"{name}.{layer}"] for name in _CACHES]
+            caches = [given[f"{name}.{layer.index}"] for name in _CACHES]
             where = [given["past"], given["begins"], *(given[f"{name}.{table}"] for name in _TABLES)]
             mark = torch.ops.perilune.paged_attention
-            out: Tensor = mark(*flat, *caches, *where, given["longest"], window or 0)
+            out: Tensor = mark(*flat, *caches, *where, given["longest"], layer.window or 0)
             return out
 
         hidden = decoder(given["token_ids"], given["positions"], attention)
