@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageFailed, StageFinished, StageProgress, StageResumed
+from perilune.data.episodes_file import read_episodes
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json_lines
@@ -154,6 +156,10 @@ def test_metrics_of_a_climb(story: Story) -> None:
         assert all(key.replace("strategy", "accuracy") in line for key in strategies)
     assert lines[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)  # the policy has not moved yet
     assert lines[-1]["kl_reference"] > 1e-6
+    last = read_episodes(story.attempts["rl"] / "artifacts" / "episodes" / f"step-{STEPS:06d}.parquet")
+    ratios = [one.logprobs - one.reference_logprobs for one in last if one.reference_logprobs is not None]
+    ratio = np.concatenate(ratios).astype(np.float64)
+    assert np.mean(np.exp(-ratio) - 1 + ratio) == pytest.approx(lines[-1]["kl_reference"], rel=1e-3)
     assert lines[0]["entropy"] > 0
     assert [line["lr"] for line in lines[:3]] == [5e-4, 1e-3, 1e-3]
 

@@ -117,6 +117,7 @@ def make_episode(
     prompt = f"{asked.a}+{asked.b}="
     chances = [max(1e-4, rng.betavariate(8 * skill.sure + 0.3, 8 * (1 - skill.sure) + 0.05)) for _ in ids]
     text = TOKENIZER.decode(ids)
+    logprobs = np.log(np.array(chances, np.float32))
     return Episode(
         episode_id=episode_id,
         group_id=episode_id.rpartition("/")[0],
@@ -127,7 +128,7 @@ def make_episode(
         prompt_ids=np.array(TOKENIZER.encode(prompt), np.int32),
         token_ids=np.array(ids, np.int32),
         loss_mask=np.ones(len(ids), np.bool_),
-        logprobs=np.log(np.array(chances, np.float32)),
+        logprobs=logprobs,
         policy_version=np.full(len(ids), version, np.int32),
         finish_reason="length" if is_cut else "stop",
         reward=None if failed else float(is_right and not is_cut),
@@ -136,6 +137,7 @@ def make_episode(
         metrics={"difficulty": float(asked.carries)} | ({} if failed else {f"strategy/{strategy}": 1.0}),
         top_ids=np.array([[one, OTHER] for one in ids], np.int32).reshape(-1, 2),
         top_logprobs=np.log(np.array([[one, 0.125 * one] for one in chances], np.float32)).reshape(-1, 2),
+        reference_logprobs=logprobs - np.where(np.arange(len(ids)) % 2, 0.5, -0.5).astype(np.float32),
     )
 
 

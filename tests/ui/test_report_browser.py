@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -358,12 +359,36 @@ def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any,
     page.locator(".cell").first.click()
     colour = page.get_by_label("Colour of tokens")
     offered = colour.locator("option").all_inner_texts()
-    assert [one for one in offered if one != "advantage"] == ["probability", "step reward", "policy version"]
+    others = ["step reward", "policy version"]
+    assert [one for one in offered if one != "advantage"] == [
+        "probability",
+        "entropy",
+        "KL to the reference",
+        *others,
+    ]
 
     def tint(place: int) -> str:
         token = page.locator(".tokens .token").nth(place)
         return str(token.evaluate("(one) => one.style.getPropertyValue('--tint')"))
 
+    def depth(place: int) -> float:
+        token = page.locator(".tokens .token").nth(place)
+        return float(str(token.evaluate("(one) => one.style.getPropertyValue('--depth')")).rstrip("%"))
+
+    colour.select_option("KL to the reference")
+    assert [tint(0), tint(1)] == [
+        "var(--c2)",
+        "var(--c3)",
+    ]  # less likely than under the reference, and likelier
+    colour.select_option("entropy")
+    first = read_episodes(path)[0]
+    shares = [*np.exp(first.top_logprobs[0]).tolist()]
+    shares.append(1 - sum(shares))
+    entropy = -sum(one * math.log(one) for one in shares if one > 0)
+    page.locator(".tokens .token").first.hover()
+    shown = page.locator(".tooltip-row", has_text="entropy").locator("b").inner_text()
+    assert float(shown.removesuffix(" nats")) == pytest.approx(entropy, abs=0.002)
+    assert depth(0) == pytest.approx(min(72, 100 * entropy / 3), abs=0.1)
     colour.select_option("step reward")
     assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # the first segment lost, the second gained
     colour.select_option("policy version")

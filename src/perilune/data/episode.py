@@ -67,6 +67,8 @@ class Episode:
         top_ids: int32[T, K] or None, the K likeliest tokens where each token was sampled, likeliest first; -1
             at masked tokens.
         top_logprobs: float32[T, K] or None, their log-probs; 0 at masked tokens.
+        reference_logprobs: float32[T] or None, of the frozen reference in training with a KL; 0 at masked
+            tokens.
         finish_reason: "stop" (end-of-sequence or stop token), "length" (a limit on tokens or turns) or
             "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
@@ -97,6 +99,7 @@ class Episode:
     spans: tuple[Span, ...] = ()
     top_ids: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)

@@ -32,7 +32,7 @@ _ARRAYS = {
     "logprobs": np.float32,
     "policy_version": np.int32,
 }
-
+_OPTIONAL = ("step_rewards", "reference_logprobs")
 _LIKELIEST = {"top_ids": np.int32, "top_logprobs": np.float32}
 
 
@@ -83,6 +83,7 @@ def episode_schema(routes: str = "uint16") -> pa.Schema:
             ("spans", pa.list_(span)),
             ("top_ids", pa.list_(pa.list_(pa.int32()))),
             ("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+            ("reference_logprobs", pa.list_(pa.float32())),
         ]
     )
 
@@ -143,7 +144,7 @@ def read_episodes(path: Path) -> list[Episode]:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
     table = _read(path)
-    for name in ("spans", "top_ids", "top_logprobs"):
+    for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs"):
         if name not in table.column_names:  # a file of an earlier version
             column = episode_schema().field(name)
             table = table.append_column(column, pa.nulls(len(table), column.type))
@@ -203,7 +204,7 @@ def _row(episode: Episode) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(episode, name) for name in _ARRAYS}
     for name in ("episode_id", "group_id", "task_id", "environment", "seed", "finish_reason", "truncated"):
         row[name] = getattr(episode, name)
-    row |= {name: getattr(episode, name) for name in ("text", "reward", "step_rewards", "failure")}
+    row |= {name: getattr(episode, name) for name in ("text", "reward", "failure", *_OPTIONAL)}
     row["messages"] = [dict(message) for message in episode.messages]
     row["reward_terms"] = _pairs(episode.reward_terms)
     row["metrics"] = _pairs(episode.metrics)
@@ -225,7 +226,7 @@ def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _values(table: pa.Table, name: str) -> list[Any]:
     column = table.column(name)
-    if name in _ARRAYS or name in ("step_rewards", "routed_experts"):
+    if name in _ARRAYS or name in (*_OPTIONAL, "routed_experts"):
         # combine_chunks copies even a single chunk, and a mapped file has one.
         return numbers_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
     values: list[Any] = column.to_pylist()

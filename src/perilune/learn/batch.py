@@ -77,6 +77,12 @@ class PackedBatch:
     prefix_lengths: Tensor | None = None
     routes: Tensor | None = None
 
+    def by_episode(self, values: Tensor) -> list[tuple[str, NDArray[np.float32]]]:
+        """The id of each completion with its part of `values`, float32[M] of the learned tokens."""
+        lengths = torch.bincount(self.episode_of.cpu()).tolist()
+        parts = [part.numpy() for part in torch.split(values.cpu(), lengths)]
+        return list(zip(self.episode_ids, parts, strict=True))
+
     def padded(self) -> Self:
         """The same batch padded to `round_up` tokens.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -221,12 +221,14 @@ def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict
     if vocabulary is not None and by_token:
         tokens = pieces_of(vocabulary, episode)
     logprobs = episode.logprobs if by_token else ()
+    reference = episode.reference_logprobs if by_token else None
     return {
         "turns": turns,
         "id": episode.episode_id,
         "text": shortened(episode.text, most),
         "tokens": tokens,
-        "logprobs": [round(1000 * max(-1000.0, float(value))) for value in logprobs],
+        "logprobs": _thousandths(logprobs),
+        "reference": None if reference is None else _thousandths(reference),
         "masked": None
         if not by_token or episode.loss_mask.all()
         else [int(not chosen) for chosen in episode.loss_mask],
@@ -250,13 +252,18 @@ def _likeliest(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tup
     rows = zip(episode.top_ids.tolist(), episode.top_logprobs.tolist(), strict=True)
     return [
         [
-            (vocabulary.alone(token), round(1000 * max(-1000.0, logprob)))
-            for token, logprob in zip(*row, strict=True)
+            (vocabulary.alone(token), logprob)
+            for token, logprob in zip(row[0], _thousandths(row[1]), strict=True)
         ]
         if row[0][0] >= 0
         else []
         for row in rows
     ]
+
+
+def _thousandths(logprobs: Iterable[float]) -> list[int]:
+    """Log-probs as whole thousandths of a nat, which take the least space."""
+    return [round(1000 * max(-1000.0, float(value))) for value in logprobs]
 
 
 def _versions(episode: Episode) -> int | list[tuple[int, int]]:

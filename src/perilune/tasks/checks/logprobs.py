@@ -8,11 +8,10 @@ ignores part of the vocabulary is found by its choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
@@ -121,9 +120,9 @@ class LogprobChecker:
             return
         batch, logprobs = scored[step % len(scored)]
         by_id = {one.episode_id: one for group in groups for one in group}
-        episodes = [*_by_episode(batch, logprobs, by_id)]
-        episode, actual = episodes[step % len(episodes)]
-        episode = replace(episode, routed_experts=None)
+        episodes = batch.by_episode(logprobs)
+        name, actual = episodes[step % len(episodes)]
+        episode = replace(by_id[name], routed_experts=None)
         rounding = plain_rounding(reference)
         expected = rescored(reference, episode, self.temperature)
         if rounding.allows(_gaps(actual, expected)):
@@ -169,8 +168,8 @@ class LogprobChecker:
         gaps = [
             (_gaps(one.logprobs[one.loss_mask], own), one, own)
             for batch in batches
-            for one, own in _by_episode(batch, token_logprobs(self.learner.decoder, batch), by_id)
-            if self._is_current(one)
+            for name, own in batch.by_episode(token_logprobs(self.learner.decoder, batch))
+            if self._is_current(one := by_id[name])
         ]
         _, worst, logprobs = max(gaps, key=lambda item: float(np.abs(item[0]).max(initial=0.0)))
         if rounding.allows(np.concatenate([one for one, _, _ in gaps])):
@@ -195,15 +194,6 @@ class LogprobChecker:
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
         )
-
-
-def _by_episode(
-    batch: PackedBatch, values: torch.Tensor, by_id: dict[str, Episode]
-) -> Iterator[tuple[Episode, Array]]:
-    """The episodes of a micro-batch, each with its part of float32[M]."""
-    lengths = torch.bincount(batch.episode_of.cpu()).tolist()
-    for name, part in zip(batch.episode_ids, torch.split(values.cpu(), lengths), strict=True):
-        yield by_id[name], part.numpy()
 
 
 def rescored(decoder: Decoder, episode: Episode, temperature: float) -> Array:

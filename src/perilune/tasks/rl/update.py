@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from perilune.data.episode import Episode
 from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
-from perilune.learn.batch import minibatches, pack
+from perilune.learn.batch import PackedBatch, minibatches, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.figures import merge_updates
 from perilune.learn.kl_reward import weight_groups
@@ -120,16 +126,38 @@ class PolicyUpdates:
         corrected, measured = correct(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
+        reference_logprobs: dict[str, NDArray[np.float32]] = {}
         for part in minibatches(corrected, spec.updates_per_batch) * spec.epochs_per_batch:
             batches = pack(part, spec.token_budget, temperature=spec.temperature)
             check_packed(part, batches)
             if self._reference is not None and spec.kl:
                 batches = with_reference(batches, self._reference, learner.ranks)
                 self._logprobs.check_reference(batches, self._reference, groups, step)
+                reference_logprobs |= reference_by_episode(batches)
             figures = learner.forward_backward(batches)
             self._logprobs.check_learner(figures, batches, [group.episodes for group in part], step)
             with self._optimizer.watched(lr):
                 figures |= learner.optim_step(lr)
             updates.append(figures)
         corrections = {f"off_policy/{name}": value for name, value in measured.items()}
+        weighted = [with_reference_logprobs(group, reference_logprobs) for group in weighted]
         return weighted, merge_updates(updates) | corrections | {"groups_learned": float(len(used))}
+
+
+def reference_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
+    """Log-probs of the learned tokens under the reference, by id of the episode, where they are known."""
+    known = [(one, one.reference_logprobs) for one in batches if one.reference_logprobs is not None]
+    return {name: own for one, logprobs in known for name, own in one.by_episode(logprobs)}
+
+
+def with_reference_logprobs(group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]) -> WeightedGroup:
+    """The group with `reference_logprobs` in its episodes, where they are known."""
+
+    def recorded(episode: Episode) -> Episode:
+        if episode.episode_id not in known:
+            return episode
+        logprobs = np.zeros(len(episode.token_ids), np.float32)
+        logprobs[episode.loss_mask] = known[episode.episode_id]
+        return replace(episode, reference_logprobs=logprobs)
+
+    return replace(group, episodes=tuple(map(recorded, group.episodes)))

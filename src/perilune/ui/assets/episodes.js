@@ -177,12 +177,12 @@ const Episodes = (() => {
           { class: "meta" },
           [
             state.all ? `${episode.set.label} · ` : "",
-            `group ${episode.group.id.split("/").pop()}`,
+            `group ${last(episode.group.id)}`,
             ...episode.strategies.map((name) => ` · ${name}`),
             episode.finish === "length" ? " · truncated" : "",
           ].join(""),
         ),
-        h("span", { class: "meta" }, episode.advantage === null ? "" : `adv. ${signed(episode.advantage)}`),
+        h("span", { class: "meta" }, episode.advantage === null ? "" : `adv. ${Format.signed(episode.advantage)}`),
       );
       if (episode === state.current) button.setAttribute("aria-current", "true");
       return h("li", {}, button);
@@ -195,7 +195,7 @@ const Episodes = (() => {
               "li",
               { class: "list-more muted" },
               "No episode matches these filters. ",
-              h("button", { type: "button", class: "plain", on: { click: clear } }, "Clear them"),
+              plain("Clear them", clear),
             ),
           ]),
     );
@@ -204,27 +204,26 @@ const Episodes = (() => {
         h(
           "li",
           { class: "list-more" },
-          h(
-            "button",
-            {
-              type: "button",
-              class: "plain",
-              on: {
-                click: () => {
-                  state.shown += PAGE * 4;
-                  drawList();
-                },
-              },
-            },
-            `Show more (${Format.integer(state.found.length - state.shown)} left)`,
-          ),
+          plain(`Show more (${Format.integer(state.found.length - state.shown)} left)`, () => {
+            state.shown += PAGE * 4;
+            drawList();
+          }),
         ),
       );
     }
   }
 
+  const last = (id) => id.split("/").pop();
+  const plain = (text, click, disabled) => h("button", { type: "button", class: "plain", disabled, on: { click } }, text);
+  const fields = (pairs) =>
+    h(
+      "dl",
+      { class: "fields" },
+      pairs
+        .filter(([, value]) => value !== null && value !== "")
+        .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+    );
   const lastLine = (text) => text.trim().split("\n").pop() || "";
-  const signed = (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`);
 
   function moveFocus(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -334,15 +333,10 @@ const Episodes = (() => {
     const { group, set } = episode;
     const place = state.found.indexOf(episode);
     const step = (by) => () => state.found[place + by] && pick(state.found[place + by]);
-    const turn = (text, by) =>
-      h(
-        "button",
-        { type: "button", class: "plain", disabled: !state.found[place + by], on: { click: step(by) } },
-        text,
-      );
-    const fields = [
+    const turn = (text, by) => plain(text, step(by), !state.found[place + by]);
+    const facts = [
       ["reward", rewardBadge(episode)],
-      ["advantage", episode.advantage === null ? null : signed(episode.advantage)],
+      ["advantage", episode.advantage === null ? null : Format.signed(episode.advantage)],
       [
         "length",
         episode.length
@@ -372,27 +366,17 @@ const Episodes = (() => {
             "h3",
             {},
             group.members.length > 1
-              ? `${set.label} · group ${group.id.split("/").pop()} · sample ${episode.id.split("/").pop()}`
-              : `${set.label} · ${group.id.split("/").pop()}`,
+              ? `${set.label} · group ${last(group.id)} · sample ${last(episode.id)}`
+              : `${set.label} · ${last(group.id)}`,
           ),
           h(
             "div",
             { class: "chart-tools" },
-            h(
-              "button",
-              { type: "button", class: "plain", on: { click: () => keep(episode) } },
-              state.beside && state.beside.episode === episode ? "Put away" : "Compare",
-            ),
+            plain(state.beside && state.beside.episode === episode ? "Put away" : "Compare", () => keep(episode)),
             place < 0 ? null : [turn("Previous", -1), turn("Next", 1)],
           ),
         ),
-        h(
-          "dl",
-          { class: "fields" },
-          fields
-            .filter(([, value]) => value !== null && value !== "")
-            .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
-        ),
+        fields(facts),
         episode.failure ? h("p", { class: "notice" }, h("b", {}, "No score. "), episode.failure) : null,
         group.prompt.length ? h("h4", {}, "Prompt") : null,
         group.prompt.length === 0
@@ -414,11 +398,9 @@ const Episodes = (() => {
         Spans.lanes(episode),
         terms.length || figures.length ? h("h4", {}, "What it got") : null,
         terms.length || figures.length
-          ? h("dl", { class: "fields" }, [
-              ...terms.map(([name, value]) =>
-                h("div", {}, h("dt", {}, `reward for ${name}`), h("dd", {}, Format.number(value))),
-              ),
-              ...figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, Format.number(value)))),
+          ? fields([
+              ...terms.map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
+              ...figures.map(([name, value]) => [name, Format.number(value)]),
             ])
           : null,
       ),
@@ -460,10 +442,10 @@ const Episodes = (() => {
             "button",
             {
               type: "button",
-              "aria-label": `Read sample ${episode.id.split("/").pop()}`,
+              "aria-label": `Read sample ${last(episode.id)}`,
               on: { click: () => pick(episode) },
             },
-            episode.id.split("/").pop(),
+            last(episode.id),
           ),
         ),
         h("td", {}, rewardBadge(episode)),
@@ -473,7 +455,7 @@ const Episodes = (() => {
               {},
               episode.advantage === null
                 ? "–"
-                : [advantageBar(episode.advantage, largest), h("span", { class: "figure" }, signed(episode.advantage))],
+                : [advantageBar(episode.advantage, largest), h("span", { class: "figure" }, Format.signed(episode.advantage))],
             )
           : null,
         h("td", {}, String(episode.length)),

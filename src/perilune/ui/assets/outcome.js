@@ -17,6 +17,8 @@ const Outcome = ((data) => {
     data.evaluations.some((evaluation) => evaluation.measures[name]),
   );
 
+  const spread = (values) => Object.fromEntries(["y", "low", "high"].map((name, place) => [name, values.map((value) => value[place])]));
+
   function climbChart(height, key) {
     if (!data.evaluations.length) return null;
     const at = data.evaluations.map((_, index) => index);
@@ -26,9 +28,7 @@ const Outcome = ((data) => {
       return {
         name,
         x: at,
-        y: values.map((value) => value[0]),
-        low: values.map((value) => value[1]),
-        high: values.map((value) => value[2]),
+        ...spread(values),
         color: colorOf(name),
         points: true,
         hollow: name !== "pass@1",
@@ -91,8 +91,8 @@ const Outcome = ((data) => {
         note: `${comparison.tasks} shared tasks, paired.`,
         x: {
           domain: [lowest && lowest - pad, highest && highest + pad],
-          format: (value) => `${Format.points(value)}`,
-          tick: (value) => `${Number((100 * value).toFixed(2))}`.replaceAll("-", "−"),
+          format: Format.points,
+          tick: (value) => minus(`${Number((100 * value).toFixed(2))}`),
           label: "points",
           zero: true,
         },
@@ -129,9 +129,7 @@ const Outcome = ((data) => {
           return {
             name,
             x: mixtures.map((_, place) => place),
-            y: values.map((value) => value[0]),
-            low: values.map((value) => value[1]),
-            high: values.map((value) => value[2]),
+            ...spread(values),
             color: (index % 6) + 1,
             points: true,
           };
@@ -371,9 +369,7 @@ const Outcome = ((data) => {
             return {
               name: evaluation.label,
               x: known.map((name) => Number(name.slice(5))),
-              y: known.map((name) => evaluation.measures[name][0]),
-              low: known.map((name) => evaluation.measures[name][1]),
-              high: known.map((name) => evaluation.measures[name][2]),
+              ...spread(known.map((name) => evaluation.measures[name])),
               color: palette(index, data.evaluations.length),
               points: true,
               hollow: index !== data.evaluations.length - 1,
@@ -517,7 +513,6 @@ const Outcome = ((data) => {
   }
 
   function lengthDynamics({ stage, found }) {
-    const tokens = (value) => `${value < 0 ? "−" : "+"}${Format.number(Math.abs(value), 3)}`;
     const cell = (name, key, format) => (row) => (row[name] ? format(row[name][key]) : "–");
     const columns = [
       { name: "Difficulty", header: true, value: (row) => row.difficulty },
@@ -533,7 +528,7 @@ const Outcome = ((data) => {
     return [
       part(
         `Why lengths changed in ${stage}`,
-        `From the first to the last steps the mean length went from ${Format.number(found.before, 3)} to ${Format.number(found.after, 3)} tokens: ${tokens(found.behaviour)} by writing differently, ${tokens(found.composition)} by being asked tasks of other difficulty.`,
+        `From the first to the last steps the mean length went from ${Format.number(found.before, 3)} to ${Format.number(found.after, 3)} tokens: ${Format.signed(found.behaviour)} by writing differently, ${Format.signed(found.composition)} by being asked tasks of other difficulty.`,
       ),
       table(columns, found.table, `Length by difficulty and verdict in ${stage}`),
     ];

@@ -19,33 +19,32 @@ function h(name, properties = {}, ...children) {
   return element;
 }
 
+const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+const minus = (text) => text.replaceAll("-", "−");
+
 const Format = {
   number(value, digits = 4) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (missing(value)) return "–";
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size >= 1e6 || size < 1e-3) {
       const [mantissa, power] = value.toExponential(Math.max(0, digits - 2)).split("e");
-      return `${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`.replaceAll(
-        "-",
-        "−",
-      );
+      return minus(`${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`);
     }
-    if (size >= 1000) return Math.round(value).toLocaleString("en-US").replaceAll("-", "−");
-    return String(Number(value.toPrecision(digits))).replaceAll("-", "−");
+    if (size >= 1000) return minus(Math.round(value).toLocaleString("en-US"));
+    return minus(String(Number(value.toPrecision(digits))));
   },
-  percent: (value) =>
-    value === null || value === undefined || Number.isNaN(value)
-      ? "–"
-      : `${(100 * value).toFixed(1)}%`.replaceAll("-", "−"),
-  percentTick: (value) => `${Number((100 * value).toFixed(4))}%`.replaceAll("-", "−"),
+  // With its sign, which 0 has not.
+  signed: (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
+  percent: (value) => (missing(value) ? "–" : minus(`${(100 * value).toFixed(1)}%`)),
+  percentTick: (value) => minus(`${Number((100 * value).toFixed(4))}%`),
   points(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (missing(value)) return "–";
     const size = Math.abs(100 * value).toFixed(1);
     return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
   },
   seconds(value) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (missing(value)) return "–";
     if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
     if (value < 60) return `${Format.number(value, 3)} s`;
     const whole = Math.round(value);
@@ -58,8 +57,7 @@ const Format = {
     if (value >= 1e9) return `${(value / 1e9).toFixed(2)} GB`;
     return value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${Math.round(value / 1e3)} kB`;
   },
-  integer: (value) =>
-    value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US").replaceAll("-", "−"),
+  integer: (value) => (missing(value) ? "–" : minus(Math.round(value).toLocaleString("en-US"))),
 };
 
 const Page = (() => {

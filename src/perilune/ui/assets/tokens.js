@@ -20,6 +20,16 @@ const Tokens = (() => {
     return step ? step[1] : null;
   }
 
+  // Entropy in nats of the recorded alternatives, with all other tokens counted as one.
+  function entropyAt(episode, place) {
+    const shares = episode.top[place].map(([, logprob]) => Math.exp(logprob / 1000));
+    shares.push(1 - shares.reduce((sum, one) => sum + one, 0));
+    return shares.reduce((sum, one) => sum - (one > 0 ? one * Math.log(one) : 0), 0);
+  }
+
+  // The log-prob of a token minus its log-prob under the reference: its sample of the KL, in nats.
+  const klAt = (episode, place) => (episode.logprobs[place] - episode.reference[place]) / 1000;
+
   // Depth of colour of a token: none when it was certain, full at a probability of one in a thousand.
   const heat = (logprob) => Math.min(1, Math.max(0, -logprob / 6.9)) ** 0.7 * 0.72;
   const signed = (value, most) => [value < 0 ? "var(--c2)" : "var(--c3)", (0.6 * Math.abs(value)) / (most || 1)];
@@ -27,6 +37,11 @@ const Tokens = (() => {
   // Ways to colour: [colour, depth from 0 to 1] of a token, for the episodes that have what it shows.
   const MODES = {
     probability: { has: () => true, of: (episode, place) => [null, heat(episode.logprobs[place] / 1000)] },
+    entropy: { has: (episode) => Boolean(episode.top), of: (episode, place) => [null, Math.min(0.72, entropyAt(episode, place) / 3)] },
+    "KL to the reference": {
+      has: (episode) => Boolean(episode.reference),
+      of: (episode, place) => signed(Math.max(-2, Math.min(2, klAt(episode, place))), 2),
+    },
     advantage: {
       has: (episode) => Boolean(episode.advantage),
       of: (episode) => signed(episode.advantage, Math.max(...episode.group.members.map((one) => Math.abs(one.advantage || 0)))),
@@ -53,6 +68,7 @@ const Tokens = (() => {
       const versions = [...new Set(episode.versions.map(([version]) => version).filter((version) => version >= 0))];
       return versions.map((version) => sample(`version ${version}`, `var(--c${(version % 8) + 1})`, 0.35));
     }
+    if (mode === "entropy") return [0, 0.5, 1, 2].map((one) => sample(`${one} nats`, null, Math.min(0.72, one / 3)));
     return [sample("made likelier", "var(--c3)", 0.5), sample("made less likely", "var(--c2)", 0.5)];
   }
 
@@ -71,6 +87,8 @@ const Tokens = (() => {
       const rare = probability < 1e-4 ? Format.number(probability, 3) : Format.percent(probability);
       rows.push({ name: "log-prob", value: Format.number(logprob, 4) });
       rows.push({ name: "probability", value: probability > 0.9995 ? "> 99.9%" : rare });
+      if (episode.top) rows.push({ name: "entropy, at least", value: `${Format.number(entropyAt(episode, place), 3)} nats` });
+      if (episode.reference) rows.push({ name: "KL to the reference", value: `${Format.number(klAt(episode, place), 3)} nats` });
       if (episode.advantage !== null) rows.push({ name: "advantage", value: Format.number(episode.advantage, 3) });
       if (stepAt(episode, place) !== null) rows.push({ name: "step reward", value: Format.number(stepAt(episode, place), 3) });
     }
