@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test coverage gpu lint types layers docs results wheel clean
+.PHONY: help quickstart test thorough coverage gpu lint types layers docs results wheel clean
 
 help: ## list what can be made
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -t -s: 2>/dev/null || true
@@ -21,8 +21,13 @@ help: ## list what can be made
 quickstart: $(VENV)/.installed ## install, then the whole story on this machine
 	$(BIN)/perilune quickstart
 
+RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(RUN_TESTS) -m "not thorough" $(PYTEST)
+
+thorough: $(VENV)/.installed-dev ## before a release: the tests that repeat a check over many cases
+	$(RUN_TESTS) -m thorough
 
 coverage: ## all tests, and which lines they do not reach; takes half as long again
 	$(MAKE) test PYTEST="--cov --cov-report=term:skip-covered"

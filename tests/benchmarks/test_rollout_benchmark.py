@@ -43,6 +43,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads((folder / "rollout.json").read_text()))
 
 
+@pytest.mark.thorough
 def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
     records = {(record["workload"], record["engine"]): record for record in smoke["records"]}
     assert len(records) == 4
@@ -58,6 +59,7 @@ def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
     assert records["single", "perilune"]["first_token_seconds"][0] > 0
 
 
+@pytest.mark.thorough
 def test_the_page_shows_every_record(smoke: dict[str, Any]) -> None:
     shown = view(smoke)
     assert [row["engine"] for row in shown["ragged"]["one core"]] == ["perilune", "transformers"]

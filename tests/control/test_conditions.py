@@ -187,6 +187,7 @@ def explains(control: Control, run_id: str, words: str) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_every_error_of_every_verb_is_a_condition_of_its_run(
     control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud, faulty: dict[str, Failing]
 ) -> None:
@@ -215,6 +216,7 @@ def test_every_error_of_every_verb_is_a_condition_of_its_run(
     wait_for(mended, "that all conditions are cleared")
 
 
+@pytest.mark.thorough
 def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
     control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:

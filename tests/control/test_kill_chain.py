@@ -77,6 +77,7 @@ def recorded(home: Path) -> tuple[list[str], list[str]]:
     return [run.state for run in runs], rented
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=60.0)])
 @pytest.mark.usefixtures("hurried")
 def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(

@@ -154,6 +154,7 @@ def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Net
     assert log.read_bytes() == (far.here(run_id) / "artifacts" / "task.log").read_bytes()
 
 
+@pytest.mark.thorough
 def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     far: Far, net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     assert [row["total"] for row in rows] == [2, 6, 12, 20]
 
 
+@pytest.mark.thorough
 def test_another_key_of_the_box_or_of_the_jump_host_stops_a_run_before_and_only_hides_it_after(
     far: Far, net: Network
 ) -> None:

@@ -328,6 +328,7 @@ def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
     assert placement.observe(attempt).unseen
 
 
+@pytest.mark.thorough
 def test_a_head_that_is_restarted_costs_what_had_not_come_home(
     control: Control, ray: LocalRay, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

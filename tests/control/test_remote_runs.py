@@ -132,6 +132,7 @@ def totals(control: Control) -> list[int]:
     return [row["total"] for row in read_json_lines(path)]
 
 
+@pytest.mark.thorough
 def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box: Elsewhere) -> None:
     times: Counter[str] = Counter()
 

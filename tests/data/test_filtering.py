@@ -172,6 +172,7 @@ def test_the_command_tells_what_became_of_the_lines(tmp_path):
     assert json.loads(shown.stdout)["rejected"] == {"duplicate": 1}
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_input(tmp_path):
     """Twenty times the lines take no more memory than their index's cache."""
     script = """

@@ -84,6 +84,7 @@ def test_tokens_and_logprobs_are_those_of_our_own_engine(name: str) -> None:
     assert other.counters.cached_tokens == 32 + 64  # of the second round, in blocks of 32
 
 
+@pytest.mark.thorough
 def test_new_weights_replace_the_old_and_memory_stays_flat() -> None:
     decoder = new("llama")
     other = engine(decoder, OpenVino())

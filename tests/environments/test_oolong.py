@@ -54,6 +54,7 @@ def of_kind(find, style="natural", **settings):
     return next(data for _, data in tasks if data["question"]["find"] == find)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", STYLES)
 def test_ten_thousand_gold_answers_agree_with_brute_force_over_the_text(style):
     finds = set()

@@ -80,6 +80,7 @@ def test_the_planted_and_the_best_plan_are_accepted_as_they_are_written(made, st
             assert works(trip.to_json(), style, text)
 
 
+@pytest.mark.thorough
 @given(drawn_trips(most_places=3, longest=7), st.integers(0, 3), st.integers(0, 3))
 @settings(max_examples=20, deadline=None)
 def test_trying_every_plan_agrees_with_verifier_and_solvers_on_what_is_possible_and_best(made, poorer, more):
@@ -99,6 +100,7 @@ def test_trying_every_plan_agrees_with_verifier_and_solvers_on_what_is_possible_
             assert found.proven and max(good) == found.interest == interest(trip, found.plan)
 
 
+@pytest.mark.thorough
 @given(drawn_trips(most_places=6), st.integers(0, 8), st.integers(0, 2))
 @settings(max_examples=25, deadline=None)
 def test_both_solvers_find_plans_of_the_same_interest(made, poorer, more):

@@ -84,6 +84,7 @@ def draw(families, hash_seed):
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_other_processes_draw_the_same_tasks():
     every = set(ReasoningGymEnvironment.families()) - SLOW

@@ -43,7 +43,9 @@ def played_out(environment, texts, seed):
     return seen
 
 
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize(
+    "game", [GAMES[0], *(pytest.param(other, marks=pytest.mark.thorough) for other in GAMES[1:])]
+)
 def test_games_do_what_every_environment_must(game):
     assert not check_environment(section(game, turns=20), tasks=1).findings
 

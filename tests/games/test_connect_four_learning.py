@@ -123,6 +123,7 @@ def learned() -> Trainer:
     return trainer
 
 
+@pytest.mark.thorough
 def test_in_seconds_it_beats_one_ply(learned: Trainer) -> None:
     start = openings(2, 200, 0)
     player = Intuition(learned.network)
@@ -130,6 +131,7 @@ def test_in_seconds_it_beats_one_ply(learned: Trainer) -> None:
     assert match(player, one_ply, start).figures()["points"]["mean"] > 0.5
 
 
+@pytest.mark.thorough
 def test_it_takes_wins_and_blocks_threats(learned: Trainer) -> None:
     boards = positions(random_player, 16, 400, 1)
     at_once, after_reply = foreseen(boards, 1), foreseen(boards, 2)

@@ -78,6 +78,7 @@ def test_a_run_follows_the_schedule_of_another(free: Path, tmp_path: Path) -> No
     assert compare_artifacts(free, run_in(following(free, tmp_path / "again"))) == []
 
 
+@pytest.mark.thorough
 def test_a_killed_run_follows_the_schedule_too(free: Path, tmp_path: Path) -> None:
     attempt = following(free, tmp_path / "0")
     for number, lines in enumerate((3, 6), 1):

@@ -106,6 +106,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("plant", "options", "said"), PLANTED, ids=[case[0].__name__ for case in PLANTED])
 def test_a_planted_mistake_stops_the_run_and_is_named(
     plant: Callable[[Patch], None],
@@ -119,6 +120,7 @@ def test_a_planted_mistake_stops_the_run_and_is_named(
         run_task(tmp_path / "rl", "rl", **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_no_false_alarm(seed: int, tmp_path: Path) -> None:
     """The settings under which mistakes are planted, all at once, without one."""

@@ -23,6 +23,7 @@ def told(audit):
     return [(one.grade, one.probe, one.what, one.example.transcript.text[:80]) for one in audit.findings]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scorer", [*HACKABLE, *(name for name in HELD_OUT if name != "a range")])
 def test_a_hackable_scorer_is_found_with_nothing_but_stated_answers(scorer):
     audit = audited(scorer)
@@ -35,6 +36,7 @@ def test_a_hackable_scorer_is_found_with_nothing_but_stated_answers(scorer):
         assert any(one.example.verdict or one.probe == "order" for one in named)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "scorer", ["verdict marker", "existing path", "therefore", "bonus for steps", "any answer tag"]
 )
@@ -63,6 +65,7 @@ def test_a_search_finds_what_no_probe_writes():
     assert audited("a range", search=240).grade in FAILING
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scorer", SOUND)
 def test_a_sound_scorer_gets_the_best_grade(scorer):
     audit = audited(scorer)
@@ -70,6 +73,7 @@ def test_a_sound_scorer_gets_the_best_grade(scorer):
     assert audit.judged <= 3 * MOST_A_TASK + 3 * 48
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scorer", UNKNOWABLE)
 def test_what_no_stated_answer_tells_is_not_found(scorer):
     """The limit that the documentation states; should this ever fail, the sentence there is out of date."""
