@@ -1,15 +1,9 @@
-"""The paged KV cache, and the attention of one step over it in torch.
-
-Blocks are gathered into the order of positions before each product. The copy ensures that a query has the
-same bits as when its whole sequence is computed at once: see `models/attention.py`.
-"""
+"""The paged KV cache: keys, values and states of all layers, in blocks of 16 tokens."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -21,12 +15,7 @@ from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
-from perilune.models.attention import AttentionLayer, attend
 from perilune.models.config.decoder_config import DecoderConfig
-
-_CUT = 192 // BLOCK  # blocks; keys behind a window are skipped in multiples of this (see `attend`)
-_QUERIES = 512  # most queries of one sequence in a product
-_SCORES = 1 << 24  # most attention scores in memory at a time
 
 
 class PagedCache:
@@ -65,15 +54,11 @@ class PagedCache:
         linear = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
         attending = [layer for layer in range(config.num_layers) if layer not in linear]
         self.keys = self._make((self.heads, self.size, BLOCK), dtype, attending)
-        self.values: list[Tensor] = []
-        if not self.rank:
-            self.values = self._make((self.heads, BLOCK, self.size), dtype, attending)
-        self.key_scales: list[Tensor] = []
-        self.value_scales: list[Tensor] = []
-        if dtype == torch.int8:
-            self.key_scales = self._make((self.heads, BLOCK), torch.float32, attending)
-            if not self.rank:
-                self.value_scales = self._make((self.heads, BLOCK), torch.float32, attending)
+        with_values = [] if self.rank else attending
+        self.values = self._make((self.heads, BLOCK, self.size), dtype, with_values)
+        narrow, scales = dtype == torch.int8, ((self.heads, BLOCK), torch.float32)
+        self.key_scales = self._make(*scales, attending if narrow else [])
+        self.value_scales = self._make(*scales, with_values if narrow else [])
         self.states: list[Tensor] = []
         self.tails: list[Tensor] = []
         self.state_table = -1
@@ -179,6 +164,8 @@ class PagedCache:
 
     def _make(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
         """Zeros [blocks, *shape] for each of `layers`, parts of one tensor per table; empty for others."""
+        if not layers:
+            return []
         tables = [self.table_of[layer] for layer in layers]
         by_table = [
             _zeros((tables.count(table), blocks, *shape), dtype, self.device)
@@ -246,21 +233,6 @@ class Table:
         self.key_rows, self.value_blocks = rows.reshape(-1), per_head.reshape(-1)
 
 
-@dataclass(slots=True, eq=False)
-class _Queries:
-    """Queries of S sequences that are computed together, M per sequence.
-
-    Attributes:
-        tokens: int64[S, M] indices in the batch; None for the first S tokens with M = 1.
-        positions: int64[S, M].
-        tables: int64[W, S, B].
-    """
-
-    tokens: NDArray[np.int64] | None
-    positions: NDArray[np.int64]
-    tables: NDArray[np.int64]
-
-
 def places_of(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Blocks int64[W, N] and offsets int64[N] of a batch padded to N tokens. Padding is in the null block."""
     fed = len(batch.token_ids)
@@ -271,139 +243,3 @@ def places_of(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tens
     sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
     blocks[:, :fed] = batch.block_tables[:, sequence, column]
     return torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)
-
-
-class PagedAttention:
-    """An `Attention` for the decoder that stores the tokens of one step and attends from them.
-
-    Args:
-        batch: the batch of the step.
-        tokens: number of tokens that the decoder computes: those of the batch, and padding after them.
-    """
-
-    def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
-        self._cache = cache
-        at, within = places_of(batch, tokens, cache.device)
-        self._places = [Places(of_table, within, cache.heads) for of_table in at]
-        self._queries = list(_in_groups(batch))
-        self._parts: dict[int | None, list[_Part]] = {}
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
-        cache, window = self._cache, layer.window
-        table = cache.table_of[layer.index]
-        cache.store(layer.index, self._places[table], k, v)
-        if window not in self._parts:
-            self._parts[window] = [_Part(of, table, window, cache, q) for of in self._queries]
-        parts = self._parts[window]
-        if len(parts) == 1 and parts[0].whole == len(q):
-            return parts[0](q, cache, layer)
-        out = q.new_zeros(*q.shape[:2], v.shape[-1])
-        for part in parts:
-            part.into(out, q, cache, layer)
-        return out
-
-
-class _Part:
-    """Attention of some queries in the layers with one window size."""
-
-    def __init__(
-        self, queries: _Queries, table: int, window: int | None, cache: PagedCache, q: Tensor
-    ) -> None:
-        sequences, count = queries.positions.shape
-        heads, size, group = cache.heads, cache.size, q.shape[1] // cache.heads
-        first = 0
-        if window is not None:
-            first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
-        last = int(queries.positions.max()) // BLOCK + 1
-        self._shape = sequences, heads, group, count, size
-        blocks = torch.from_numpy(queries.tables[table, :, first:last]).to(q.device)
-        self._table = Table(blocks, heads, size)
-        self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
-        self._tokens: Tensor | None = None
-        self.whole = sequences if queries.tokens is None else -1
-        if queries.tokens is not None:
-            self._tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
-
-    def __call__(self, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> Tensor:
-        """float[S * M, H, E]."""
-        sequences, heads, group, count, size = self._shape
-        q = q[: self.whole] if self._tokens is None else q.index_select(0, self._tokens)
-        if count > 1:
-            q = q.view(sequences, count, heads * group, size).transpose(1, 2)
-        keys, values = cache.gather(layer.index, self._table)
-        out = attend(
-            q.reshape(sequences * heads, group * count, size),
-            keys.to(q.dtype),
-            values.to(q.dtype),
-            self._mask,
-            None if layer.options is None else layer.options.of_sets(sequences * heads, heads, count),
-        )
-        if count > 1:
-            out = out.reshape(sequences, heads * group, count, -1).transpose(1, 2)
-        return out.reshape(-1, heads * group, values.shape[-1])
-
-    def into(self, out: Tensor, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> None:
-        """Write the outputs to the rows of their tokens."""
-        if self._tokens is None:
-            out[: self.whole] = self(q, cache, layer)
-        else:
-            out.index_copy_(0, self._tokens, self(q, cache, layer))
-
-    def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
-        """A mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""
-        sequences, heads, group, count, _ = self._shape
-        if (positions == positions[:1]).all():
-            positions, sequences, heads = positions[:1], 1, 1
-        at = torch.from_numpy(positions).to(q.device)[:, :, None]
-        column = torch.arange(start, start + self._table.columns, device=q.device)
-        unseen = column > at
-        if window is not None:
-            unseen |= column <= at - window
-        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
-        if count == 1:
-            return mask if heads == 1 else mask.repeat_interleave(heads, dim=0)
-        mask = mask[:, None, None].expand(sequences, heads, group, -1, -1)
-        return mask.reshape(sequences * heads, group * count, -1)
-
-
-def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
-    """Groups of queries with similar numbers of keys, so that little padding is computed."""
-    blocks = batch.positions // BLOCK + 1
-    decodes = batch.decodes
-    if decodes:
-        buckets = _bucket(blocks[:decodes])
-        for size in np.unique(buckets):
-            rows = np.flatnonzero(buckets == size)
-            tokens = None if len(rows) == decodes else rows[:, None]
-            tables = batch.block_tables[:, rows, : int(blocks[rows].max())]
-            yield _Queries(tokens, batch.positions[rows, None], tables.astype(np.int64))
-
-    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for sequence, (start, end) in enumerate(
-        zip(batch.cu_seqlens[decodes:-1].tolist(), batch.cu_seqlens[decodes + 1 :].tolist(), strict=True),
-        decodes,
-    ):
-        for begin in range(start, end, _QUERIES):
-            stop = min(begin + _QUERIES, end)
-            shape = int(_bucket(np.array(stop - begin))), int(_bucket(blocks[stop - 1]))
-            pieces[shape].append((sequence, begin, stop))
-    for (count, columns), alike in sorted(pieces.items()):
-        most = max(1, _SCORES // (count * columns * BLOCK))
-        for start in range(0, len(alike), most):
-            yield _padded(batch, alike[start : start + most])
-
-
-def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Queries:
-    """Tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
-    sequences, begins, stops = np.array(pieces).T
-    tokens = begins[:, None] + np.arange(int((stops - begins).max()))
-    tokens = np.minimum(tokens, stops[:, None] - 1)
-    positions = batch.positions[tokens]
-    tables = batch.block_tables[:, sequences, : int(positions.max()) // BLOCK + 1]
-    return _Queries(tokens, positions, tables.astype(np.int64))
-
-
-def _bucket(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The next power of two, at least 8."""
-    bucket: NDArray[np.int64] = np.maximum(8, 1 << np.ceil(np.log2(sizes)).astype(np.int64))
-    return bucket

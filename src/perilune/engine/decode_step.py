@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK
-from perilune.engine.cache import PagedAttention, PagedCache, Places, Table
+from perilune.engine.cache import PagedCache, Places, Table
+from perilune.engine.paged_attention import PagedAttention
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.attention import Attention, AttentionLayer, attend

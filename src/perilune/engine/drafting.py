@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,44 +22,29 @@ from perilune.engine.sequences import Rows, Sequences
 from perilune.engine.speculation import Tokens
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
-from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 
 _INT8_COST = 0.5  # time of a step with int8 matrices, relative to float32 (docs/results/speculation.md)
 _PIECE = 1024  # most tokens of a prompt that a draft computes at once
 
 
-class DraftCache(Protocol):
-    """The KV cache of a draft model, addressed by the samples' blocks."""
-
-    def begin(self, rows: Rows) -> Tokens:
-        """Fill the cache up to the last token of each row; int64[B], the first positions not in the cache."""
-        ...
-
-    def tables(self, rows: Rows) -> Blocks:
-        """Block tables int32[W, B, columns]."""
-        ...
-
-    def proposed(self, rows: Rows, counts: Tokens) -> None:
-        """Record that the cache has the last tokens of `rows` and all but the last of `counts` drafts."""
-        ...
-
-
 class Draft:
-    """Samples draft tokens from a draft model.
+    """Samples draft tokens from the model in fewer bits, on the model's own cache.
+
+    The step that verifies draft tokens overwrites what the draft writes to the cache.
 
     Args:
         cost: time of a step of the draft, as a share of a step of the model.
     """
 
-    def __init__(self, sequences: Sequences, runner: Runner, cache: DraftCache, cost: float) -> None:
-        self._sequences, self._runner, self._cache, self.cost = sequences, runner, cache, cost
+    def __init__(self, sequences: Sequences, runner: Runner, cost: float) -> None:
+        self._sequences, self._runner, self.cost = sequences, runner, cost
 
     def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
         sequences = self._sequences
-        starts = self._cache.begin(rows)
+        starts = self._begin(rows)
         lengths = sequences.length[rows]
-        tables = self._cache.tables(rows)
+        tables = self._tables(rows)
         fed = [
             sequences.tokens[row, start:length]
             for row, start, length in zip(rows, starts, lengths, strict=True)
@@ -72,76 +56,59 @@ class Draft:
             drafted[going, at] = draw_ahead(sequences, logits, rows[going], at)
             going = going[most[going] > at + 1]
             starts, fed = lengths[going] + at, list(drafted[going, at : at + 1])
-        self._cache.proposed(rows, most)
+        self._finish(rows, most)
         return [tokens[:count] for tokens, count in zip(drafted, most.tolist(), strict=True)]
 
-
-def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
-    """A step of sequences that begin at `starts`, with the logits after the last token of each."""
-    counts = np.array([len(tokens) for tokens in fed])
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return StepBatch(
-        np.concatenate(fed).astype(np.int64),
-        np.concatenate(positions),
-        ends,
-        len(fed) if (counts == 1).all() else 0,
-        tables,
-        ends[1:] - 1,
-    )
-
-
-class SharedCache:
-    """The model's own cache. The step that verifies draft tokens overwrites what a draft writes there."""
-
-    def __init__(self, sequences: Sequences) -> None:
-        self._sequences = sequences
-
-    def begin(self, rows: Rows) -> Tokens:
+    def _begin(self, rows: Rows) -> Tokens:
+        """Fill the cache up to the last token of each row; int64[B], the first positions not in the cache."""
         first: Tokens = self._sequences.length[rows] - 1
         return first
 
-    def tables(self, rows: Rows) -> Blocks:
-        return _tables(self._sequences, rows)
+    def _tables(self, rows: Rows) -> Blocks:
+        """Block tables int32[W, B, columns]."""
+        tables: Blocks = self._sequences.blocks[:, rows, : int(self._sequences.num_blocks[rows].max())]
+        return tables
 
-    def proposed(self, rows: Rows, counts: Tokens) -> None:
-        pass
+    def _finish(self, rows: Rows, counts: Tokens) -> None:
+        """The cache now has the last tokens of `rows` and all but the last of `counts` drafts."""
 
 
-class OwnCache:
-    """A cache of its own for the draft, with the block numbers of the model's layers with the largest window.
+class DraftModel(Draft):
+    """Samples draft tokens from another model.
+
+    Its cache has the block numbers of those layers of the model that have the largest window.
 
     The model can compute tokens that the draft has not computed, and blocks are shared, copied and reused.
     The cache therefore identifies the content of a block by a hash of its tokens and of all tokens before it.
-    `begin` computes the tokens that the cache lacks.
+    `_begin` computes the tokens that the cache lacks.
 
     Args:
-        runner: computes the draft.
-        config: of the draft.
+        windows: number of distinct windows of the draft.
         table: index of the model's block table to use.
     """
 
-    def __init__(self, sequences: Sequences, runner: Runner, config: DecoderConfig, table: int) -> None:
-        self._sequences, self._runner, self._table = sequences, runner, table
-        self._windows = len(config.distinct_windows)
+    def __init__(
+        self, sequences: Sequences, runner: Runner, cost: float, *, windows: int, table: int
+    ) -> None:
+        super().__init__(sequences, runner, cost)
+        self._windows, self._table = windows, table
         self._digests: dict[int, bytes] = {}  # of the draft's content of each block
         rows = len(sequences.entries)
         # For each row: its sample, the number of tokens in the cache, and the block of the last of them.
         self._arrival, self._known, self._last = np.zeros((3, rows), dtype=np.int64)
 
-    def begin(self, rows: Rows) -> Tokens:
-        return np.array([self._begin(row) for row in rows.tolist()])
+    def _begin(self, rows: Rows) -> Tokens:
+        return np.array([self._fill(row) for row in rows.tolist()])
 
-    def tables(self, rows: Rows) -> Blocks:
-        tables = _tables(self._sequences, rows)[self._table]
-        return np.repeat(tables[None], self._windows, axis=0)
+    def _tables(self, rows: Rows) -> Blocks:
+        return np.repeat(super()._tables(rows)[self._table][None], self._windows, axis=0)
 
-    def proposed(self, rows: Rows, counts: Tokens) -> None:
+    def _finish(self, rows: Rows, counts: Tokens) -> None:
         self._known[rows] = known = self._sequences.length[rows] - 1 + counts
         self._last[rows] = self._block_of(rows, known - 1)
         self._arrival[rows] = self._sequences.arrival[rows]
 
-    def _begin(self, row: int) -> int:
+    def _fill(self, row: int) -> int:
         """The first position of `row` that is not in the cache, after computing all but its last token."""
         sequences, known = self._sequences, int(self._known[row])
         last = int(sequences.length[row]) - 1
@@ -161,7 +128,7 @@ class OwnCache:
         rows = np.array([row])
         for start in range(held * BLOCK, last, _PIECE):
             fed = sequences.tokens[row, start : min(start + _PIECE, last)]
-            self._runner.run(_batch([fed], np.array([start]), self.tables(rows)))
+            self._runner.run(_batch([fed], np.array([start]), self._tables(rows)))
         return last
 
     def _block_of(self, rows: Rows | int, position: Tokens | int) -> NDArray[np.int32]:
@@ -169,9 +136,19 @@ class OwnCache:
         return blocks
 
 
-def _tables(sequences: Sequences, rows: Rows) -> Blocks:
-    tables: Blocks = sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())]
-    return tables
+def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
+    """A step of sequences that begin at `starts`, with the logits after the last token of each."""
+    counts = np.array([len(tokens) for tokens in fed])
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return StepBatch(
+        np.concatenate(fed).astype(np.int64),
+        np.concatenate(positions),
+        ends,
+        len(fed) if (counts == 1).all() else 0,
+        tables,
+        ends[1:] - 1,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +208,9 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
 def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:
     """The draft that runs on `runner`, which `draft_runner` created."""
     if draft is None:
-        return Draft(sequences, runner, SharedCache(sequences), _INT8_COST)
-    windows = decoder.config.distinct_windows
-    table = windows.index(None) if None in windows else len(windows) - 1
-    cache = OwnCache(sequences, runner, draft.config, table)
-    return Draft(sequences, runner, cache, _size(draft) / _size(decoder))
+        return Draft(sequences, runner, _INT8_COST)
+    windows, table = len(draft.config.distinct_windows), decoder.config.widest
+    return DraftModel(sequences, runner, _size(draft) / _size(decoder), windows=windows, table=table)
 
 
 def _size(decoder: Decoder) -> int:

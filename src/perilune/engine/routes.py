@@ -40,8 +40,7 @@ class RouteStore:
                 f"{config.architecture} has no experts, so there are no routes to record",
                 remedy="remove routing_replay, or use a mixture of experts such as qwen3_moe",
             )
-        windows = config.distinct_windows
-        self.table = windows.index(None) if None in windows else len(windows) - 1
+        self.table = config.widest
         self.layers = sum(config.is_sparse(layer) for layer in range(config.num_layers))
         self.dtype = np.dtype(route_dtype(config.experts.count))
         self.missing = missing_mark(self.dtype)

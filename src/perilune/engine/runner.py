@@ -17,9 +17,10 @@ from torch import Tensor
 
 from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
-from perilune.engine.cache import PagedAttention, PagedCache, places_of
+from perilune.engine.cache import PagedCache, places_of
 from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.offload import BlockContents
+from perilune.engine.paged_attention import PagedAttention
 from perilune.engine.recurrence import PagedRecurrence, WithRecurrence
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch

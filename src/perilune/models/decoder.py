@@ -24,7 +24,7 @@ from perilune.models.delta import GatedDeltaNet
 from perilune.models.feed_forward import MLP, MixtureOfExperts
 from perilune.models.kernels import both_halves, rms_norm, rotate_part, sigmoid
 from perilune.models.latent import LatentAttention
-from perilune.models.layers import Projection, RMSNorm, copied_in_place, named_maps
+from perilune.models.layers import Freezable, Projection, RMSNorm, copied_in_place, named_maps
 from perilune.models.narrow import NarrowKind, Precision
 from perilune.models.rotary import inverse_frequencies, magnitude
 from perilune.models.routing import Routing
@@ -337,15 +337,10 @@ class Decoder(nn.Module):
         table = copied_in_place(self.model.embed_tokens.weight.detach(), table)
         self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
         for name, own in self.named_modules():
-            other = source.get_submodule(name)
-            if isinstance(other, RMSNorm) and isinstance(own, RMSNorm):
-                own.freeze(other)
-            if isinstance(other, MixtureOfExperts) and isinstance(own, MixtureOfExperts) and own.corrects:
-                own.freeze_correction(other)
-            if isinstance(other, GatedDeltaNet) and isinstance(own, GatedDeltaNet):
-                own.freeze(other)
-            if isinstance(other, SelfAttention) and isinstance(own, SelfAttention):
-                own.freeze(other)
+            if isinstance(own, Freezable):
+                own.freeze(source.get_submodule(name))
+            elif isinstance(own, MixtureOfExperts) and own.corrects:
+                own.freeze_correction(source.get_submodule(name))  # type: ignore[arg-type]
 
     def projections(self) -> list[Projection]:
         """All projections; each joins the linear maps of one input."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from perilune.models.config.families import Family
 from perilune.models.kernels import linear, pack_weight, rms_norm
 from perilune.models.narrow import NarrowKind, NarrowWeight, Precision
 from perilune.models.native.ops import PackedWeight
+
+
+@runtime_checkable
+class Freezable(Protocol):
+    """A module with weights of its own, besides its projections, that a frozen copy takes over."""
+
+    def freeze(self, source: Any) -> None:
+        """Copy the current weights of `source`, a module of the same class, without gradients."""
 
 
 class RMSNorm(nn.Module):

@@ -211,6 +211,11 @@ class DecoderConfig:
         distinct = {self.window(layer) for layer in range(self.num_layers)}
         return tuple(sorted(distinct, key=lambda window: window or 0))
 
+    @property
+    def widest(self) -> int:
+        """The index of the largest window among the `distinct_windows`."""
+        return 0 if self.distinct_windows[0] is None else len(self.distinct_windows) - 1
+
     def window(self, layer: int) -> int | None:
         """How many tokens a query of that layer sees, including its own; None for all.
 

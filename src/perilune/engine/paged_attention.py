@@ -1,0 +1,166 @@
+"""The attention of one step over the paged cache, in torch.
+
+Blocks are gathered into the order of positions before each product. The copy ensures that a query has the
+same bits as when its whole sequence is computed at once: see `models/attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from perilune.engine.blocks import BLOCK
+from perilune.engine.cache import PagedCache, Places, Table, places_of
+from perilune.engine.step import StepBatch
+from perilune.models.attention import AttentionLayer, attend
+
+_CUT = 192 // BLOCK  # blocks; keys behind a window are skipped in multiples of this (see `attend`)
+_QUERIES = 512  # most queries of one sequence in a product
+_SCORES = 1 << 24  # most attention scores in memory at a time
+
+
+@dataclass(slots=True, eq=False)
+class _Queries:
+    """Queries of S sequences that are computed together, M per sequence.
+
+    Attributes:
+        tokens: int64[S, M] indices in the batch.
+        positions: int64[S, M].
+        tables: int64[W, S, B].
+    """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    tables: NDArray[np.int64]
+
+
+class PagedAttention:
+    """An `Attention` for the decoder that stores the tokens of one step and attends from them.
+
+    Args:
+        batch: the batch of the step.
+        tokens: number of tokens that the decoder computes: those of the batch, and padding after them.
+    """
+
+    def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
+        self._cache = cache
+        at, within = places_of(batch, tokens, cache.device)
+        self._places = [Places(of_table, within, cache.heads) for of_table in at]
+        self._queries = list(_in_groups(batch))
+        self._parts: dict[int | None, list[_Part]] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
+        cache, window = self._cache, layer.window
+        table = cache.table_of[layer.index]
+        cache.store(layer.index, self._places[table], k, v)
+        if window not in self._parts:
+            self._parts[window] = [_Part(of, table, window, cache, q) for of in self._queries]
+        out = q.new_zeros(*q.shape[:2], v.shape[-1])
+        for part in self._parts[window]:
+            out.index_copy_(0, part.tokens, part(q, cache, layer))
+        return out
+
+
+class _Part:
+    """Attention of some queries in the layers with one window size.
+
+    Attributes:
+        tokens: int64[S * M], the rows of the queries in the batch.
+    """
+
+    def __init__(
+        self, queries: _Queries, table: int, window: int | None, cache: PagedCache, q: Tensor
+    ) -> None:
+        sequences, count = queries.positions.shape
+        heads, size, group = cache.heads, cache.size, q.shape[1] // cache.heads
+        first = 0
+        if window is not None:
+            first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
+        last = int(queries.positions.max()) // BLOCK + 1
+        self._shape = sequences, heads, group, count, size
+        blocks = torch.from_numpy(queries.tables[table, :, first:last]).to(q.device)
+        self._table = Table(blocks, heads, size)
+        self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
+        self.tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
+
+    def __call__(self, q: Tensor, cache: PagedCache, layer: AttentionLayer) -> Tensor:
+        """float[S * M, H, E]."""
+        sequences, heads, group, count, size = self._shape
+        q = q.index_select(0, self.tokens)
+        if count > 1:
+            q = q.view(sequences, count, heads * group, size).transpose(1, 2)
+        keys, values = cache.gather(layer.index, self._table)
+        out = attend(
+            q.reshape(sequences * heads, group * count, size),
+            keys.to(q.dtype),
+            values.to(q.dtype),
+            self._mask,
+            None if layer.options is None else layer.options.of_sets(sequences * heads, heads, count),
+        )
+        if count > 1:
+            out = out.reshape(sequences, heads * group, count, -1).transpose(1, 2)
+        return out.reshape(-1, heads * group, values.shape[-1])
+
+    def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
+        """A mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""
+        sequences, heads, group, count, _ = self._shape
+        if (positions == positions[:1]).all():
+            positions, sequences, heads = positions[:1], 1, 1
+        at = torch.from_numpy(positions).to(q.device)[:, :, None]
+        column = torch.arange(start, start + self._table.columns, device=q.device)
+        unseen = column > at
+        if window is not None:
+            unseen |= column <= at - window
+        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
+        if count == 1:
+            return mask if heads == 1 else mask.repeat_interleave(heads, dim=0)
+        mask = mask[:, None, None].expand(sequences, heads, group, -1, -1)
+        return mask.reshape(sequences * heads, group * count, -1)
+
+
+def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
+    """Groups of queries with similar numbers of keys, so that little padding is computed."""
+    blocks = batch.positions // BLOCK + 1
+    decodes = batch.decodes
+    if decodes:
+        buckets = _bucket(blocks[:decodes])
+        for size in np.unique(buckets):
+            rows = np.flatnonzero(buckets == size)
+            tables = batch.block_tables[:, rows, : int(blocks[rows].max())]
+            yield _Queries(rows[:, None], batch.positions[rows, None], tables.astype(np.int64))
+
+    pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for sequence, (start, end) in enumerate(
+        zip(batch.cu_seqlens[decodes:-1].tolist(), batch.cu_seqlens[decodes + 1 :].tolist(), strict=True),
+        decodes,
+    ):
+        for begin in range(start, end, _QUERIES):
+            stop = min(begin + _QUERIES, end)
+            shape = int(_bucket(np.array(stop - begin))), int(_bucket(blocks[stop - 1]))
+            pieces[shape].append((sequence, begin, stop))
+    for (count, columns), alike in sorted(pieces.items()):
+        most = max(1, _SCORES // (count * columns * BLOCK))
+        for start in range(0, len(alike), most):
+            yield _padded(batch, alike[start : start + most])
+
+
+def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Queries:
+    """Tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
+    sequences, begins, stops = np.array(pieces).T
+    tokens = begins[:, None] + np.arange(int((stops - begins).max()))
+    tokens = np.minimum(tokens, stops[:, None] - 1)
+    positions = batch.positions[tokens]
+    tables = batch.block_tables[:, sequences, : int(positions.max()) // BLOCK + 1]
+    return _Queries(tokens, positions, tables.astype(np.int64))
+
+
+def _bucket(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The next power of two, at least 8."""
+    bucket: NDArray[np.int64] = np.maximum(8, 1 << np.ceil(np.log2(sizes)).astype(np.int64))
+    return bucket
