@@ -10,12 +10,10 @@ import torch
 from speech_cases import small_model
 
 from perilune.engine.engine import Engine
-from perilune.engine.request import Request, SamplingParams
-from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models.attention import PackedAttention
 from perilune.speech.folder import SpeechModel
-from perilune.speech.pipeline import EngineStage, Pipeline
+from perilune.speech.pipeline import Pipeline, Stage
 from perilune.speech.prompt import Utterance, talker_prompt
 from perilune.speech.sampling import SpeechSampling
 from perilune.speech.stages import ChunkSizes, DecoderStage
@@ -172,26 +170,23 @@ def test_a_restart_drops_what_was_in_progress(model: SpeechModel, monkeypatch: p
     assert np.array_equal(speaker.say(UTTERANCES[:1])[0], expected)
 
 
-class Counting:
+class Counting(Stage[float]):
     """A stage that only has deadlines."""
 
     def __init__(self, name: str, log: list[str], *deadlines: float) -> None:
-        self.name, self.log, self.queue = name, log, list(deadlines)
+        super().__init__()
+        self.name, self.log, self.queue = name, log, dict(enumerate(deadlines))
 
     def deadline(self) -> float | None:
-        return min(self.queue, default=None)
+        return min(self.queue.values(), default=None)
 
     def step(self) -> list[float]:
         self.log.append(self.name)
-        self.queue.remove(min(self.queue))
+        del self.queue[min(self.queue, key=self.queue.__getitem__)]
         return []
 
     def feed(self, items: Sequence[float]) -> None:
         assert not items
-
-    def abort(self, request_id: int) -> None: ...
-
-    def clear(self) -> None: ...
 
 
 def test_the_earliest_deadline_goes_first_and_later_stages_before_earlier_ones(model: SpeechModel) -> None:
@@ -201,18 +196,6 @@ def test_the_earliest_deadline_goes_first_and_later_stages_before_earlier_ones(m
     while pipeline.unfinished:
         pipeline.step()
     assert log == ["c", "a", "b", "c", "a"]
-
-
-def test_a_text_model_is_a_pipeline_of_one_stage(model: SpeechModel) -> None:
-    decoder = model.talker.decoder
-    engines = [Engine(decoder, slots=4, runner=TorchRunner) for _ in range(2)]
-    pipeline = Pipeline(engines[0], [EngineStage(engines[0])])
-    request = Request([1, 2, 3], SamplingParams(max_tokens=6), (7, 0, 0))
-    pipeline.add(request)
-    tokens = []
-    while pipeline.unfinished:
-        tokens += [token for delta in pipeline.step() for token in delta.token_ids]
-    assert tokens == [token for delta in engines[1].stream(request) for token in delta.token_ids]
 
 
 @pytest.mark.parametrize(

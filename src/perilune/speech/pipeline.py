@@ -2,37 +2,52 @@
 
 A stage computes one batch at a time from its queue and feeds the next stage. Each item has a deadline. The
 pipeline steps the stage with the earliest deadline; of equal ones, the later stage. For speech, the deadline
-is the time at which the listener has heard all samples so far. A text model is a pipeline of one stage.
+is the time at which the listener has heard all samples so far.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Request
 
+ItemT = TypeVar("ItemT")
 
-class Stage(Protocol):
-    """One stage of the pipeline from requests to deltas."""
 
+class Stage(ABC, Generic[ItemT]):
+    """One stage of the pipeline from requests to deltas.
+
+    Attributes:
+        queue: items by the id of their request.
+    """
+
+    def __init__(self) -> None:
+        self.queue: dict[int, ItemT] = {}
+
+    @abstractmethod
     def deadline(self) -> float | None:
         """The earliest deadline in the queue, in seconds of the clock; None if the queue is empty."""
 
+    @abstractmethod
     def step(self) -> Sequence[Any]:
         """Compute a batch of the most urgent items of equal shape. Returns items for the next stage."""
 
+    @abstractmethod
     def feed(self, items: Sequence[Any]) -> None:
         """Add items to the queue."""
 
     def abort(self, request_id: int) -> None:
         """Remove a request."""
+        self.queue.pop(request_id, None)
 
     def clear(self) -> None:
         """Remove all requests."""
+        self.queue.clear()
 
 
 class Pipeline:
@@ -41,7 +56,7 @@ class Pipeline:
     It has the interface of the engine, so `EngineThread` serves it. Not thread-safe.
     """
 
-    def __init__(self, engine: Engine, stages: Sequence[Stage]) -> None:
+    def __init__(self, engine: Engine, stages: Sequence[Stage[Any]]) -> None:
         self._engine, self.stages = engine, stages
 
     @property
@@ -50,13 +65,12 @@ class Pipeline:
         return any(stage.deadline() is not None for stage in self.stages)
 
     def add(self, request: Request, *, stream: bool = True) -> int:
-        """Queue `request` and return its id.
+        """Queue `request` and return its id. `stream` makes no difference.
 
         Raises:
             RequestError: when the engine cannot serve it.
         """
-        # The stages after the engine need each token at once.
-        request_id = self._engine.add(request, stream=stream or len(self.stages) > 1)
+        request_id = self._engine.add(request)  # the stages after the engine need each token at once
         self.stages[0].feed([(request_id, request)])
         return request_id
 
@@ -92,25 +106,3 @@ class Pipeline:
         for stage in self.stages:
             stage.clear()
         self._engine.restart()
-
-
-class EngineStage:
-    """A text model: the engine, which has its own queue and scheduler."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def deadline(self) -> float | None:
-        return 0.0 if self._engine.unfinished else None
-
-    def step(self) -> list[Delta]:
-        return self._engine.step()
-
-    def feed(self, items: Sequence[Any]) -> None:
-        pass
-
-    def abort(self, request_id: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +16,14 @@ from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend, padded
 from perilune.speech.codec import CodecDecoder, CodecState
+from perilune.speech.pipeline import Stage
 from perilune.speech.sampling import SpeechSampling, draw_codes
 from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
 from perilune.speech.talker import Talker
 
 Clock = Callable[[], float]
+
+_MOST_DECODED = 64  # utterances in a batch of the codec decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class TalkerRunner(TorchRunner):
         return super().run(batch).masked_fill_(self._forbidden, -torch.inf)
 
 
-class TalkerStage:
+class TalkerStage(Stage[SpeechStream]):
     """Draws the first code of each utterance's next frame, on the engine.
 
     Its queue has the utterances that have not ended. The engine forms the batch: it admits utterances,
@@ -71,30 +74,28 @@ class TalkerStage:
     """
 
     def __init__(self, engine: Engine, codec: CodecDecoder, clock: Clock) -> None:
+        super().__init__()
         self._engine, self._codec, self._clock = engine, codec, clock
-        self.streams: dict[int, SpeechStream] = {}
-        self.open: Callable[[], int] = lambda: len(self.streams)
+        self.open: Callable[[], int] = lambda: len(self.queue)
 
     def deadline(self) -> float | None:
         seconds = self._codec.config.frame_seconds
-        return min((one.heard + len(one.frames) * seconds for one in self.streams.values()), default=None)
+        return min((one.heard + len(one.frames) * seconds for one in self.queue.values()), default=None)
 
     def feed(self, items: Sequence[tuple[int, Request]]) -> None:
         for request_id, request in items:
             assert isinstance(request.inputs, FrameInputs)
             now, times = self._clock(), SpeechTimes(self.open() + 1)
             state = CodecState.start(1, self._codec.device)
-            self.streams[request_id] = SpeechStream(
-                request_id, request, request.inputs, now, now, times, state
-            )
+            self.queue[request_id] = SpeechStream(request_id, request, request.inputs, now, now, times, state)
 
     def step(self) -> list[Frame]:
         frames = []
         for delta in self._engine.step():
-            stream = self.streams[delta.request_id]
+            stream = self.queue[delta.request_id]
             stream.failure, stream.finish_reason = delta.failure, delta.finish_reason
             if stream.failure is not None or stream.finish_reason is not None:
-                del self.streams[delta.request_id]
+                del self.queue[delta.request_id]
             if stream.failure is not None or delta.finish_reason == "stop":  # with the token that ends
                 frames.append(Frame(stream, None))
             else:
@@ -103,31 +104,26 @@ class TalkerStage:
                 stream.times.first_code = self._clock() - stream.arrived
         return frames
 
-    def abort(self, request_id: int) -> None:
-        self.streams.pop(request_id, None)
 
-    def clear(self) -> None:
-        self.streams.clear()
-
-
-class PredictorStage:
+class PredictorStage(Stage[Frame]):
     """Draws the other codes of each frame, one code of all frames at a time.
 
     Its frames are due at once, because the talker needs them for its next step.
     """
 
     def __init__(self, talker: Talker, sampling: SpeechSampling) -> None:
+        super().__init__()
         self._talker, self._sampling = talker, sampling
-        self._queue: list[Frame] = []
 
     def deadline(self) -> float | None:
-        return float("-inf") if self._queue else None
+        return float("-inf") if self.queue else None
 
     def feed(self, items: Sequence[Frame]) -> None:
-        self._queue += items
+        self.queue.update((frame.stream.id, frame) for frame in items)
 
     def step(self) -> list[SpeechStream]:
-        frames, self._queue = self._queue, []
+        frames = list(self.queue.values())
+        self.clear()
         begun = [frame for frame in frames if frame.first is not None]
         if begun:
             codes = self._complete(begun)
@@ -155,12 +151,6 @@ class PredictorStage:
             if code + 1 < groups:
                 inputs = predictor.embeddings[code - 1](codes[-1])[:, None]
         return torch.stack(codes, dim=1)
-
-    def abort(self, request_id: int) -> None:
-        self._queue = [frame for frame in self._queue if frame.stream.id != request_id]
-
-    def clear(self) -> None:
-        self._queue.clear()
 
 
 def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
@@ -201,46 +191,41 @@ class FrameAttention:
         return out.reshape(frames * new, kv_heads * group, size)
 
 
-@dataclass(slots=True, eq=False)
-class DecoderStage:
+class DecoderStage(Stage[SpeechStream]):
     """Decodes chunks of frames to samples.
 
     A stream is ready when it has all frames of its next chunk, or its last frames. The stage decodes the most
     urgent ready stream together with all others whose chunks have the same length. The codec is causal, so
     the last chunk of an utterance is padded with arbitrary codes and its samples are truncated.
 
-    Attributes:
-        streams: utterances with frames to decode or an end to report.
-        budget: most utterances of a batch.
+    Its queue has the utterances with frames to decode or an end to report.
     """
 
-    codec: CodecDecoder
-    clock: Clock
-    chunks: ChunkSizes
-    budget: int = 64
-    streams: dict[int, SpeechStream] = field(default_factory=dict)
+    def __init__(self, codec: CodecDecoder, clock: Clock, chunks: ChunkSizes) -> None:
+        super().__init__()
+        self._codec, self._clock, self._chunks = codec, clock, chunks
 
     def deadline(self) -> float | None:
         return min((one.heard for one in self._ready()), default=None)
 
     def feed(self, items: Sequence[SpeechStream]) -> None:
-        self.streams.update((stream.id, stream) for stream in items)
+        self.queue.update((stream.id, stream) for stream in items)
 
     def _ready(self) -> list[SpeechStream]:
         return [
             one
-            for one in self.streams.values()
-            if _has_ended(one) or len(one.frames) >= self.chunks.of(one.chunks)
+            for one in self.queue.values()
+            if _has_ended(one) or len(one.frames) >= self._chunks.of(one.chunks)
         ]
 
     def step(self) -> list[SpeechDelta]:
         ready = sorted(self._ready(), key=lambda one: one.heard)
-        size, started = self.chunks.of(ready[0].chunks), ready[0].chunks > 0
+        size, started = self._chunks.of(ready[0].chunks), ready[0].chunks > 0
         batch = [
             one
             for one in ready
             if (one.chunks > 0) == started and (_has_ended(one) or len(one.frames) >= size)
-        ][: self.budget]
+        ][:_MOST_DECODED]
         decoded = self._decode([one for one in batch if one.frames], size)
         return [self._delta(one, decoded.get(one.id)) for one in batch]
 
@@ -252,16 +237,16 @@ class DecoderStage:
         padding = [frames[-1:] * (size - len(frames)) for frames in taken]
         codes = torch.stack([torch.stack(own + more) for own, more in zip(taken, padding, strict=True)])
         state = CodecState.join([one.state for one in batch])
-        samples = self.codec(codes, state)
+        samples = self._codec(codes, state)
         decoded = {}
         for one, own, after, row in zip(batch, taken, state.split(), samples, strict=True):
             del one.frames[: len(own)]
             one.state, one.chunks = after, one.chunks + 1
-            decoded[one.id] = row[: len(own) * self.codec.config.frame]
+            decoded[one.id] = row[: len(own) * self._codec.config.frame]
         return decoded
 
     def _delta(self, stream: SpeechStream, samples: Tensor | None) -> SpeechDelta:
-        now, times = self.clock(), stream.times
+        now, times = self._clock(), stream.times
         delta = SpeechDelta(stream.id, 0, [], [], [], failure=stream.failure)
         if samples is not None:
             delta.audio = [samples.cpu().numpy()]
@@ -269,19 +254,13 @@ class DecoderStage:
                 times.first_audio, stream.heard = now - stream.arrived, now
             elif now > stream.heard:
                 times.underruns, stream.heard = times.underruns + 1, now
-            seconds = len(samples) / self.codec.config.sample_rate
+            seconds = len(samples) / self._codec.config.sample_rate
             times.audio, stream.heard = times.audio + seconds, stream.heard + seconds
         if _has_ended(stream) and not stream.frames:
-            del self.streams[stream.id]
+            del self.queue[stream.id]
             times.seconds = now - stream.arrived
             delta.finish_reason, delta.times = stream.finish_reason, times
         return delta
-
-    def abort(self, request_id: int) -> None:
-        self.streams.pop(request_id, None)
-
-    def clear(self) -> None:
-        self.streams.clear()
 
 
 def _has_ended(stream: SpeechStream) -> bool:

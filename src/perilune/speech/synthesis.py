@@ -63,7 +63,7 @@ class Speaker:
         )
         talker = TalkerStage(self.engine, codec, clock)
         decoder = DecoderStage(codec, clock, chunks or ChunkSizes())
-        talker.open = lambda: len(talker.streams.keys() | decoder.streams.keys())
+        talker.open = lambda: len(talker.queue.keys() | decoder.queue.keys())
         self.open = talker.open
         self.pipeline = Pipeline(self.engine, [talker, PredictorStage(self._talker, self.sampling), decoder])
 
