@@ -10,9 +10,9 @@ from speech_cases import CODES, small_model
 
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
-from perilune.speech.codec import CodecState
 from perilune.speech.config import SpeechConfig
 from perilune.speech.folder import is_speech_folder, load_speech_model, save_speech_model
+from perilune.speech.streaming import CodecState
 
 
 def codes_of(streams: int, frames: int) -> torch.Tensor:

@@ -13,11 +13,13 @@ from speech_cases import CODES, small_model
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import bootstrap_ratio
 from perilune.speech import espeak
-from perilune.speech.codec import CodecDecoder, CodecState
-from perilune.speech.codec_encoder import MELS, CodecEncoder, encode, log_mel, quantize
+from perilune.speech.codec import CodecDecoder
+from perilune.speech.codec_encoder import MELS, CodecEncoder, encode, log_mel
 from perilune.speech.config import CodecConfig
+from perilune.speech.quantizer import quantize
 from perilune.speech.recogniser import Recogniser, word_errors
 from perilune.speech.spectral import OVERLAP, SpectralVocoder
+from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
 from perilune.tasks.speech.codec import Codec, codec_config, codec_losses
 from perilune.tasks.speech.specs import CodecSpec
@@ -49,7 +51,7 @@ def test_overlapping_spectra_of_a_signal_add_up_to_it() -> None:
 def test_a_spectral_codec_streams_bit_for_bit(chunks: list[int]) -> None:
     torch.manual_seed(0)
     codec = CodecDecoder(spectral_config())
-    for book in codec.quantizer.codebooks():
+    for book in codec.quantizer.codebooks:
         torch.nn.init.normal_(book.embedding_sum)
     codec = codec.frozen()
     codes = torch.randint(0, CODES, (2, 9, 4), generator=torch.Generator().manual_seed(1))
@@ -90,7 +92,7 @@ def test_each_codebook_encodes_what_those_before_left() -> None:
     decoder, latents = CodecDecoder(config).requires_grad_(False), noise(300, 8) * 10
     fit_codebooks(decoder.quantizer, latents, torch.Generator().manual_seed(0))
     codes = quantize(decoder.quantizer, latents)
-    tables = [book.table() for book in decoder.quantizer.codebooks()]
+    tables = [book.table() for book in decoder.quantizer.codebooks]
     left, errors = latents[:, :4], [float(latents[:, :4].square().mean())]
     for column, table in zip(codes.T, tables, strict=True):
         distances = (left[:, None] - table[None]).square().sum(-1)

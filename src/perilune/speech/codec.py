@@ -2,9 +2,7 @@
 
 The decoder is causal: codebook embeddings, a convolution, a transformer with a sliding window, then
 upsampling convolutions. The `CodecState` of a stream keeps the past inputs that these modules still need, so
-a chunk is decoded without older frames. In float32 on a CPU, decoding in chunks gives the same bits as
-decoding at once, because every product is a `linear` over rows whose bits do not depend on the number of
-rows.
+a chunk is decoded without older frames (`speech.streaming`).
 
 B streams, T frames or samples, C channels, Q codebooks. Tensors are [B, T, C]; parameter names are those of
 Qwen3-TTS-Tokenizer-12Hz. Sources: SoundStream (Zeghidour et al., arXiv 2107.03312), Mimi (Défossez et al.,
@@ -13,7 +11,6 @@ arXiv 2410.00037), ConvNeXt (Liu et al., arXiv 2201.03545), Snake (Ziyin et al.,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -23,127 +20,11 @@ from torch import Tensor, nn
 from perilune.models.kernels import both_halves, rotate
 from perilune.models.layers import Projection, RMSNorm
 from perilune.speech.config import CodecConfig
+from perilune.speech.quantizer import Quantizer
 from perilune.speech.spectral import SpectralVocoder
+from perilune.speech.streaming import CausalConv, CausalUpsample, CodecState, DepthwiseConv, Streamed, project
 
-_LEAST_USAGE = 1e-5  # smallest usage of a codebook entry in a division
 _DILATIONS = (1, 3, 9)
-
-
-class CodecState:
-    """The decoder's state for B streams.
-
-    Attributes:
-        tails: by module, the last inputs float[B, P, C] that it needs before new inputs; absent at the start.
-        frames: int64[B], number of frames decoded so far.
-    """
-
-    def __init__(self, frames: Tensor, tails: dict[str, Tensor] | None = None) -> None:
-        self.frames, self.tails = frames, tails or {}
-
-    @classmethod
-    def start(cls, streams: int, device: torch.device | str = "cpu") -> CodecState:
-        """The state before the first frame."""
-        return cls(torch.zeros(streams, dtype=torch.long, device=device))
-
-    @classmethod
-    def join(cls, states: Sequence[CodecState]) -> CodecState:
-        """The joint state of the streams of `states`. Either all of them have started, or none."""
-        frames = torch.cat([one.frames for one in states])
-        return cls(frames, {key: torch.cat([one.tails[key] for one in states]) for key in states[0].tails})
-
-    def split(self) -> list[CodecState]:
-        """The state of each stream."""
-        return [
-            CodecState(self.frames[i : i + 1], {key: one[i : i + 1] for key, one in self.tails.items()})
-            for i in range(len(self.frames))
-        ]
-
-    def extend(self, key: str, x: Tensor, length: int) -> Tensor:
-        """`x` after the last `length` inputs of the module `key`: float[B, length + T, C]."""
-        before = self.tails.get(key)
-        if before is None:
-            before = x.new_zeros(x.shape[0], length, x.shape[2])
-        whole = torch.cat([before, x], dim=1)
-        self.tails[key] = whole[:, whole.shape[1] - length :].detach().clone()
-        return whole
-
-
-class _Streamed(nn.Module):
-    """A module with a state. `key` is the module's name in the decoder."""
-
-    key = ""
-
-
-class _Taps(Projection):
-    """A convolution as one matrix product over the concatenated taps of each output."""
-
-    def __init__(self, conv: nn.Conv1d | nn.ConvTranspose1d) -> None:
-        super().__init__()
-        self._conv = conv
-
-    def joined(self) -> tuple[Tensor, Tensor | None]:
-        """float[O, K I] of a convolution; float[S O, K / S I] of a transposed one with stride S."""
-        weight, bias = self._conv.weight, self._conv.bias
-        if isinstance(self._conv, nn.Conv1d):
-            return weight.transpose(1, 2).flatten(1), bias
-        stride = self._conv.stride[0]
-        taps = weight.permute(2, 1, 0).reshape(-1, stride, weight.shape[1], weight.shape[0]).flip(0)
-        # [K / S, S, O, I], oldest tap first.
-        return taps.permute(1, 2, 0, 3).flatten(2).flatten(0, 1), None if bias is None else bias.repeat(
-            stride
-        )
-
-
-class CausalConv(_Streamed):
-    """A convolution over the current and earlier inputs."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, dilation: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(inputs, outputs, kernel, dilation=dilation)
-        self.taps = _Taps(self.conv)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        kernel, dilation = self.conv.kernel_size[0], self.conv.dilation[0]
-        batch, length, channels = x.shape
-        if kernel > 1:
-            x = state.extend(self.key, x, (kernel - 1) * dilation)
-            x = x.unfold(1, (kernel - 1) * dilation + 1, 1)[..., ::dilation].transpose(2, 3)
-        return self.taps(x.reshape(batch * length, kernel * channels)).view(batch, length, -1)
-
-
-class DepthwiseConv(_Streamed):
-    """A depthwise convolution over the current and earlier inputs."""
-
-    def __init__(self, channels: int, kernel: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(channels, channels, kernel, groups=channels)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        kernel, length = self.conv.kernel_size[0], x.shape[1]
-        x = state.extend(self.key, x, kernel - 1)
-        assert self.conv.bias is not None
-        out = self.conv.bias.expand(x.shape[0], length, -1)
-        for tap in range(kernel):
-            out = out + x[:, tap : tap + length] * self.conv.weight[:, 0, tap]
-        return out
-
-
-class CausalUpsample(_Streamed):
-    """A transposed convolution whose outputs depend on the current and earlier inputs: T to T * stride."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
-        super().__init__()
-        self.conv = nn.ConvTranspose1d(inputs, outputs, kernel, stride=stride)
-        self.taps = _Taps(self.conv)
-
-    def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        kernel, stride = self.conv.kernel_size[0], self.conv.stride[0]
-        batch, length, _ = x.shape
-        more = kernel // stride - 1
-        if more:
-            x = state.extend(self.key, x, more)
-        rows = torch.cat([x[:, tap : tap + length] for tap in range(more + 1)], dim=2) if more else x
-        return self.taps(rows.flatten(0, 1)).view(batch, length * stride, -1)
 
 
 class Snake(nn.Module):
@@ -169,8 +50,8 @@ class ConvNeXtBlock(nn.Module):
         self.up, self.down = Projection(self.pwconv1), Projection(self.pwconv2)
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        inner = self.norm(self.dwconv(x, state)).flatten(0, 1)
-        return x + self.gamma * self.down(F.gelu(self.up(inner))).view(x.shape)
+        inner = project(self.up, self.norm(self.dwconv(x, state)))
+        return x + self.gamma * project(self.down, F.gelu(inner))
 
 
 class ResidualUnit(nn.Module):
@@ -210,7 +91,7 @@ class _LayerScale(nn.Module):
         self.scale = nn.Parameter(torch.full((channels,), 0.01))
 
 
-class WindowAttention(_Streamed):
+class WindowAttention(Streamed):
     """Attention over the last W frames, the query's own included.
 
     A query has W slots for keys, ordered by distance, so sums have the same order for any division into
@@ -235,9 +116,8 @@ class WindowAttention(_Streamed):
         q, k = rotate(qk, cos, sin).split_with_sizes([self.heads, self.kv_heads], 1)
         new = torch.cat([k, v], dim=1).view(batch, length, -1)
         seen = state.extend(self.key, new, self.window - 1).unfold(1, self.window, 1)
-        k, v = seen.view(batch, length, 2, self.kv_heads, self.size, self.window).unbind(
-            2
-        )  # [B, T, KV, D, W]
+        # [B, T, KV, D, W]
+        k, v = seen.view(batch, length, 2, self.kv_heads, self.size, self.window).unbind(2)
         q = q.reshape(batch, length, self.kv_heads, -1, self.size)
         first = state.frames[:, None] + torch.arange(length, device=x.device) - (self.window - 1)
         hidden = first[..., None] + torch.arange(self.window, device=x.device) < 0
@@ -255,8 +135,8 @@ class _FeedForward(nn.Module):
         self.gate_up, self.down = Projection(self.gate_proj, self.up_proj), Projection(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x.flatten(0, 1)).chunk(2, dim=1)
-        return self.down(F.silu(gate) * up).view(x.shape)
+        gate, up = project(self.gate_up, x).chunk(2, dim=2)
+        return project(self.down, F.silu(gate) * up)
 
 
 class TransformerLayer(nn.Module):
@@ -290,82 +170,15 @@ class CodecTransformer(nn.Module):
         self.size, self.theta = config.head_dim, config.rope_theta
 
     def forward(self, x: Tensor, state: CodecState) -> Tensor:
-        batch, length, _ = x.shape
+        length = x.shape[1]
         positions = (state.frames[:, None] + torch.arange(length, device=x.device)).flatten()
         exponents = torch.arange(0, self.size, 2, device=x.device).float() / self.size
         angles = (positions[:, None].float() / self.theta**exponents)[:, None]
         cos, sin = both_halves(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-        x = self.into(x.flatten(0, 1)).view(batch, length, -1)
+        x = project(self.into, x)
         for layer in self.layers:
             x = layer(x, cos, sin, state)
-        x = self.norm(x)
-        return self.out(x.flatten(0, 1)).view(batch, length, -1)
-
-
-class Codebook(nn.Module):
-    """Entries as running sums and counts of the vectors assigned to them."""
-
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self.cluster_usage = nn.Parameter(torch.ones(size))
-        self.embedding_sum = nn.Parameter(torch.zeros(size, dim))
-        self.frozen: Tensor | None = None
-
-    def table(self) -> Tensor:
-        """float[codes, dim]."""
-        if self.frozen is not None:
-            return self.frozen
-        return self.embedding_sum / self.cluster_usage.clamp(min=_LEAST_USAGE)[:, None]
-
-
-class _Level(nn.Module):
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self._codebook = Codebook(size, dim)
-
-
-class _Levels(nn.Module):
-    def __init__(self, count: int, size: int, dim: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Level(size, dim) for _ in range(count))
-
-
-class ResidualQuantizer(nn.Module):
-    """Codebooks whose entries are summed, then projected. `input_proj` is the encoder's."""
-
-    def __init__(self, count: int, config: CodecConfig) -> None:
-        super().__init__()
-        dim = config.codebook_dim // 2
-        self.vq = _Levels(count, config.codebook_size, dim)
-        self.input_proj = nn.Conv1d(config.codebook_dim, dim, 1, bias=False)
-        self.output_proj = nn.Conv1d(dim, config.codebook_dim, 1, bias=False)
-        self.project = _Taps(self.output_proj)
-
-    def codebooks(self) -> list[Codebook]:
-        """The codebooks, in order."""
-        return [level._codebook for level in self.vq.layers]  # type: ignore[misc]
-
-    def forward(self, codes: Tensor) -> Tensor:
-        rows, tables = codes.flatten(0, 1), [one.table() for one in self.codebooks()]
-        embedded = torch.stack([table[rows[:, i]] for i, table in enumerate(tables)]).sum(0)
-        return self.project(embedded).view(*codes.shape[:2], -1)
-
-
-class Quantizer(nn.Module):
-    """Q codebooks: the first by itself, the others as a residual quantizer."""
-
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__()
-        self.rvq_first = ResidualQuantizer(1, config)
-        self.rvq_rest = ResidualQuantizer(config.codebooks - 1, config)
-
-    def codebooks(self) -> list[Codebook]:
-        """The Q codebooks, in order."""
-        return [*self.rvq_first.codebooks(), *self.rvq_rest.codebooks()]
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """float[B, T, codebook_dim] of int64[B, T, Q] codes."""
-        return self.rvq_first(codes[..., :1]) + self.rvq_rest(codes[..., 1:])  # type: ignore[no-any-return]
+        return project(self.out, self.norm(x))
 
 
 class CodecDecoder(nn.Module):
@@ -384,7 +197,7 @@ class CodecDecoder(nn.Module):
         )
         self.decoder = self._spectral() if config.vocoder == "spectrum" else self._convolutions()
         for name, module in self.named_modules():
-            if isinstance(module, _Streamed | SpectralVocoder):
+            if isinstance(module, Streamed):
                 module.key = name
 
     def _spectral(self) -> nn.ModuleList:
@@ -430,6 +243,6 @@ class CodecDecoder(nn.Module):
             for part in vars(module).values():
                 if isinstance(part, Projection):
                     part.freeze(part, None)
-        for codebook in copy.quantizer.codebooks():
+        for codebook in copy.quantizer.codebooks:
             codebook.frozen = codebook.table()
         return copy

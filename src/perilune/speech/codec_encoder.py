@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perilune.speech.codec import CodecDecoder, Quantizer, ResidualQuantizer
+from perilune.speech.codec import CodecDecoder
 from perilune.speech.config import CodecConfig
+from perilune.speech.quantizer import quantize
 from perilune.speech.spectral import OVERLAP
 
 MELS = 80
@@ -81,35 +82,6 @@ class CodecEncoder(nn.Module):
         scale = latents.square().mean().rsqrt()
         self.map.weight.copy_(components * scale)
         self.map.bias.copy_(-(components @ mean) * scale)
-
-
-@torch.no_grad()
-def quantize(quantizer: Quantizer, latents: Tensor) -> Tensor:
-    """Codes int64[..., Q] of float[..., codebook_dim]: each codebook encodes the previous ones' residual."""
-    codes, left = [], latents.flatten(0, -2)
-    for part in (quantizer.rvq_first, quantizer.rvq_rest):
-        vectors, decoded = project_in(part, left), torch.zeros(())
-        for book in part.codebooks():
-            table = book.table()
-            codes.append(nearest(table, vectors - decoded))
-            decoded = decoded + table[codes[-1]]
-        left = left - project_out(part, decoded)
-    return torch.stack(codes, dim=1).view(*latents.shape[:-1], -1)
-
-
-def project_in(part: ResidualQuantizer, latents: Tensor) -> Tensor:
-    """float[N, codebook_dim / 2] of float[N, codebook_dim], the space of the part's codebooks."""
-    return F.linear(latents, part.input_proj.weight[..., 0])
-
-
-def project_out(part: ResidualQuantizer, entries: Tensor) -> Tensor:
-    """The reverse of `project_in`."""
-    return F.linear(entries, part.output_proj.weight[..., 0])
-
-
-def nearest(table: Tensor, vectors: Tensor) -> Tensor:
-    """int64[N], the entry of float[K, D] that is nearest to each of float[N, D]."""
-    return torch.cdist(vectors, table).argmin(1)
 
 
 @torch.no_grad()

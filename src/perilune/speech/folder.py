@@ -104,7 +104,7 @@ def new_speech_model(config: SpeechConfig, tokenizer: Tokenizer, seed: int) -> S
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         codec = CodecDecoder(config.codec)
-        for parameter in (level.embedding_sum for level in codec.quantizer.codebooks()):
+        for parameter in (level.embedding_sum for level in codec.quantizer.codebooks):
             nn.init.normal_(parameter)
     return SpeechModel(talker, codec, tokenizer, SpeechSampling())
 

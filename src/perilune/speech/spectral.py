@@ -6,30 +6,23 @@ inverse transform is a product with fixed sinusoids and an overlap-add, so it st
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.models.layers import Projection
+from perilune.speech.streaming import CodecState, Streamed, project
 
 OVERLAP = 4  # spectra that contribute to a sample
 _LARGEST = 6.0  # log magnitude
 _POWER = 1.5  # sum of the squared Hann windows at an overlap of 4
 
 
-class _State(Protocol):
-    def extend(self, key: str, x: Tensor, length: int) -> Tensor: ...
-
-
-class SpectralVocoder(nn.Module):
+class SpectralVocoder(Streamed):
     """Features float[B, T, C] to samples float[B, T * hop, 1], with windows of 4 hops.
 
     The spectrum of step t covers the samples of hops t to t + 3.
     """
-
-    key = ""
 
     def __init__(self, channels: int, hop: int) -> None:
         super().__init__()
@@ -38,16 +31,15 @@ class SpectralVocoder(nn.Module):
         self.project = Projection(self.out)
         self._basis: Tensor | None = None
 
-    def forward(self, x: Tensor, state: _State) -> Tensor:
+    def forward(self, x: Tensor, state: CodecState) -> Tensor:
         return self.overlap_add(*self.spectrum(x), state)
 
     def spectrum(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log magnitudes and phases in radians, float[B, T, window / 2 + 1] each."""
-        out = self.project(x.flatten(0, 1)).view(*x.shape[:2], -1)
-        magnitudes, phases = out.chunk(2, dim=2)
+        magnitudes, phases = project(self.project, x).chunk(2, dim=2)
         return magnitudes.clamp(max=_LARGEST), phases
 
-    def overlap_add(self, magnitudes: Tensor, phases: Tensor, state: _State) -> Tensor:
+    def overlap_add(self, magnitudes: Tensor, phases: Tensor, state: CodecState) -> Tensor:
         """The samples float[B, T * hop, 1] of spectra."""
         size = magnitudes.exp()
         parts = torch.cat([size * phases.cos(), size * phases.sin()], dim=2)

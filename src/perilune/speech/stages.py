@@ -15,10 +15,11 @@ from perilune.engine.request import Request
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend, padded
-from perilune.speech.codec import CodecDecoder, CodecState
+from perilune.speech.codec import CodecDecoder
 from perilune.speech.pipeline import Stage
 from perilune.speech.sampling import SpeechSampling, draw_codes
 from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
+from perilune.speech.streaming import CodecState
 from perilune.speech.talker import Talker
 
 Clock = Callable[[], float]

@@ -13,8 +13,8 @@ from torch import Tensor
 from perilune.data.episode import FinishReason
 from perilune.engine.request import Delta, Request
 from perilune.errors import PeriluneError
-from perilune.speech.codec import CodecState
 from perilune.speech.prompt import TalkerPrompt
+from perilune.speech.streaming import CodecState
 
 Samples = NDArray[np.float32]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from perilune.speech.codec import Quantizer
-from perilune.speech.codec_encoder import nearest, project_in, project_out
+from perilune.speech.quantizer import Quantizer, nearest, project_in, project_out
 
 _ROUNDS = 10  # of k-means
 
@@ -24,7 +23,7 @@ def fit_codebooks(quantizer: Quantizer, latents: Tensor, random: torch.Generator
         nn.init.eye_(part.output_proj.weight[..., 0])
         vectors = project_in(part, left)
         rounded = torch.zeros_like(vectors)
-        for book in part.codebooks():
+        for book in part.codebooks:
             table = _k_means(vectors - rounded, len(book.cluster_usage), random)
             book.embedding_sum.copy_(table)
             book.cluster_usage.fill_(1.0)

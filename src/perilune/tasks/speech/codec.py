@@ -22,11 +22,13 @@ from perilune.learn.checkpoints import copy_into
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
 from perilune.models.checkpoints.loading import read_tensors, stored_tensors
 from perilune.rollout.timing import Stopwatch
-from perilune.speech.codec import CodecDecoder, CodecState
-from perilune.speech.codec_encoder import FLOOR, CodecEncoder, log_mel, magnitudes, quantize
+from perilune.speech.codec import CodecDecoder
+from perilune.speech.codec_encoder import FLOOR, CodecEncoder, log_mel, magnitudes
 from perilune.speech.config import CodecConfig
+from perilune.speech.quantizer import quantize
 from perilune.speech.recogniser import SAMPLE_RATE
 from perilune.speech.spectral import OVERLAP, SpectralVocoder
+from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
 from perilune.tasks.speech.fitting import Fit
 from perilune.tasks.speech.specs import CodecSpec
