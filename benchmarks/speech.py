@@ -88,7 +88,7 @@ def random_config(tokenizer: Tokenizer) -> SpeechConfig:
         codec=codec,
         text_vocab_size=words + 5,
         text_hidden_size=128,
-        marks=Marks(*range(codes, codes + 7), *range(words, words + 5)),
+        marks=Marks.after(codes, words),
     )
 
 

@@ -49,10 +49,7 @@ def small_config(tokenizer: Tokenizer) -> SpeechConfig:
         codec=codec,
         text_vocab_size=words + 5,
         text_hidden_size=16,
-        marks=Marks(
-            *range(CODES, CODES + 7),
-            *range(words, words + 5),
-        ),
+        marks=Marks.after(CODES, words),
         languages={"english": CODES + 7, "welsh": CODES + 8},
         speakers={"ada": CODES + 9, "owen": CODES + 10},
         dialects={"owen": "welsh"},

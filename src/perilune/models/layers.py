@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from perilune.models.config.families import Family
+from perilune.models.config.family import Family
 from perilune.models.kernels import linear, pack_weight, rms_norm
 from perilune.models.narrow import NarrowKind, NarrowWeight, Precision
 from perilune.models.native.ops import PackedWeight

@@ -37,7 +37,7 @@ from perilune.models.card.from_config import model_card
 from perilune.models.card.layers import STATES_KEPT_EVERY
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
-from perilune.models.config.families import Family
+from perilune.models.config.family import Family
 
 PROCESS_BYTES = 430 << 20
 """Resident size of Python, torch and the other libraries without a model, measured on Linux."""

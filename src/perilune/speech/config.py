@@ -187,6 +187,12 @@ class Marks:
     text_bos: int
     text_eos: int
 
+    @classmethod
+    def after(cls, codes: int, text_tokens: int) -> Marks:
+        """The marks of a new model: codec tokens after its codes, and text tokens after its text tokens."""
+        text = len(_TEXT_MARKS)
+        return cls(*range(codes, codes + len(_CODEC_MARKS)), *range(text_tokens, text_tokens + text))
+
 
 _CODEC_MARKS = {
     "eos": "codec_eos_token_id",

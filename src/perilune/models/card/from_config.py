@@ -21,7 +21,8 @@ from perilune.models.card.layers import (
     Mixer,
 )
 from perilune.models.card.model_card import ModelCard
-from perilune.models.config.families import FAMILIES, Bias, Family
+from perilune.models.config.families import FAMILIES
+from perilune.models.config.family import Bias, Family
 from perilune.models.config.layer_kinds import is_sparse, layer_kinds, window_size
 from perilune.models.config.reader import Reader
 

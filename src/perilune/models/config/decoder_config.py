@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.config.families import DECODER_FAMILIES, Architecture, Family
+from perilune.models.config.families import DECODER_FAMILIES, Architecture
+from perilune.models.config.family import Family
 from perilune.models.config.layer_kinds import (
     DeltaRule,
     Experts,

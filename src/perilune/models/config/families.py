@@ -1,4 +1,4 @@
-"""Model families: what all models of one `model_type` share.
+"""The table of model families.
 
 Everything that differs between models of a family (sizes, windows, rotary bases) is read from config.json.
 The decoder computes the families in `DECODER_FAMILIES`. For the others, the table has what a `ModelCard`
@@ -9,9 +9,11 @@ builds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from perilune.models.config.family import Family
 
 Architecture = Literal[
     "qwen2",
@@ -40,193 +42,68 @@ Architecture = Literal[
 ]
 """The `model_type` of a family that the decoder computes."""
 
-Bias = bool | str
-"""Whether there is a bias, or the key of config.json that says so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Properties that all models of a family share. The defaults are Llama's.
-
-    Attributes:
-        hf_class: the class in transformers, for config.json.
-        options: keys of config.json that the decoder reads and writes besides those of every family.
-        activation: the activation of the feed-forward gate; "clamped" is that of gpt-oss, which bounds both
-            inputs and adds one to the second.
-        norm_offset: a norm weight w multiplies by 1 + w, so that zero is neutral.
-        scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
-        pre_norm: the input of attention and feed-forward is normalised.
-        post_norm: the output of attention and feed-forward is normalised before it is added.
-        parallel: attention and feed-forward share one norm and run side by side.
-        norm_vectors: learned vectors per norm: 1, 2 with a bias, or 0.
-        qkv_bias, out_bias, mlp_bias: biases of the attention inputs, attention output and feed-forward.
-        matrices: matrices of a feed-forward network; 3 when it has a gate.
-        qk_norm: queries and keys are normalised before rotation: "head" by head, over the "full" width of all
-            heads, or head by head when the key of this name is true.
-        output_gate: the attention output is gated by as many numbers as there are queries.
-        sinks: each head learns a logit for attending to nothing: in all layers, or in those with a window.
-        windows: layers with a sliding window when `layer_types` is missing: "all"; the "upper" ones, from
-            `max_window_layers` on; "most", all but every n-th, n being `sliding_window_pattern`; or "listed",
-            which refuses such a config.
-        local_rope: layers with a window have a rotary embedding of their own.
-        linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
-        linear_grouped: the inputs of linear attention are stacked by key head, not by kind.
-        router: what turns the router's logits into scores of the experts.
-        correction: a bias of each expert is added to its score for the choice, and not for the weight.
-        expert_bias: experts and their router have biases.
-        fused_experts: all experts of a layer are one tensor, as in gpt-oss.
-        shared_gate: the shared expert has a gate.
-        positions: position embeddings are learned.
-        names: the family's own names for keys that other families call differently.
-        modules: the family's own names for modules that other families call differently. Modules with the
-            same name are one.
-        defaults: values that transformers assumes for missing keys, where they differ from the general ones.
-    """
-
-    hf_class: str = ""
-    options: frozenset[str] = frozenset({"attention_bias"})
-    activation: Literal["silu", "gelu_pytorch_tanh", "clamped"] = "silu"
-    norm_offset: bool = False
-    scaled_embeddings: bool = False
-    pre_norm: bool = True
-    post_norm: bool = False
-    parallel: bool = False
-    norm_vectors: int = 1
-    qkv_bias: Bias = "attention_bias"
-    out_bias: Bias = "attention_bias"
-    mlp_bias: Bias = "mlp_bias"
-    matrices: int = 3
-    qk_norm: str = ""
-    output_gate: bool = False
-    sinks: Literal["", "all", "windows"] = ""
-    windows: Literal["none", "all", "upper", "most", "listed"] = "none"
-    local_rope: bool = False
-    linear: Literal["", "delta", "lightning", "kimi"] = ""
-    linear_grouped: bool = False
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    correction: bool = False
-    expert_bias: bool = False
-    fused_experts: bool = False
-    shared_gate: bool = False
-    positions: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    modules: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def norms(self) -> int:
-        """Norms over the hidden size in one layer."""
-        return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
-
-    def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a config.json under the general names, with the family's defaults."""
-        names = {name: raw[theirs] for name, theirs in self.names.items() if raw.get(theirs) is not None}
-        return {**self.defaults, **raw, **names}
-
-    @property
-    def one_width(self) -> bool:
-        """Whether `intermediate_size` is the width of experts."""
-        return self.names.get("moe_intermediate_size") == "intermediate_size"
-
-    def module(self, name: str) -> str:
-        """The family's name of a module."""
-        return self.modules.get(name, name)
-
-
-_WINDOW_OPTIONS = frozenset({"use_sliding_window", "sliding_window", "layer_types"})
-_MIXTURE_OPTIONS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size"})
-_EXPERT_OPTIONS = _MIXTURE_OPTIONS | {"norm_topk_prob"}
-_SPARSE_OPTIONS = frozenset({"decoder_sparse_step", "mlp_only_layers"})
-_ROUTED_OPTIONS = _EXPERT_OPTIONS | {
-    "first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor", "n_shared_experts",
-    "num_nextn_predict_layers",
-}  # fmt: skip
-_GEMMA_OPTIONS = frozenset({"rope_local_base_freq", "query_pre_attn_scalar", "final_logit_softcapping"})
-_MULTIPLIERS = frozenset(
-    {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
-)
-_NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096}
 _TIED = {"tie_word_embeddings": True}
+_EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size"})
+_NORMALISED_EXPERTS = _EXPERTS | {"norm_topk_prob"}
+_SOME_SPARSE = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+_LINEAR_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_LATENT_SIZES = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_EXPERTS = {
+    "num_experts": 256,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+}
+_DEEPSEEK_OPTIONS = _DEEPSEEK_EXPERTS.keys() | {"num_experts_per_tok", "num_nextn_predict_layers"}
+_GEMMA_SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 
 _MISTRAL = Family(
-    hf_class="MistralForCausalLM",
-    options=frozenset({"sliding_window"}),
+    "MistralForCausalLM",
     qkv_bias=False,
     out_bias=False,
     windows="all",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
 )
-_LATENT_OPTIONS = frozenset(
-    {"kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_bias"}
+_QWEN_3 = Family(
+    "Qwen3ForCausalLM", qk_norm="head", windows="upper", defaults=_WINDOW_OFF | {"head_dim": 128}
 )
-_DEEPSEEK = Family(
-    "DeepseekV3ForCausalLM",
-    options=_ROUTED_OPTIONS | _LATENT_OPTIONS | {"rope_interleave"},
-    mlp_bias=False,
-    router="sigmoid",
-    correction=True,
-    names={"num_experts": "n_routed_experts"},
-    defaults={
-        "num_experts": 256,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-)
-_DEEPSEEK_V2 = Family(
-    "DeepseekV2ForCausalLM",
-    options=_ROUTED_OPTIONS | _LATENT_OPTIONS | {"mlp_bias"},
-    names={"num_experts": "n_routed_experts"},
-    defaults={
-        **_DEEPSEEK.defaults,
-        "num_experts": 64,
-        "moe_intermediate_size": 1407,
-        "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-    },
-)
-_DELTA_OPTIONS = frozenset(
-    {
-        "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-        "linear_num_key_heads", "linear_num_value_heads", "attention_bias", "partial_rotary_factor",
-    }
-)  # fmt: skip
 _QWEN_3_5 = Family(
     "Qwen3_5ForCausalLM",
-    options=_DELTA_OPTIONS,
+    own_options=_LINEAR_SIZES.keys() | {"layer_types", "partial_rotary_factor"},
     norm_offset=True,
     mlp_bias=False,
     qk_norm="head",
     output_gate=True,
     linear="delta",
-    defaults={
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    defaults={**_LINEAR_SIZES, "full_attention_interval": 4, "head_dim": 256, "partial_rotary_factor": 0.25},
 )
 _QWEN_3_5_MOE = replace(
     _QWEN_3_5,
     hf_class="Qwen3_5MoeForCausalLM",
-    options=_DELTA_OPTIONS | _MIXTURE_OPTIONS | {"shared_expert_intermediate_size"},
+    own_options=_QWEN_3_5.own_options | _EXPERTS | {"shared_expert_intermediate_size"},
     shared_gate=True,
     modules={"shared_experts": "shared_expert"},
     defaults={
@@ -242,16 +119,33 @@ _QWEN_3_5_MOE = replace(
 _QWEN_NEXT = replace(
     _QWEN_3_5_MOE,
     hf_class="Qwen3NextForCausalLM",
-    options=_DELTA_OPTIONS | _EXPERT_OPTIONS | _SPARSE_OPTIONS | {"shared_expert_intermediate_size"},
+    own_options=_QWEN_3_5_MOE.own_options | _NORMALISED_EXPERTS | _SOME_SPARSE,
     linear_grouped=True,
     modules={
         "shared_experts": "shared_expert",
-        "in_proj_qkv": "in_proj_qkvz",
-        "in_proj_z": "in_proj_qkvz",
-        "in_proj_b": "in_proj_ba",
-        "in_proj_a": "in_proj_ba",
+        **dict.fromkeys(["in_proj_qkv", "in_proj_z"], "in_proj_qkvz"),
+        **dict.fromkeys(["in_proj_b", "in_proj_a"], "in_proj_ba"),
     },
     defaults={**_QWEN_3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
+)
+_GEMMA = Family(
+    "GemmaForCausalLM",
+    activation="gelu_pytorch_tanh",
+    norm_offset=True,
+    scaled_embeddings=True,
+    defaults=_TIED | {"head_dim": 256, "max_position_embeddings": 8192},
+)
+_OLMO_2 = Family(
+    "Olmo2ForCausalLM", pre_norm=False, post_norm=True, qk_norm="full", defaults={"rms_norm_eps": 1e-5}
+)
+_DEEPSEEK = Family(
+    "DeepseekV3ForCausalLM",
+    own_options=_DEEPSEEK_OPTIONS | _LATENT_SIZES.keys() | {"rope_interleave"},
+    mlp_bias=False,
+    router="sigmoid",
+    correction=True,
+    names={"num_experts": "n_routed_experts"},
+    defaults={**_DEEPSEEK_EXPERTS, **_LATENT_SIZES},
 )
 _GPT = Family(
     norm_vectors=2,
@@ -272,11 +166,15 @@ _GPT = Family(
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family("LlamaForCausalLM", options=frozenset({"attention_bias", "mlp_bias"})),
-        "granite": Family("GraniteForCausalLM", options=_MULTIPLIERS | {"attention_bias", "mlp_bias"}),
+        "llama": Family("LlamaForCausalLM", own_options={"mlp_bias"}),
+        "granite": Family(
+            "GraniteForCausalLM",
+            own_options={"mlp_bias", "embedding_multiplier", "residual_multiplier"}
+            | {"attention_multiplier", "logits_scaling"},
+        ),
         "smollm3": Family(
             "SmolLM3ForCausalLM",
-            options=_WINDOW_OPTIONS | {"attention_bias", "mlp_bias", "no_rope_layers"},
+            own_options={"mlp_bias", "no_rope_layers"},
             windows="listed",
             defaults=_TIED
             | {
@@ -291,7 +189,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": replace(
             _MISTRAL,
             hf_class="MixtralForCausalLM",
-            options=_MIXTURE_OPTIONS | {"sliding_window"},
+            own_options=_EXPERTS,
             names={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
             modules={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
             defaults={
@@ -305,7 +203,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "phi3": Family(
             "Phi3ForCausalLM",
-            options=frozenset({"sliding_window", "partial_rotary_factor"}),
+            own_options={"partial_rotary_factor"},
             qkv_bias=False,
             out_bias=False,
             windows="all",
@@ -314,25 +212,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         ),
         "qwen2": Family(
-            "Qwen2ForCausalLM",
-            options=_WINDOW_OPTIONS,
-            qkv_bias=True,
-            out_bias=False,
-            windows="upper",
-            defaults=_NO_WINDOW,
+            "Qwen2ForCausalLM", qkv_bias=True, out_bias=False, windows="upper", defaults=_WINDOW_OFF
         ),
         "qwen2_moe": Family(
             "Qwen2MoeForCausalLM",
-            options=_WINDOW_OPTIONS
-            | _EXPERT_OPTIONS
-            | _SPARSE_OPTIONS
-            | {"qkv_bias", "shared_expert_intermediate_size"},
+            own_options=_NORMALISED_EXPERTS | _SOME_SPARSE | {"shared_expert_intermediate_size"},
             qkv_bias="qkv_bias",
             out_bias=False,
             windows="listed",
             shared_gate=True,
             modules={"shared_experts": "shared_expert"},
-            defaults=_NO_WINDOW
+            defaults=_WINDOW_OFF
             | {
                 "qkv_bias": True,
                 "num_experts": 60,
@@ -341,73 +231,45 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "shared_expert_intermediate_size": 5632,
             },
         ),
-        "qwen3": Family(
-            "Qwen3ForCausalLM",
-            options=_WINDOW_OPTIONS | {"attention_bias"},
-            qk_norm="head",
-            windows="upper",
-            defaults=_NO_WINDOW | {"head_dim": 128},
-        ),
-        "qwen3_moe": Family(
-            "Qwen3MoeForCausalLM",
-            options=_WINDOW_OPTIONS | _EXPERT_OPTIONS | _SPARSE_OPTIONS | {"attention_bias"},
-            qk_norm="head",
+        "qwen3": _QWEN_3,
+        "qwen3_moe": replace(
+            _QWEN_3,
+            hf_class="Qwen3MoeForCausalLM",
+            own_options=_NORMALISED_EXPERTS | _SOME_SPARSE,
             windows="all",
-            defaults=_NO_WINDOW,
+            defaults=_WINDOW_OFF,
         ),
         "qwen3_next": _QWEN_NEXT,
         "qwen3_5_text": _QWEN_3_5,
         "qwen3_5_moe_text": _QWEN_3_5_MOE,
-        "gemma": Family(
-            "GemmaForCausalLM",
-            activation="gelu_pytorch_tanh",
-            norm_offset=True,
-            scaled_embeddings=True,
-            defaults=_TIED | {"head_dim": 256, "max_position_embeddings": 8192},
-        ),
-        "gemma2": Family(
-            "Gemma2ForCausalLM",
-            options=frozenset(
-                {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar"}
-                | {"final_logit_softcapping", "attn_logit_softcapping"}
-            ),
-            activation="gelu_pytorch_tanh",
-            norm_offset=True,
-            scaled_embeddings=True,
+        "gemma": _GEMMA,
+        "gemma2": replace(
+            _GEMMA,
+            hf_class="Gemma2ForCausalLM",
+            own_options={"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"},
             post_norm=True,
             windows="most",
-            defaults=_TIED
-            | {
+            defaults={
+                **_GEMMA.defaults,
+                **_GEMMA_SIZES,
                 "vocab_size": 256000,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
                 "sliding_window_pattern": 2,
                 "final_logit_softcapping": 30.0,
                 "attn_logit_softcapping": 50.0,
-                "max_position_embeddings": 8192,
             },
         ),
-        "gemma3_text": Family(
-            "Gemma3ForCausalLM",
-            options=_GEMMA_OPTIONS | {"attention_bias", "sliding_window", "layer_types"},
-            activation="gelu_pytorch_tanh",
-            norm_offset=True,
-            scaled_embeddings=True,
+        "gemma3_text": replace(
+            _GEMMA,
+            hf_class="Gemma3ForCausalLM",
+            own_options={"query_pre_attn_scalar", "final_logit_softcapping", "rope_local_base_freq"},
             post_norm=True,
             qk_norm="head",
             windows="most",
             local_rope=True,
-            defaults=_TIED
-            | {
+            defaults={
+                **_TIED,
+                **_GEMMA_SIZES,
                 "vocab_size": 262208,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
                 "sliding_window_pattern": 6,
                 "rope_theta": 1e6,
                 "rope_local_base_freq": 1e4,
@@ -415,31 +277,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "olmo": Family(norm_vectors=0),
-        "olmo2": Family(
-            "Olmo2ForCausalLM",
-            pre_norm=False,
-            post_norm=True,
-            qk_norm="full",
-            defaults={"rms_norm_eps": 1e-5},
-        ),
-        "olmo3": Family(
-            "Olmo3ForCausalLM",
-            options=frozenset({"attention_bias", "sliding_window", "layer_types"}),
-            pre_norm=False,
-            post_norm=True,
-            qk_norm="full",
+        "olmo2": _OLMO_2,
+        "olmo3": replace(
+            _OLMO_2,
+            hf_class="Olmo3ForCausalLM",
             windows="most",
             local_rope=True,
             defaults={
+                **_OLMO_2.defaults,
                 "sliding_window": 4096,
                 "sliding_window_pattern": 4,
                 "rope_theta": 5e5,
-                "rms_norm_eps": 1e-5,
             },
         ),
         "olmoe": Family(
             "OlmoeForCausalLM",
-            options=_EXPERT_OPTIONS | {"attention_bias"},
+            own_options=_NORMALISED_EXPERTS,
             qk_norm="full",
             names={"moe_intermediate_size": "intermediate_size"},
             defaults={"num_experts": 64, "rms_norm_eps": 1e-5},
@@ -461,18 +314,33 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows="all",
             defaults=_TIED | {"use_bias": True},
         ),
-        "deepseek_v2": _DEEPSEEK_V2,
+        "deepseek_v2": Family(
+            "DeepseekV2ForCausalLM",
+            own_options=_DEEPSEEK_OPTIONS | _LATENT_SIZES.keys() | {"mlp_bias"},
+            names=_DEEPSEEK.names,
+            defaults={
+                **_DEEPSEEK.defaults,
+                "num_experts": 64,
+                "moe_intermediate_size": 1407,
+                "n_shared_experts": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 1.0,
+                "first_k_dense_replace": 0,
+            },
+        ),
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _DEEPSEEK,
         "glm4_moe": Family(
             "Glm4MoeForCausalLM",
-            options=_ROUTED_OPTIONS | {"attention_bias", "use_qk_norm", "partial_rotary_factor"},
+            own_options=_DEEPSEEK_OPTIONS | {"use_qk_norm", "partial_rotary_factor"},
             out_bias=False,
             mlp_bias=False,
             qk_norm="use_qk_norm",
             router="sigmoid",
             correction=True,
-            names={"num_experts": "n_routed_experts"},
+            names=_DEEPSEEK.names,
             defaults={
                 "num_experts": 128,
                 "moe_intermediate_size": 1408,
@@ -486,7 +354,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gpt_oss": Family(
             "GptOssForCausalLM",
-            options=_MIXTURE_OPTIONS | {"attention_bias", "sliding_window", "layer_types"},
+            own_options=_EXPERTS,
             activation="clamped",
             sinks="all",
             windows="most",

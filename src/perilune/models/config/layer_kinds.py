@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from perilune.models.config.families import Family
+from perilune.models.config.family import Family
 from perilune.models.config.reader import Reader
 
 MOST_LAYERS = 10_000  # most layers that are listed one by one

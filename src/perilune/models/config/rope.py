@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.models.config.families import Family
+from perilune.models.config.family import Family
 from perilune.models.config.reader import Reader
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from perilune.models.card.layers import Attention, LatentAttention, LinearAttention, Mixer
 from perilune.models.card.model_card import ModelCard
-from perilune.models.config.families import FAMILIES, Family
+from perilune.models.config.families import FAMILIES
+from perilune.models.config.family import Family
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from perilune.models.card.from_config import model_card
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.config.families import FAMILIES, Family
+from perilune.models.config.families import FAMILIES
+from perilune.models.config.family import Family
 from perilune.models.config.reader import UnsupportedModelError
 from perilune.models.gallery.concepts import concepts_of, is_windowed
 from perilune.models.transformers_model import check_supported

@@ -123,7 +123,7 @@ def voice_config(spec: VoiceSpec, codec: CodecConfig, tokenizer: Tokenizer) -> S
         codec=codec,
         text_vocab_size=words + _TEXT_MARKS,
         text_hidden_size=spec.width,
-        marks=Marks(*range(codes, codes + _MARKS), *range(words, words + _TEXT_MARKS)),
+        marks=Marks.after(codes, words),
     )
 
 
