@@ -89,17 +89,22 @@ def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 def _require_tasks(key: str, section: Mapping[str, Any], split: Split, count: int, seed: int) -> None:
     """Refuse a stage that needs more tasks than there are, if there are fewer than `MOST_TASKS`."""
-    environment = make_environment(section)
-    found = sum(1 for _ in islice(environment.tasks(split, seed), min(count, MOST_TASKS)))
+    found = _tasks(canonical_json(section), split, seed, min(count, MOST_TASKS))
     if found < min(count, MOST_TASKS):
         kind = "held-out" if split == "heldout" else "training"
         raise RequestError(
-            f"{environment.id} has {found} {kind} tasks, and the stage needs {count}",
+            f"{make_environment(section).id} has {found} {kind} tasks, and the stage needs {count}",
             where=key,
             remedy=f"set it to {found} at most, or widen the environment's config"
             if found
             else "widen the environment's config",
         )
+
+
+@cache
+def _tasks(section: bytes, split: Split, seed: int, most: int) -> int:
+    """The number of tasks of an environment, `most` at most. Stages often ask for the same."""
+    return sum(1 for _ in islice(make_environment(json.loads(section)).tasks(split, seed), most))
 
 
 def _require_terms(job: Job) -> None:
