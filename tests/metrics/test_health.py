@@ -142,7 +142,10 @@ def test_the_verdict_ends_with_the_sickness() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "cause"),
-    [(0.05, "almost no answer is right"), (0.6, "60% of the answers are right, and those to one task")],
+    [
+        (0.05, "almost no answer is right"),
+        (0.6, "60% of the answers are right, but most"),
+    ],
 )
 def test_the_pass_rate_says_why_groups_are_dead(rate: float, cause: str) -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": rate} for step in range(1, 9)]

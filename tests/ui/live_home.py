@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class LiveHome:
         """SIGKILL the command, the worker and the task, all at once."""
         ours = [self.worker, psutil.Process(self.command.pid)]
         for one in [child for own in ours for child in own.children(recursive=True)] + ours:
-            one.kill()
+            with suppress(psutil.NoSuchProcess):  # the death of its parent ends it too
+                one.kill()
         self.command.wait()
 
 

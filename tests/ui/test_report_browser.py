@@ -423,7 +423,7 @@ def test_dark_and_light_follow_the_system_and_the_toggle(browser: Any, report: P
 
     assert ground() < 40
     page.locator("#theme").click()
-    assert page.locator("#theme").inner_text() == "light"
+    assert page.locator("#theme").inner_text() == "theme: light"
     assert ground() > 240
     page.locator("#theme").click()
     assert ground() < 40

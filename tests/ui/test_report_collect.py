@@ -20,7 +20,7 @@ from perilune.ui.curves import hardware_of, training_of
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import Source, collect_episodes
 from perilune.ui.turns import shortened
-from perilune.ui.view import ExperimentView, view_folder
+from perilune.ui.view import ExperimentView, StageView, view_folder
 
 
 @pytest.fixture
@@ -53,6 +53,16 @@ def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:
     made.rl(steps=3, prompts=2)
     made.evaluate("after", "rl", AFTER_SFT, 40)
     assert collect(made.view()).headline.title.startswith("pass@1 fell from")
+
+
+def test_a_stage_that_has_not_begun_is_joined_by_the_recipe(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.sft(steps=3)
+    view = made.view()
+    waiting = StageView("after_sft", "evaluate", "", "waiting", None)
+    declared = {"after_sft": {"name": "after_sft", "task": "evaluate", "checkpoint": "sft", "tasks": 8}}
+    last = collect(replace(view, stages=(*view.stages, waiting), declared=declared)).stages[-1]
+    assert (last.parent, last.uses, last.state) == ("sft", [], "waiting")
 
 
 def test_branches_are_joined_to_the_checkpoint_they_start_from(tmp_path: Path) -> None:

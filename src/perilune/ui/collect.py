@@ -139,7 +139,7 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
     provenance = provenance_of(view, attempts)
     facts = facts_of(view, attempts, provenance)
     names = {stage.name for stage, _ in pairs}
-    stages = [describe_stage(stage, attempt, names) for stage, attempt in pairs]
+    stages = [describe_stage(one, attempt, view.declared.get(one.name, {}), names) for one, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state_of(view.stages), view.seed),
         headline=write_headline(evaluations, climb, trained, summaries_of(pairs)),

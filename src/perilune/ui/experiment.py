@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from perilune.control.queries.lookup import (
     StageStatus,
@@ -58,20 +59,20 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
 
 def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`."""
-    name, seed, recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
+    recipe, text = _recipe(control.home.experiment(experiment_id) / "recipe.json")
     stages = tuple(stage_view(control, one) for one in statuses)
     placed = placed_attempts(control, [one.run_id for one in statuses if one.run_id])
-    return ExperimentView(name, seed, recipe, stages, tuple(placed))
+    declared = {stage["name"]: stage for stage in recipe["stages"]}
+    return ExperimentView(recipe["name"], recipe["seed"], text, stages, tuple(placed), declared)
 
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
-def _recipe(path: Path) -> tuple[str, int, str]:
-    """Name, seed and YAML of a submitted recipe."""
+def _recipe(path: Path) -> tuple[dict[str, Any], str]:
+    """A submitted recipe, and its YAML."""
     import yaml
 
     document = read_json(path)
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return str(document["name"]), int(document["seed"]), text
+    return document, yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
 
 
 def stage_view(control: Control, one: StageStatus) -> StageView:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -45,6 +46,7 @@ class ExperimentView:
         recipe: the resolved recipe as YAML.
         stages: in the order of execution.
         placed: all attempts of the stages, with their machines; empty for a folder outside a home.
+        declared: the stages as the recipe has them, by name; empty for a folder outside a home.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ExperimentView:
     recipe: str
     stages: tuple[StageView, ...]
     placed: tuple[Placed, ...] = ()
+    declared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def view_folder(path: Path) -> ExperimentView:

@@ -79,10 +79,10 @@ def dead_groups(run: Evidence) -> Iterator[Finding]:
     since = run.metrics.since(flags)
     if since is not None:
         rate = _last(passed) or 0.0
-        cause, remedy = "almost no answer is right", "easier tasks, a curriculum, or more SFT"
+        cause, remedy = "almost no answer is right", "use easier tasks, a curriculum, or more SFT"
         if rate >= 0.2:
-            cause = f"{rate:.0%} of the answers are right, and those to one task are alike"
-            remedy = "a higher temperature, a lower lr, or an entropy bonus"
+            cause = f"{rate:.0%} of the answers are right, but most tasks get equal answers"
+            remedy = "try a higher temperature, a lower lr, or an entropy bonus"
         yield Finding(
             "dead groups",
             "watch",
@@ -199,7 +199,7 @@ def stale_data(run: Evidence) -> Iterator[Finding]:
             "watch",
             since,
             f"tokens are {_last(ages):.3g} updates old on average, {_last(oldest) or 0:.3g} at most; {bound}",
-            "more rollout processes, a smaller staleness, or shorter answers",
+            "use more rollout processes, a smaller staleness, or shorter answers",
         )
 
 
@@ -224,7 +224,7 @@ def starvation(run: Evidence) -> Iterator[Finding]:
     )
     for since, why in found:
         if since is not None:
-            remedy = "more rollout processes, or fewer other programs on the machine: perilune top"
+            remedy = "use more rollout processes, or run fewer other programs on the machine: perilune top"
             yield Finding("starvation", "watch", since, why, remedy)
             return
 

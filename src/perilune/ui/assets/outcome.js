@@ -469,7 +469,6 @@ const Outcome = ((data) => {
       ["Monte Carlo value", "played", 2],
     ];
     const below = found.by_place.some((row) => row.value < 0); // values on a scale of their own
-    const capital = (text) => text[0].toUpperCase() + text.slice(1);
     const chart = (key, title, note, x, rows, at) =>
       Charts.lines({
         key: `${stage}-${key}`,
@@ -488,7 +487,7 @@ const Outcome = ((data) => {
         })),
       });
     return [
-      part(`Can process rewards be trusted? ${stage}`, `${found.said.map((one) => `${capital(one)}.`).join(" ")}`),
+      part(`Can process rewards be trusted? ${stage}`, `${found.said.map((one) => `${Format.capital(one)}.`).join(" ")}`),
       h(
         "div",
         { class: "tiles two" },

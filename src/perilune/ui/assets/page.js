@@ -36,6 +36,7 @@ const Format = {
   },
   // With its sign, which 0 has not.
   signed: (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
+  capital: (text) => text.charAt(0).toUpperCase() + text.slice(1),
   percent: (value) => (missing(value) ? "–" : minus(`${(100 * value).toFixed(1)}%`)),
   percentTick: (value) => minus(`${Number((100 * value).toFixed(4))}%`),
   points(value) {
@@ -153,7 +154,7 @@ const Page = (() => {
     const apply = () => {
       if (current === "auto") delete document.documentElement.dataset.theme;
       else document.documentElement.dataset.theme = current;
-      button.textContent = current;
+      button.textContent = `theme: ${current}`;
       button.ariaLabel = `Colour scheme: ${current}`;
     };
     button.addEventListener("click", () => {

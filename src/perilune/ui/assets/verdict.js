@@ -14,10 +14,10 @@ const Verdict = ((data) => {
       h(
         "li",
         {},
-        h("b", {}, finding.name.charAt(0).toUpperCase() + finding.name.slice(1)),
+        h("b", {}, Format.capital(finding.name)),
         h("span", { class: "muted" }, [`stage ${health.stage}`, since(finding)].filter(Boolean).join(", ")),
-        h("span", { class: "why" }, `${finding.why}.`),
-        h("span", { class: "remedy" }, finding.remedy),
+        h("span", { class: "why" }, `${Format.capital(finding.why)}.`),
+        h("span", { class: "remedy" }, `${Format.capital(finding.remedy)}.`),
       ),
     );
   }
