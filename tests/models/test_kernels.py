@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.models import kernels
+from perilune.models import kernels, products
 
 Function = Callable[..., Tensor]
 
@@ -31,11 +31,11 @@ def angles() -> tuple[Tensor, Tensor]:
 
 
 CASES: dict[str, tuple[Function, Function, Callable[[], list[Tensor]]]] = {
-    "linear": (kernels.linear, F.linear, lambda: [torch.randn(7, 24), torch.randn(40, 24)]),
-    "linear, wide to narrow": (kernels.linear, F.linear, lambda: [torch.randn(7, 40), torch.randn(24, 40)]),
-    "linear, one row": (kernels.linear, F.linear, lambda: [torch.randn(1, 24), torch.randn(40, 24)]),
+    "linear": (products.linear, F.linear, lambda: [torch.randn(7, 24), torch.randn(40, 24)]),
+    "linear, wide to narrow": (products.linear, F.linear, lambda: [torch.randn(7, 40), torch.randn(24, 40)]),
+    "linear, one row": (products.linear, F.linear, lambda: [torch.randn(1, 24), torch.randn(40, 24)]),
     "linear with bias": (
-        kernels.linear,
+        products.linear,
         F.linear,
         lambda: [torch.randn(7, 24), torch.randn(40, 24), torch.randn(40)],
     ),
@@ -94,11 +94,11 @@ def test_training_and_inference_compute_the_same_bits(case: str) -> None:
 
 def test_only_the_gradients_that_are_needed() -> None:
     x, weight = torch.randn(5, 8), torch.randn(6, 8, requires_grad=True)
-    kernels.linear(x, weight).sum().backward()
+    products.linear(x, weight).sum().backward()
     assert x.grad is None
     assert weight.grad is not None
     y, frozen = torch.randn(5, 8, requires_grad=True), torch.randn(6, 8)
-    kernels.linear(y, frozen).sum().backward()
+    products.linear(y, frozen).sum().backward()
     torch.testing.assert_close(y.grad, frozen.sum(0).expand(5, -1))
 
 
@@ -108,13 +108,13 @@ def test_gradients_of_large_products(
     inner: int, outer: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which library computes them depends on the processor."""
-    monkeypatch.setattr(kernels, "_has_intel_mkl", lambda: mkl)
+    monkeypatch.setattr(products, "_has_intel_mkl", lambda: mkl)
     torch.manual_seed(0)
     x, weight = torch.randn(400, inner, requires_grad=True), torch.randn(outer, inner, requires_grad=True)
-    assert kernels.prefers_mkl(x, weight) == mkl
-    assert not kernels.prefers_mkl(x[:100], weight)
+    assert products.prefers_mkl(x, weight) == mkl
+    assert not products.prefers_mkl(x[:100], weight)
     grad = torch.randn(400, outer)
-    kernels.linear(x, weight).backward(grad)
+    products.linear(x, weight).backward(grad)
     wide = grad.double()
     torch.testing.assert_close(x.grad.double(), wide @ weight.detach().double(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(weight.grad.double(), wide.t() @ x.detach().double(), rtol=1e-4, atol=1e-4)
@@ -129,13 +129,13 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(inner: int, outer:
     try:
         torch.manual_seed(0)
         x, weight = torch.randn(4096, inner), torch.randn(outer, inner)
-        packed = kernels.pack_weight(weight)[0]
-        whole = kernels.linear(x, weight)
+        packed = products.pack_weight(weight)[0]
+        whole = products.linear(x, weight)
         for rows in (1, 2, 3, 4, 7, 8, 16, 31, 64, 100, 257, 1024):
             for start in (0, 1000):
                 some = x[start : start + rows]
-                assert torch.equal(kernels.linear(some, weight), whole[start : start + rows])
-                assert torch.equal(kernels.linear(some, packed), whole[start : start + rows])
+                assert torch.equal(products.linear(some, weight), whole[start : start + rows])
+                assert torch.equal(products.linear(some, packed), whole[start : start + rows])
     finally:
         torch.set_num_threads(before)
 
@@ -165,6 +165,6 @@ def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_take_the_librarys_kernels(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
-    assert torch.equal(kernels.linear(x, *kernels.pack_weight(weight)), F.linear(x, weight))
+    assert torch.equal(products.linear(x, *products.pack_weight(weight)), F.linear(x, weight))
     norm = kernels.rms_norm(x, weight[0], 1e-6)
     torch.testing.assert_close(norm, F.rms_norm(x, (8,), weight[0], 1e-6))

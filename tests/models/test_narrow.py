@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from perilune.models import kernels
+from perilune.models import products
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
@@ -50,9 +50,9 @@ def test_a_channel_of_zeros_stays_one() -> None:
 def test_torch_and_the_kernels_round_alike(kind: NarrowKind) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 96), torch.randn(40, 96), torch.randn(40)
-    packed = kernels.pack_weight(weight, bias, kind)
+    packed = products.pack_weight(weight, bias, kind)
     expected = narrowed(weight, kind).times(x) + bias
-    torch.testing.assert_close(kernels.linear(x, *packed), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(products.linear(x, *packed), expected, rtol=1e-5, atol=2e-5)
     assert (expected - (x @ weight.T + bias)).abs().max() > 1e-4
 
 
@@ -98,7 +98,7 @@ def test_a_router_is_not_rounded() -> None:
 @pytest.mark.parametrize(("kind", "share"), [("bfloat16", 0.51), ("int8", 0.28)])
 def test_matrices_take_less_memory(kind: NarrowKind, share: float, arithmetic: Any) -> None:
     weight = torch.randn(96, 128)
-    packed, _ = kernels.pack_weight(weight, None, kind)
+    packed, _ = products.pack_weight(weight, None, kind)
     tensors = packed.tensors if arithmetic == "native" else (packed.values, packed.scales)  # type: ignore[union-attr]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
     assert held <= share * weight.numel() * 4

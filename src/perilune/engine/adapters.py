@@ -17,9 +17,9 @@ from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.decoder import Decoder
-from perilune.models.kernels import linear
 from perilune.models.layers import Projection
 from perilune.models.narrow import NarrowKind
+from perilune.models.products import linear
 
 
 class NamedAdapters:

@@ -1,13 +1,13 @@
 """The arithmetic of the decoder, forward and backward. The result of a row never depends on its neighbours.
 
+Products with matrices are in `models.products`.
+
 Sampling computes a token in a batch of one-token rows, training inside a packed batch. Their log-probs are
 equal bit for bit only if every operation treats a row alike whatever the number of rows. In float32 on a CPU
 these functions guarantee that, in one of two ways:
 
 * with a C compiler, by the kernels of `models/native`, which sum each element in a fixed order;
-* without one, by torch. `linear` uses oneDNN, which sums in one order for two or more rows and any number of
-  threads; a single row is computed as two. (MKL, torch's default, changes its order below ten rows and is
-  half as fast on some processors.) The other functions reduce within a row.
+* without one, by torch: products by oneDNN, and other functions by reductions within a row.
 
 Other devices and dtypes use torch's own kernels and agree up to rounding. Gradients are exact up to rounding
 everywhere; they need not be equal bit for bit.
@@ -15,8 +15,6 @@ everywhere; they need not be equal bit for bit.
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.models.config.layer_kinds import Experts
-from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed
 from perilune.models.native import ops
-from perilune.models.native.ops import LANES, Activation, PackedWeight
+from perilune.models.native.ops import LANES, Activation
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 def is_native(x: Tensor, row: int = LANES) -> bool:
@@ -39,136 +36,7 @@ def is_native(x: Tensor, row: int = LANES) -> bool:
 
 def is_exact(x: Tensor) -> bool:
     """Whether operations on `x` give a row the same bits in every batch."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and (_HAS_ONEDNN or ops.available())
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor | PackedWeight | NarrowWeight,
-    bias: Tensor | None = None,
-    precision: Precision = "float32",
-) -> Tensor:
-    """float[N, O] = float[N, I] @ float[O, I].T + float[O].
-
-    Args:
-        weight: a tensor, or the result of `pack_weight`.
-        precision: of the product; a packed weight has its own.
-    """
-    if isinstance(weight, PackedWeight):
-        return ops.linear(x, weight)
-    if isinstance(weight, NarrowWeight):
-        return weight.times(x) if bias is None else weight.times(x) + bias
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        if not is_exact(x) and precision == "float32":
-            return F.linear(x, weight, bias)
-        out: Tensor = _Linear.apply(x, weight, precision)  # type: ignore[no-untyped-call]
-        return out if bias is None else out + bias
-    out = product(x, weight, precision)
-    return out if bias is None else out.add_(bias)
-
-
-def pack_weight(
-    weight: Tensor, bias: Tensor | None = None, kind: NarrowKind | None = None
-) -> tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None]:
-    """Weight and bias in the fastest layout, for many calls of `linear` without gradients.
-
-    Args:
-        kind: how the weight is stored; by default in its dtype.
-    """
-    if is_native(weight) and (kind != "bfloat16" or weight.shape[1] % 2 == 0):
-        return ops.pack_weight(weight, bias, kind or "float32"), None
-    bias = None if bias is None else bias.detach().clone()
-    if kind is not None:
-        return narrowed(weight, kind), bias
-    if not is_exact(weight):
-        return weight.detach().clone(), bias
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS), bias
-
-
-_TYPICAL_ROWS = 256
-
-
-def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
-    """x @ weight.T of float[N, I] and float[O, I]; where `is_exact`, with one order of summation."""
-    if precision == "bfloat16":
-        if is_native(x) and weight.shape[1] % 2 == 0:
-            return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", temporary=True))
-        return narrowed(weight, "bfloat16").times(x)
-    if is_native(x):
-        return ops.linear(x, ops.pack_weight(weight, temporary=True))
-    # oneDNN sums in another order for another layout.
-    return _product(x, weight.contiguous()) if is_exact(x) else F.linear(x, weight)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T by oneDNN."""
-    if not _HAS_ONEDNN:
-        return x @ weight.t()
-    if x.shape[0] == 1:
-        return _product(x.expand(2, -1), weight)[:1]
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
-
-
-class _Linear(torch.autograd.Function):
-    """y = x W^T;  dx = dy W;  dW = dy^T x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.precision = precision
-        return product(x, weight, precision)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        precision: Precision = ctx.precision
-        if precision == "bfloat16" and _fits_tiles(grad, weight):
-            needed = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
-            return *needed, None
-        grad_x = gradient_product(grad, weight.t(), precision) if needs_x else None
-        if not needs_weight:
-            return grad_x, None, None
-        # oneDNN copies its first operand, so that should be the narrower one.
-        if weight.shape[0] < weight.shape[1] or prefers_mkl(grad.t(), x.t()):
-            return grad_x, gradient_product(grad.t(), x.t(), precision), None
-        return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
-
-
-def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
-    """Whether tiles compute the gradients: their sums are over the rows and the outputs of a product."""
-    return is_native(grad) and not (len(grad) % 32 or len(weight) % 32) and ops.has_tiles()
-
-
-def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-    """x @ weight.T for a gradient, in any order of summation; in bfloat16 the result is rounded too."""
-    if precision == "bfloat16":
-        return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
-    return x @ weight.t() if not is_exact(x) or prefers_mkl(x, weight) else _product(x, weight)
-
-
-_LARGE = 1 << 17
-
-
-def prefers_mkl(x: Tensor, weight: Tensor) -> bool:
-    """Whether MKL computes the product x @ weight.T faster than oneDNN: on Intel, if all matrices are large.
-
-    On a Xeon with AVX-512, gradients of matrices of 576 x 1536 take 0.6 to 0.9 of oneDNN's time; on AMD they
-    take twice as long.
-    """
-    smallest = min(x.numel(), weight.numel(), x.shape[0] * weight.shape[0])
-    return smallest >= _LARGE and x.device.type == "cpu" and _has_intel_mkl()
-
-
-@functools.cache
-def _has_intel_mkl() -> bool:
-    try:
-        processor = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "GenuineIntel" in processor and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return x.dtype == torch.float32 and x.device.type == "cpu" and (HAS_ONEDNN or ops.available())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

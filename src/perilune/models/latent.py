@@ -24,9 +24,10 @@ from perilune.models.attention import Attention, AttentionLayer, PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Latent
 from perilune.models.config.rope import YarnScaling
-from perilune.models.kernels import is_exact, linear, pack_weight, rotate
+from perilune.models.kernels import is_exact, rotate
 from perilune.models.layers import Projection, RMSNorm, copied_in_place
 from perilune.models.narrow import NarrowKind
+from perilune.models.products import linear, pack_weight
 
 _EPS = 1e-6  # of the norms of latent vectors, independent of the model's
 

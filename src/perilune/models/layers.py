@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from perilune.models.config.family import Family
-from perilune.models.kernels import linear, pack_weight, rms_norm
+from perilune.models.kernels import rms_norm
 from perilune.models.narrow import NarrowKind, NarrowWeight, Precision
 from perilune.models.native.ops import PackedWeight
+from perilune.models.products import linear, pack_weight
 
 
 @runtime_checkable

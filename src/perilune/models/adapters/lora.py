@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
-from perilune.models.kernels import gradient_product, linear, product
 from perilune.models.layers import ExpertMap, Projection
 from perilune.models.narrow import narrowed
+from perilune.models.products import gradient_product, linear, product
 from perilune.models.scratch import scratch_buffer
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
