@@ -15,6 +15,7 @@ from perilune.models.config.layer_kinds import (
     DeltaRule,
     Experts,
     Latent,
+    not_positive,
     read_delta,
     read_experts,
     read_latent,
@@ -88,8 +89,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*_SIZES, *_HEADS):
-            _positive(name, getattr(self, name))
+        _refuse(not_positive(self, _SIZES))
         if self.num_heads % self.num_kv_heads:
             raise _impossible(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
@@ -105,7 +105,7 @@ class DecoderConfig:
         if self.attention_bias and not self.family.options & _BIAS_KEYS:
             raise _impossible(f"a {self.architecture} model has no attention_bias")
         if self.query_pre_attn_scalar is not None:
-            _positive("query_pre_attn_scalar", self.query_pre_attn_scalar)
+            _refuse(not_positive(self, ["query_pre_attn_scalar"]))
         if self.windows:
             self._check_windows()
         self._check_delta()
@@ -127,8 +127,7 @@ class DecoderConfig:
             raise _impossible(f"unrotated layers {self.unrotated} of {self.num_layers}")
 
     def _check_experts(self, experts: Experts) -> None:
-        if flaw := experts.flaw():
-            raise _impossible(flaw)
+        _refuse(experts.flaw())
         for name, key in _EXPERT_OPTIONS.items():
             default = type(experts).__dataclass_fields__[name].default
             if getattr(experts, name) != default and not self.family.options.intersection(key):
@@ -142,10 +141,7 @@ class DecoderConfig:
             raise _impossible("the width of shared experts is not a multiple of an expert's")
 
     def _check_latent(self, latent: Latent) -> None:
-        for name in ("rank", "rotary_size", "key_size", "value_size"):
-            _positive(f"latent.{name}", getattr(latent, name))
-        if latent.query_rank is not None:
-            _positive("latent.query_rank", latent.query_rank)
+        _refuse(latent.flaw())
         if (self.num_kv_heads, self.head_dim) != (self.num_heads, latent.key_size + latent.rotary_size):
             raise _impossible("heads of latent attention have their own keys, of key_size + rotary_size")
 
@@ -153,8 +149,7 @@ class DecoderConfig:
         if (self.delta is None) != ("linear_num_value_heads" not in self.family.options):
             raise _impossible(f"linear attention does not fit a {self.architecture} model")
         if self.delta is not None:
-            if flaw := self.delta.flaw():
-                raise _impossible(flaw)
+            _refuse(self.delta.flaw())
             if not set(self.delta.layers) < set(range(self.num_layers)):
                 raise _impossible(f"layers {self.delta.layers} of {self.num_layers} have linear attention")
 
@@ -162,8 +157,8 @@ class DecoderConfig:
         if len(self.windows) != self.num_layers:
             raise _impossible(f"{len(self.windows)} windows for {self.num_layers} layers")
         sizes = {window for window in self.windows if window is not None}
-        for size in sizes:
-            _positive("sliding_window", size)
+        if self.sliding_window is not None:
+            _refuse(not_positive(self, ["sliding_window"]))
         some_only = self.family.windows == "all" and None in self.windows
         if len(sizes) != 1 or "sliding_window" not in self.family.options or some_only:
             raise _impossible(f"a {self.architecture} model cannot have windows {self.windows}")
@@ -372,48 +367,18 @@ class DecoderConfig:
                 "sliding_attention" if window else "full_attention" for window in self.windows
             ]
         if self.delta is not None:
-            raw |= {
-                "layer_types": [
-                    "linear_attention" if self.is_linear(layer) else "full_attention"
-                    for layer in range(self.num_layers)
-                ],
-                "linear_num_key_heads": self.delta.key_heads,
-                "linear_num_value_heads": self.delta.heads,
-                "linear_key_head_dim": self.delta.key_size,
-                "linear_value_head_dim": self.delta.value_size,
-                "linear_conv_kernel_dim": self.delta.taps,
-            }
+            raw |= self.delta.to_hf(self.num_layers)
         if self.latent is not None:
-            raw |= {
-                "kv_lora_rank": self.latent.rank,
-                "q_lora_rank": self.latent.query_rank,
-                "qk_rope_head_dim": self.latent.rotary_size,
-                "qk_nope_head_dim": self.latent.key_size,
-                "v_head_dim": self.latent.value_size,
-                "rope_interleave": self.latent.interleaved,
-                "first_k_dense_replace": self.num_layers,
-            }
+            raw |= {**self.latent.to_hf(), "first_k_dense_replace": self.num_layers}
         if self.experts is not None:
-            raw |= {
-                "num_experts": self.experts.count,
-                "num_experts_per_tok": self.experts.per_token,
-                "moe_intermediate_size": self.experts.intermediate_size,
-                "norm_topk_prob": self.experts.normalised,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": list(self.experts.dense_layers),
-                "first_k_dense_replace": len(self.experts.dense_layers),
-                "shared_expert_intermediate_size": self.experts.shared_size,
-                "n_shared_experts": self.experts.shared_size // self.experts.intermediate_size,
-                "n_group": self.experts.groups,
-                "topk_group": self.experts.groups_per_token,
-                "routed_scaling_factor": self.experts.scale,
-                "num_nextn_predict_layers": 0,
-            }
+            raw |= self.experts.to_hf()
         return raw
 
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_position_embeddings")
-_HEADS = ("num_heads", "num_kv_heads", "head_dim")
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_position_embeddings"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+)
 
 _BIAS_KEYS = frozenset({"attention_bias", "qkv_bias"})
 
@@ -438,9 +403,9 @@ _OPTIONS = {
 }
 
 
-def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise _impossible(f"{name} is {value!r}, not a positive integer")
+def _refuse(flaw: str | None) -> None:
+    if flaw is not None:
+        raise _impossible(flaw)
 
 
 def _impossible(message: str) -> RequestError:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from perilune.models.config.family import Family
 from perilune.models.config.reader import Reader
 
 MOST_LAYERS = 10_000  # most layers that are listed one by one
+
+
+def not_positive(owner: object, names: Collection[str], prefix: str = "") -> str | None:
+    """Which of the attributes `names` is not a positive integer; None when all are."""
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            return f"{prefix}{name} is {value!r}, not a positive integer"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +49,9 @@ class Experts:
 
     def flaw(self) -> str | None:
         """Why no such mixture is possible; None when it is."""
-        for name in ("count", "per_token", "intermediate_size", "groups", "groups_per_token"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                return f"experts.{name} is {value!r}, not a positive integer"
+        sizes = ("count", "per_token", "intermediate_size", "groups", "groups_per_token")
+        if flaw := not_positive(self, sizes, "experts."):
+            return flaw
         if self.shared_size < 0:
             return f"experts.shared_size is {self.shared_size}"
         if self.count % self.groups or self.groups_per_token > self.groups:
@@ -51,6 +60,24 @@ class Experts:
         if self.per_token > eligible:
             return f"{self.per_token} of {eligible} experts per token"
         return None
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json."""
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.intermediate_size,
+            "norm_topk_prob": self.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(self.dense_layers),
+            "first_k_dense_replace": len(self.dense_layers),
+            "shared_expert_intermediate_size": self.shared_size,
+            "n_shared_experts": self.shared_size // self.intermediate_size,
+            "n_group": self.groups,
+            "topk_group": self.groups_per_token,
+            "routed_scaling_factor": self.scale,
+            "num_nextn_predict_layers": 0,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,22 @@ class Latent:
     value_size: int
     query_rank: int | None = None
     interleaved: bool = True
+
+    def flaw(self) -> str | None:
+        """Why no such attention is possible; None when it is."""
+        sizes = ["rank", "rotary_size", "key_size", "value_size"]
+        return not_positive(self, sizes + ["query_rank"] * (self.query_rank is not None), "latent.")
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of config.json."""
+        return {
+            "kv_lora_rank": self.rank,
+            "q_lora_rank": self.query_rank,
+            "qk_rope_head_dim": self.rotary_size,
+            "qk_nope_head_dim": self.key_size,
+            "v_head_dim": self.value_size,
+            "rope_interleave": self.interleaved,
+        }
 
 
 def read_latent(read: Reader, options: Collection[str]) -> Latent:
@@ -110,13 +153,23 @@ class DeltaRule:
 
     def flaw(self) -> str | None:
         """Why no such layers are possible; None when they are."""
-        for name in ("key_heads", "heads", "key_size", "value_size", "taps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                return f"delta.{name} is {value!r}, not a positive integer"
+        if flaw := not_positive(self, ("key_heads", "heads", "key_size", "value_size", "taps"), "delta."):
+            return flaw
         if self.heads % self.key_heads:
             return f"{self.heads} value heads cannot share {self.key_heads} key heads evenly"
         return None
+
+    def to_hf(self, layers: int) -> dict[str, Any]:
+        """The keys of the config.json of a model with `layers` layers."""
+        linear = [layer in self.layers for layer in range(layers)]
+        return {
+            "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.heads,
+            "linear_key_head_dim": self.key_size,
+            "linear_value_head_dim": self.value_size,
+            "linear_conv_kernel_dim": self.taps,
+        }
 
 
 def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
