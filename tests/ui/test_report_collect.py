@@ -60,7 +60,7 @@ def test_a_stage_that_has_not_begun_is_joined_by_the_recipe(tmp_path: Path) -> N
     made.sft(steps=3)
     view = made.view()
     waiting = StageView("after_sft", "evaluate", "", "waiting", None)
-    declared = {"after_sft": {"name": "after_sft", "task": "evaluate", "checkpoint": "sft", "tasks": 8}}
+    declared = {"after_sft": {"checkpoint": "sft", "tasks": 8}}
     last = collect(replace(view, stages=(*view.stages, waiting), declared=declared)).stages[-1]
     assert (last.parent, last.uses, last.state) == ("sft", [], "waiting")
 

@@ -62,7 +62,7 @@ def experiment_view(control: Control, experiment_id: str, statuses: Sequence[Sta
     recipe, text = _recipe(control.home.experiment(experiment_id) / "recipe.json")
     stages = tuple(stage_view(control, one) for one in statuses)
     placed = placed_attempts(control, [one.run_id for one in statuses if one.run_id])
-    declared = {stage["name"]: stage for stage in recipe["stages"]}
+    declared = {stage["name"]: stage["spec"] for stage in recipe["stages"]}
     return ExperimentView(recipe["name"], recipe["seed"], text, stages, tuple(placed), declared)
 
 

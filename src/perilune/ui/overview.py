@@ -78,11 +78,11 @@ def describe_stage(
     """One run for the provenance section.
 
     Args:
-        declared: the stage in the recipe, for a stage that has not begun.
+        declared: its settings in the recipe, for a stage that has not begun.
         names: those of all stages.
     """
     facts = stage_facts(stage, attempt)
-    spec = attempt.job.get("spec") or {key: declared[key] for key in declared.keys() - {"name", "task"}}
+    spec = attempt.job.get("spec") or declared
     named = spec.items() if isinstance(spec, dict) else ()
     read = {field: str(value) for field, value in named if isinstance(value, str) and value in names}
     if stage.task == "collect" and "rows" in attempt.summary:

@@ -46,7 +46,7 @@ class ExperimentView:
         recipe: the resolved recipe as YAML.
         stages: in the order of execution.
         placed: all attempts of the stages, with their machines; empty for a folder outside a home.
-        declared: the stages as the recipe has them, by name; empty for a folder outside a home.
+        declared: the settings of the stages in the recipe, by name; empty for a folder outside a home.
     """
 
     name: str

@@ -197,8 +197,8 @@ const Charts = (() => {
   }
 
   // Axes with horizontal gridlines; returns the scales of the plotting area.
-  function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yCount, yInteger }) {
-    const ticks = (yLog ? logTicks : niceTicks)(
+  function frame(root, width, height, { xTicks, xFormat, xLabel, xScaleOf, yDomain, yFormat, yLog, yTime, yCount, yInteger }) {
+    const ticks = (yLog ? logTicks : yTime ? timeTicks : niceTicks)(
       yDomain[0],
       yDomain[1],
       yCount || Math.max(2, Math.round(height / 48)),
@@ -680,6 +680,7 @@ const Charts = (() => {
         xScaleOf: (from, to) => scale(centers[0] - half, centers[centers.length - 1] + half, from, to),
         yDomain: domain,
         yFormat: spec.y.tick || ((value) => format(Math.abs(value))),
+        yTime: spec.y.time,
       });
       const slot = x(centers[0] + half) - x(centers[0] - half);
       const gap = slot > 6 ? Math.min(4, slot * 0.16) : 0;

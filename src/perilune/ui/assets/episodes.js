@@ -676,7 +676,7 @@ const Episodes = (() => {
     });
     view.group = h("input", {
       type: "search",
-      placeholder: "group, e.g. 20/3",
+      placeholder: "group: 20/3",
       "aria-label": "Group",
       class: "narrow",
       on: { input: again },

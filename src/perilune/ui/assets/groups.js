@@ -21,6 +21,8 @@ const Groups = (() => {
     "highest reward first": (a, b) => mean(b) - mean(a),
   };
 
+  const isDead = (group) => new Set(rewards(group)).size < 2;
+
   function cell(episode, low, high, pick) {
     const name = `sample ${episode.id.split("/").pop()}`;
     const said = episode.reward === null ? "no score" : `reward ${Format.number(episode.reward, 3)}`;
@@ -39,14 +41,12 @@ const Groups = (() => {
   }
 
   function strip(group, low, high, pick) {
-    const known = rewards(group);
-    const dead = known.length > 1 && known.every((one) => one === known[0]);
     return h(
       "div",
-      { class: `strip${dead ? " dead" : ""}`, role: "group", "aria-label": `group ${group.id}`, title: `task ${group.task}` },
+      { class: `strip${isDead(group) ? " dead" : ""}`, role: "group", "aria-label": `group ${group.id}`, title: `task ${group.task}` },
       h("span", { class: "name" }, group.id.split("/").pop()),
       group.members.map((episode) => cell(episode, low, high, pick)),
-      h("span", { class: "mean" }, known.length ? Format.number(mean(group), 2) : "–"),
+      h("span", { class: "mean" }, rewards(group).length ? Format.number(mean(group), 2) : "–"),
     );
   }
 
@@ -56,7 +56,7 @@ const Groups = (() => {
     if (groups.length < 2) return [];
     const scores = groups.flatMap(rewards);
     const [low, high] = [Math.min(0, ...scores), Math.max(1, ...scores)];
-    const dead = groups.filter((group) => new Set(rewards(group)).size < 2).length;
+    const dead = groups.filter(isDead).length;
     const body = h("div", { class: "strips", tabindex: 0, role: "group", "aria-label": "Groups; arrow keys move, Enter reads" });
     const more = h("button", { type: "button", class: "plain" }, "");
     const select = h(
