@@ -239,7 +239,5 @@ def places_of(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tens
     shape = (len(batch.block_tables), tokens)
     blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)
     column, offsets[:fed] = np.divmod(batch.positions, BLOCK)
-    counts = np.diff(batch.cu_seqlens)
-    sequence = np.arange(fed) if batch.decodes == fed else np.repeat(np.arange(len(counts)), counts)
-    blocks[:, :fed] = batch.block_tables[:, sequence, column]
+    blocks[:, :fed] = batch.block_tables[:, batch.sequence_of, column]
     return torch.from_numpy(blocks).to(device), torch.from_numpy(offsets).to(device)

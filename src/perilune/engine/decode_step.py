@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.engine.blocks import BLOCK
 from perilune.engine.cache import PagedCache, Places, Table
-from perilune.engine.paged_attention import PagedAttention
+from perilune.engine.paged_attention import PagedAttention, causal_mask
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.attention import Attention, AttentionLayer, attend
@@ -49,11 +49,8 @@ class GatheredAttention:
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
         """A mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
-        at, column = self._at[:, None], torch.arange(self._tables[0].columns, device=q.device)
-        unseen = column > at
-        if window is not None:
-            unseen |= column <= at - window
-        mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        columns = torch.arange(self._tables[0].columns, device=q.device)
+        mask = causal_mask(self._at[:, None], columns, window, q)
         return mask.repeat_interleave(self._cache.heads, dim=0)[:, None]
 
 

@@ -41,16 +41,14 @@ class DescribedStep:
     """
 
     def __init__(self, batch: StepBatch, vocab_size: int = 0, routes: RouteStore | None = None) -> None:
-        rows, counts = len(batch.token_ids), np.diff(batch.cu_seqlens)
-        sequence = np.arange(rows) if batch.decodes == rows else np.repeat(np.arange(len(counts)), counts)
         self._arrays = [
             np.ascontiguousarray(array, dtype=np.int64)
-            for array in (batch.token_ids, batch.positions, batch.logit_rows, sequence)
+            for array in (batch.token_ids, batch.positions, batch.logit_rows, batch.sequence_of)
         ]
         self._tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
         self.logits = torch.empty(len(batch.logit_rows), vocab_size)
         self.step = Step(
-            rows,
+            len(batch.token_ids),
             *self._tables.shape[1:],
             len(batch.logit_rows),
             *(array.ctypes.data for array in self._arrays),

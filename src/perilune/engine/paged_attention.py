@@ -113,15 +113,19 @@ class _Part:
         if (positions == positions[:1]).all():
             positions, sequences, heads = positions[:1], 1, 1
         at = torch.from_numpy(positions).to(q.device)[:, :, None]
-        column = torch.arange(start, start + self._table.columns, device=q.device)
-        unseen = column > at
-        if window is not None:
-            unseen |= column <= at - window
-        mask = torch.zeros(unseen.shape, dtype=q.dtype, device=q.device).masked_fill_(unseen, -torch.inf)
+        mask = causal_mask(at, torch.arange(start, start + self._table.columns, device=q.device), window, q)
         if count == 1:
             return mask if heads == 1 else mask.repeat_interleave(heads, dim=0)
         mask = mask[:, None, None].expand(sequences, heads, group, -1, -1)
         return mask.reshape(sequences * heads, group * count, -1)
+
+
+def causal_mask(at: Tensor, columns: Tensor, window: int | None, like: Tensor) -> Tensor:
+    """0 where a query at position `at` sees the key of a column, otherwise -inf; dtype and device of `like`."""
+    unseen = columns > at
+    if window is not None:
+        unseen |= columns <= at - window
+    return like.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
 
 
 def _in_groups(batch: StepBatch) -> Iterator[_Queries]:

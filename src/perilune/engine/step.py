@@ -39,6 +39,12 @@ class StepBatch:
     adapters: NDArray[np.int32] | None = None
     inputs: Sequence[InputEmbeddings | None] | None = None
 
+    @property
+    def sequence_of(self) -> NDArray[np.int64]:
+        """int64[N], the sequence of each token."""
+        tokens, counts = len(self.token_ids), np.diff(self.cu_seqlens)
+        return np.arange(tokens) if self.decodes == tokens else np.repeat(np.arange(len(counts)), counts)
+
 
 @dataclass(slots=True, eq=False)
 class Proposal:
