@@ -8,6 +8,7 @@ window of two tokens, so block tables, forks, eviction and offloading work as fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from perilune.engine.blocks import BLOCK
 from perilune.engine.cache import PagedCache
 from perilune.engine.step import StepBatch
 from perilune.models.attention import Attention, AttentionLayer
-from perilune.models.recurrence import DeltaInputs, convolve_rows, delta_step
+from perilune.models.recurrence import DeltaInputs, Pieces, convolve, scan
 
 
 class PagedRecurrence:
@@ -31,27 +32,21 @@ class PagedRecurrence:
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
         self._cache, self._padded = cache, tokens
-        starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
-        self._order = np.argsort(starts - ends, kind="stable")  # the longest first
-        self._starts, self._lengths = starts[self._order], (ends - starts)[self._order]
-        tables = batch.block_tables[cache.state_table][self._order]
-        first = batch.positions[self._starts]
-        rows = np.arange(len(first))
-        self._begins = self._tensor(tables[rows, np.maximum(first - 1, 0) // BLOCK])
-        self._fresh = self._tensor(np.flatnonzero(first == 0))
-        self._steps = [self._step(at, first, tables) for at in range(int(self._lengths.max()))]
-        self._taps: dict[int, Tensor] = {}
-
-    def _step(self, at: int, first: NDArray[np.int64], tables: NDArray[np.int32]) -> _Step:
-        active = np.flatnonzero(self._lengths > at)
-        after = first[active] + at + 1
-        stored = active[(after % BLOCK == 0) | (self._lengths[active] == at + 1)]
-        blocks = tables[stored, (first[stored] + at) // BLOCK]
-        return _Step(
-            self._tensor(self._starts[active] + at),
-            self._tensor(stored),
-            self._tensor(blocks.astype(np.int64)),
+        self._starts, self._lengths = batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens)
+        tables, first = batch.block_tables[cache.state_table], batch.positions[self._starts]
+        begins = np.where(first > 0, tables[np.arange(len(first)), np.maximum(first - 1, 0) // BLOCK], -1)
+        self._fresh = self._tensor(np.flatnonzero(begins < 0))
+        self._begins = self._tensor(np.maximum(begins, 0))
+        pieces: list[tuple[int, int, int, int]] = []
+        spans = zip(
+            self._starts.tolist(), self._lengths.tolist(), first.tolist(), begins.tolist(), strict=True
         )
+        for span, table in zip(spans, tables, strict=True):
+            pieces += _cut(*span, table)
+        self._pieces = Pieces(torch.tensor(pieces, dtype=torch.int64), cache.device)
+        starts, lengths, _, blocks = self._pieces.rows.T
+        self._last, self._blocks = (starts + lengths - 1).to(cache.device), blocks.to(cache.device)
+        self._taps: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         cache, width = self._cache.tails[layer], weight.shape[1]
@@ -60,12 +55,13 @@ class PagedRecurrence:
         taps = self._taps[width]
         tails = cache[self._begins].to(x.dtype)
         tails[self._fresh] = 0
-        rows = torch.cat([x, tails.flatten(0, 1)])
-        for step in self._steps:
-            if len(step.blocks):
-                tokens = step.tokens[step.stored]
-                cache[step.blocks] = rows[taps[tokens, 1:]].to(cache.dtype)
-        return convolve_rows(rows, taps, weight)
+        before = tails.flatten(0, 1)
+        seen = taps[self._last, 1:]
+        stored = torch.where(
+            (seen < len(x))[..., None], x[seen.clamp(max=len(x) - 1)], before[(seen - len(x)).clamp(min=0)]
+        )
+        cache[self._blocks] = stored.to(cache.dtype)
+        return convolve(x, before, taps, weight)
 
     def _make_taps(self, width: int) -> NDArray[np.int64]:
         """int64[N, K], each token's inputs: rows of all tokens, then K - 1 stored inputs per sequence."""
@@ -77,34 +73,21 @@ class PagedRecurrence:
         return taps
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        cache = self._cache.states[layer]
-        state = cache[self._begins]
-        state[self._fresh] = 0
-        out = torch.zeros_like(inputs.v)
-        for step in self._steps:
-            of_tokens = DeltaInputs(*(x[step.tokens] for x in inputs))
-            out[step.tokens], state = delta_step(state[: len(step.tokens)], of_tokens)
-            if len(step.blocks):
-                cache[step.blocks] = state[step.stored]
-        return out
+        return scan(inputs, self._cache.states[layer], self._pieces)
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._cache.device)
 
 
-@dataclass(slots=True, eq=False)
-class _Step:
-    """The token at one index of each sequence that is long enough, the longest sequences first.
-
-    Attributes:
-        tokens: int64, the rows of these tokens in the batch.
-        stored: int64, the sequences whose state is stored after this token.
-        blocks: int64, the block of each stored state.
-    """
-
-    tokens: Tensor
-    stored: Tensor
-    blocks: Tensor
+def _cut(
+    start: int, length: int, position: int, begin: int, table: NDArray[np.int32]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The rows of `Pieces` for a sequence that continues at `position` from block `begin`, one a block."""
+    end = start + length
+    while start < end:
+        count, block = min(BLOCK - position % BLOCK, end - start), int(table[position // BLOCK])
+        yield start, count, begin, block
+        start, position, begin = start + count, position + count, block
 
 
 @dataclass(slots=True, eq=False)

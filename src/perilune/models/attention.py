@@ -176,7 +176,7 @@ class PackedAttention:
     @cached_property
     def recurrence(self) -> PackedRecurrence:
         """The recurrent layers of these sequences."""
-        return PackedRecurrence(self._all_spans)
+        return PackedRecurrence(self._all_spans, self._device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         window, options = layer.window, layer.options

@@ -48,15 +48,14 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = torch.split(projected, [sizes.channels, width, sizes.heads, sizes.heads], dim=1)
         weight: Tensor = self.conv1d.weight  # type: ignore[assignment]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        mixed = recurrence.convolve(self.layer, mixed, weight[:, 0]).to(dtype)
-        mixed = mixed * sigmoid(mixed)
+        mixed = recurrence.convolve(self.layer, mixed, weight[:, 0])
         qk, v = torch.split(mixed, [sizes.channels - width, width], dim=1)
         q, k = self._normalised(qk.reshape(len(x), -1, sizes.key_size)).chunk(2, dim=1)
         out = recurrence.scan(
             self.layer,
             DeltaInputs(
-                q.repeat_interleave(sizes.heads // sizes.key_heads, dim=1),
-                k.repeat_interleave(sizes.heads // sizes.key_heads, dim=1),
+                q,
+                k,
                 v.reshape(len(x), sizes.heads, -1),
                 torch.exp(-self.A_log.to(dtype).exp() * _softplus(a.to(dtype) + self.dt_bias.to(dtype))),
                 sigmoid(b.to(dtype)),

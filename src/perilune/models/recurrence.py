@@ -6,15 +6,16 @@ the token's key towards the token's value:
     S <- a S;   S <- S + b k (v - S^T k)^T;   out = S^T q
 
 Prefill, decoding and training all compute one token after the other, so a token has the same bits in all of
-them. torch sums over Dk, which is not the last axis. The order of such a sum depends on the sizes of a head
-and not on the number of sequences.
+them. That also costs little: on a CPU in C, S stays in the processor's cache, and a token takes a few percent
+of the time of its projections. Elsewhere torch computes the sequences of a batch side by side.
 
-N tokens, H heads, S sequences, C channels, K taps of a convolution.
+N tokens, H heads, which share KH heads of queries and keys evenly, S sequences, C channels, K taps.
 """
 
 from __future__ import annotations
 
-from functools import reduce
+from collections import defaultdict
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,10 +24,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.models.card.layers import STATES_KEPT_EVERY
+from perilune.models.kernels import is_native, sigmoid
+from perilune.models.native import delta
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule, float32: q, k [N, H, Dk], v [N, H, Dv], decay a and strength b [N, H]."""
+    """Inputs of the rule, float32: q, k [N, KH, Dk], v [N, H, Dv], decay a and strength b [N, H]."""
 
     q: Tensor
     k: Tensor
@@ -39,7 +42,7 @@ class Recurrence(Protocol):
     """The recurrent layers of one forward pass. The implementation holds the states of sequences."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """Causal convolution of each channel: float[N, C] from float[N, C] with taps float[C, K]."""
+        """The function `convolve` of float[N, C] and taps float[C, K]."""
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """The outputs float32[N, H, Dv] of the gated delta rule."""
@@ -54,8 +57,104 @@ class HasRecurrence(Protocol):
         """The recurrent layers."""
 
 
-def delta_step(state: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Outputs [S, H, Dv] and new states [S, H, Dk, Dv] of one token of each of S sequences."""
+def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
+    """The SiLU of the causal convolution of each channel: float[N, C], in float32 at least.
+
+    Args:
+        x: float[N, C].
+        before: float[rows, C], inputs before those of `x`. They get no gradient.
+        taps: int64[N, K], what each token sees, its own input last: rows of `x`, and from N on of `before`.
+        weight: float[C, K].
+    """
+    if is_native(x):
+        return _Convolve.apply(x, before, taps, weight)  # type: ignore[no-any-return,no-untyped-call]
+    rows = torch.cat([x, before])
+    mixed = reduce(torch.add, (rows[taps[:, tap]] * weight[:, tap] for tap in range(weight.shape[1])))
+    mixed = mixed.to(torch.promote_types(x.dtype, torch.float32))
+    return mixed * sigmoid(mixed)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *rest)
+        return delta.convolve(x, *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = delta.convolve_backward(grad, *ctx.saved_tensors)
+        return grad_x, None, None, grad_weight
+
+
+class Pieces:
+    """Parts of sequences, each of which continues another part or begins a sequence.
+
+    Args:
+        rows: int64[P, 4] on the CPU, of each piece: its first token, its number of tokens, the row of the
+            states from which it starts (-1 for zeros), and the row of its last state. A piece comes after
+            that which it continues.
+        device: where the states are.
+    """
+
+    def __init__(self, rows: Tensor, device: torch.device) -> None:
+        self.rows, self._device = rows.contiguous(), device
+
+    @cached_property
+    def waves(self) -> list[_Wave]:
+        """Pieces that do not continue each other, in the order of the scan."""
+        depth: dict[int, int] = {}
+        waves: dict[int, list[int]] = defaultdict(list)
+        for row, (_, _, begin, end) in enumerate(self.rows.tolist()):
+            waves[depth.get(begin, 0)].append(row)
+            depth[end] = depth.get(begin, 0) + 1
+        return [_Wave(self.rows[waves[level]], self._device) for level in sorted(waves)]
+
+
+class _Wave:
+    """Pieces that torch scans side by side, padded to the longest.
+
+    Attributes:
+        begins, ends: int64[S], rows of the states; -1 for zeros.
+        tokens: int64[S, T].
+        padding: bool[S, T].
+    """
+
+    def __init__(self, pieces: Tensor, device: torch.device) -> None:
+        starts, lengths, begins, ends = pieces.T
+        at = torch.arange(int(lengths.max()))
+        self.tokens = (starts[:, None] + at.minimum(lengths[:, None] - 1)).to(device)
+        self.padding = (at >= lengths[:, None]).to(device)
+        self.begins, self.ends = begins.to(device), ends.to(device)
+
+    def start(self, states: Tensor) -> Tensor:
+        """The first states [S, H, Dk, Dv]."""
+        return states[self.begins.clamp(min=0)].masked_fill_((self.begins < 0)[:, None, None, None], 0.0)
+
+    def take(self, inputs: DeltaInputs) -> list[DeltaInputs]:
+        """The inputs of each of T steps, with one query and key per value head."""
+        shared = inputs.v.shape[1] // inputs.q.shape[1]
+        q, k, v, decay, strength = (x[self.tokens] for x in inputs)
+        q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
+        # A padding token does not change the state.
+        decay = decay.masked_fill(self.padding[..., None], 1.0)
+        strength = strength.masked_fill(self.padding[..., None], 0.0)
+        steps = zip(*(x.unbind(1) for x in (q, k, v, decay, strength)), strict=True)
+        return [DeltaInputs(*step) for step in steps]
+
+    def give(self, to: Tensor, steps: list[Tensor]) -> None:
+        """Write values [S, ...] of each step to the rows of their tokens, with sums over shared heads."""
+        real = ~self.padding
+        values = torch.stack(steps, dim=1)[real]
+        to[self.tokens[real]] = values.view(len(values), *to.shape[1:-1], -1, to.shape[-1]).sum(-2)
+
+
+def _delta_step(state: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
+    """Outputs [S, H, Dv] and new states [S, H, Dk, Dv] of one token of each of S sequences.
+
+    torch sums over Dk, which is not the last axis. The order of such a sum depends on the sizes of a head
+    and not on the number of sequences.
+    """
     q, k, v, decay, strength = inputs
     state = state * decay[..., None, None]
     found = (state * k[..., None]).sum(-2)
@@ -64,9 +163,89 @@ def delta_step(state: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     return (state * q[..., None]).sum(-2), state
 
 
-def convolve_rows(rows: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-    """float[N, C]: the sum of the rows int64[N, K] of float[M, C] times float[C, K], in the order of taps."""
-    return reduce(torch.add, (rows[taps[:, tap]] * weight[:, tap] for tap in range(weight.shape[1])))
+def scan(inputs: DeltaInputs, states: Tensor, pieces: Pieces) -> Tensor:
+    """The outputs [N, H, Dv] of the gated delta rule, zero for tokens of no piece.
+
+    Args:
+        states: [rows, H, Dk, Dv], from which pieces start and to which they write.
+    """
+    if is_native(inputs.v):
+        return delta.scan(inputs, states, pieces.rows)
+    out = torch.zeros_like(inputs.v)
+    for wave in pieces.waves:
+        state, outs = wave.start(states), []
+        for step in wave.take(inputs):
+            of_step, state = _delta_step(state, step)
+            outs.append(of_step)
+        wave.give(out, outs)
+        states[wave.ends] = state
+    return out
+
+
+class _Scan(torch.autograd.Function):
+    """`scan` with its gradient, which keeps the last state of each piece and computes the others again."""
+
+    @staticmethod
+    def forward(ctx: Any, pieces: Pieces, *inputs: Tensor) -> Tensor:
+        given = DeltaInputs(*inputs)
+        states = given.v.new_empty(len(pieces.rows), given.v.shape[1], given.q.shape[2], given.v.shape[2])
+        out = scan(given, states, pieces)
+        ctx.pieces = pieces
+        ctx.save_for_backward(states, *inputs)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        states, *saved = ctx.saved_tensors
+        inputs = DeltaInputs(*saved)
+        if is_native(inputs.v):
+            return None, *delta.scan_backward(grad, inputs, states, ctx.pieces.rows)
+        grads, grad_states = [torch.zeros_like(x) for x in inputs], torch.zeros_like(states)
+        for wave in reversed(ctx.pieces.waves):
+            own = grad[wave.tokens].masked_fill(wave.padding[..., None, None], 0.0).unbind(1)
+            of_steps, of_start = _steps_backward(
+                wave.start(states), wave.take(inputs), own, grad_states[wave.ends]
+            )
+            for to, steps in zip(grads, zip(*of_steps, strict=True), strict=True):
+                wave.give(to, list(steps))
+            continued = wave.begins >= 0
+            grad_states.index_add_(0, wave.begins[continued], of_start[continued])
+        return None, *grads
+
+
+def _steps_backward(
+    state: Tensor, steps: list[DeltaInputs], grad_out: tuple[Tensor, ...], grad: Tensor
+) -> tuple[list[tuple[Tensor, ...]], Tensor]:
+    """Gradients of the inputs of each step, and of the first state.
+
+    With C the change that a token makes, b (v - S^T k), and d the gradients, from the last token on:
+
+        dS += q do^T;  dq = S do;  dC = dS^T k;  dk = dS C;  db = dC (v - S'^T k);  dv = b dC
+        dS' = dS - k (b dC)^T;  dk -= S' (b dC);  da = sum(dS' * S_before);  dS_before = a dS'
+
+    with S' = a S_before, the state after the decay of this token.
+    """
+    states = [state]
+    for step in steps:
+        states.append(_delta_step(states[-1], step)[1])
+    gradients: list[tuple[Tensor, ...]] = []
+    for step, own in zip(reversed(steps), reversed(grad_out), strict=True):
+        q, k, v, decay, strength = step
+        after, before = states.pop(), states[-1]
+        decayed = before * decay[..., None, None]
+        error = v - (decayed * k[..., None]).sum(-2)
+        grad = grad + q[..., None] * own[..., None, :]
+        grad_q = (after * own[..., None, :]).sum(-1)
+        grad_change = (grad * k[..., None]).sum(-2)
+        grad_v = grad_change * strength[..., None]
+        change = error * strength[..., None]
+        grad_k = (grad * change[..., None, :]).sum(-1) - (decayed * grad_v[..., None, :]).sum(-1)
+        grad = grad - k[..., None] * grad_v[..., None, :]
+        grad_decay, grad_strength = (grad * before).sum((-2, -1)), (grad_change * error).sum(-1)
+        gradients.append((grad_q, grad_k, grad_v, grad_decay, grad_strength))
+        grad = grad * decay[..., None, None]
+    return gradients[::-1], grad
 
 
 class PackedRecurrence:
@@ -77,25 +256,35 @@ class PackedRecurrence:
     Args:
         spans: int64[S, 4], start, length, start of the prefix and length of the prefix of each sequence. They
             cover all tokens, and the prefix of a sequence has no prefix itself.
+        device: where the tokens are.
     """
 
-    def __init__(self, spans: Tensor) -> None:
-        self._spans = spans[spans[:, 1] > 0]
+    def __init__(self, spans: Tensor, device: torch.device) -> None:
+        self._spans, self._device = spans[spans[:, 1] > 0], device
         self._taps: dict[int, Tensor] = {}
-        continued = self._spans[:, 3] > 0
-        roots, rest = self._spans[~continued], self._spans[continued]
-        ends = {(start, length) for start, length in rest[:, 2:].tolist()}
-        self._roots, self._rest = _Sequences(roots, ends), _Sequences(rest, set())
-        rows = torch.cat([self._roots.tokens, self._rest.tokens])
-        real = (rows >= 0).nonzero()[:, 0]
-        self._row_of = torch.empty(len(real), dtype=torch.int64)
-        self._row_of[rows[real]] = real
+        self._pieces = Pieces(self._cut(), device)
+
+    def _cut(self) -> Tensor:
+        """The rows of `Pieces` that end where a state is needed. A state's row is the number of its piece."""
+        rows: list[tuple[int, int, int, int]] = []
+        spans = self._spans.tolist()
+        ends = {(prefix_start, prefix) for _, _, prefix_start, prefix in spans if prefix}
+        reached: dict[tuple[int, int], int] = {}
+        for start, length, prefix_start, prefix in sorted(spans, key=lambda span: span[3] > 0):
+            begin = reached[prefix_start, prefix] if prefix else -1
+            needed = {end for of, end in ends if of == start and not prefix}
+            for first, last in pairwise(sorted({*range(0, length, STATES_KEPT_EVERY), length, *needed})):
+                rows.append((start + first, last - first, begin, len(rows)))
+                begin = len(rows) - 1
+                if not prefix:
+                    reached[start, last] = begin
+        return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         width = weight.shape[1]
         if width not in self._taps:
-            self._taps[width] = self._make_taps(width).to(x.device)
-        return convolve_rows(torch.cat([x, x.new_zeros(1, x.shape[1])]), self._taps[width], weight)
+            self._taps[width] = self._make_taps(width).to(self._device)
+        return convolve(x, x.new_zeros(1, x.shape[1]), self._taps[width], weight)
 
     def _make_taps(self, width: int) -> Tensor:
         """int64[N, K], the tokens that each token sees, the last of which is its own; N before the first."""
@@ -111,109 +300,5 @@ class PackedRecurrence:
         return taps
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        sizes = inputs.q.shape[1], inputs.q.shape[2], inputs.v.shape[2]
-        zero = inputs.v.new_zeros(self._roots.count, *sizes)
-        outs, states = self._roots.scan(inputs, zero)
-        if self._rest.count:
-            begin = torch.stack([states[key] for key in self._rest.prefixes])
-            outs += self._rest.scan(inputs, begin)[0]
-        return torch.cat(outs)[self._row_of.to(inputs.v.device)]
-
-
-class _Sequences:
-    """Sequences that are scanned together, the longest first.
-
-    Args:
-        spans: as for `PackedRecurrence`.
-        ends: (start, length) of the prefixes of these sequences whose final state is needed.
-
-    Attributes:
-        prefixes: (start, length) of the prefix of each sequence, in the order of the scan.
-        tokens: the token of each row that `scan` returns, or -1 for padding.
-    """
-
-    def __init__(self, spans: Tensor, ends: set[tuple[int, int]]) -> None:
-        spans = spans[spans[:, 1].argsort(descending=True, stable=True)]
-        self.count = len(spans)
-        starts, lengths = spans[:, 0], spans[:, 1]
-        self.prefixes: list[tuple[int, int]] = [(start, length) for start, length in spans[:, 2:].tolist()]
-        longest = int(lengths.max()) if len(spans) else 0
-        bounds = sorted({*range(0, longest, STATES_KEPT_EVERY), longest, *(length for _, length in ends)})
-        row_of = {start: row for row, start in enumerate(starts.tolist())}
-        self._chunks: list[tuple[Tensor, Tensor, dict[tuple[int, int], int]]] = []
-        for first, last in pairwise(bounds):
-            active = int((lengths > first).sum())
-            at = torch.arange(first, last)
-            padding = at >= lengths[:active, None]
-            tokens = torch.where(padding, starts[:active, None], starts[:active, None] + at)
-            kept = {(start, length): row_of[start] for start, length in ends if length == last}
-            self._chunks.append((tokens, padding, kept))
-        rows = [torch.where(padding, -1, tokens).flatten() for tokens, padding, _ in self._chunks]
-        self.tokens = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-
-    def scan(self, inputs: DeltaInputs, state: Tensor) -> tuple[list[Tensor], dict[tuple[int, int], Tensor]]:
-        """Outputs [rows, H, Dv] in parts, and the states after the `ends`, from the first states [S, ...]."""
-        outs: list[Tensor] = []
-        states: dict[tuple[int, int], Tensor] = {}
-        for chunk_tokens, chunk_padding, kept in self._chunks:
-            tokens, padding = chunk_tokens.to(state.device), chunk_padding.to(state.device)
-            chunk = DeltaInputs(*(x[tokens] for x in inputs))
-            if padding.any():  # a padding token does not change the state
-                chunk = chunk._replace(
-                    decay=chunk.decay.masked_fill(padding[..., None], 1.0),
-                    strength=chunk.strength.masked_fill(padding[..., None], 0.0),
-                )
-            state = state[: len(tokens)]
-            out, state = _Chunk.apply(state, *chunk)  # type: ignore[no-untyped-call]
-            outs.append(out.flatten(0, 1))
-            states |= {key: state[row] for key, row in kept.items()}
-        return outs, states
-
-
-class _Chunk(torch.autograd.Function):
-    """Outputs [S, T, H, Dv] and last states of T tokens of each sequence, from inputs [S, T, ...].
-
-    Only the first states are saved. The backward pass recomputes the others. With C the change that a
-    token makes, b (v - S^T k), and d the gradients, from the last token to the first:
-
-        dS += q do^T;  dq = S do;  dC = dS^T k;  dk = dS C;  db = dC (v - S'^T k);  dv = b dC
-        dS' = dS - k (b dC)^T;  dk -= S' (b dC);  da = sum(dS' * S_before);  dS_before = a dS'
-
-    with S' = a S_before, the state after the decay of this token.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(state, *chunk)
-        outs: list[Tensor] = []
-        for token in zip(*(x.unbind(1) for x in chunk), strict=True):
-            out, state = delta_step(state, DeltaInputs(*token))
-            outs.append(out)
-        return torch.stack(outs, dim=1), state
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        state, *chunk = ctx.saved_tensors
-        tokens = [DeltaInputs(*token) for token in zip(*(x.unbind(1) for x in chunk), strict=True)]
-        states = [state]
-        for token in tokens:
-            states.append(delta_step(states[-1], token)[1])
-        gradients: list[tuple[Tensor, ...]] = []
-        for token, own in zip(reversed(tokens), reversed(grad_out.unbind(1)), strict=True):
-            q, k, v, decay, strength = token
-            after, before = states.pop(), states[-1]
-            decayed = before * decay[..., None, None]
-            error = v - (decayed * k[..., None]).sum(-2)
-            grad = grad + q[..., None] * own[..., None, :]
-            grad_q = (after * own[..., None, :]).sum(-1)
-            grad_change = (grad * k[..., None]).sum(-2)
-            grad_v = grad_change * strength[..., None]
-            change = error * strength[..., None]
-            grad_k = (grad * change[..., None, :]).sum(-1) - (decayed * grad_v[..., None, :]).sum(-1)
-            grad = grad - k[..., None] * grad_v[..., None, :]
-            grad_decay, grad_strength = (grad * before).sum((-2, -1)), (grad_change * error).sum(-1)
-            gradients.append((grad_q, grad_k, grad_v, grad_decay, grad_strength))
-            grad = grad * decay[..., None, None]
-        stacked = (torch.stack(of_input, dim=1) for of_input in zip(*reversed(gradients), strict=True))
-        return grad, *stacked
+        out: Tensor = _Scan.apply(self._pieces, *inputs)  # type: ignore[no-untyped-call]
+        return out

@@ -69,10 +69,11 @@ INLINE v16 widen_bytes(const int8_t *p)
 }
 
 #if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#define SHUFFLE_BOTH(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #else
-#define SHUFFLE(x, ...) __builtin_shuffle(x, (i16){__VA_ARGS__})
+#define SHUFFLE_BOTH(x, y, ...) __builtin_shuffle(x, y, (i16){__VA_ARGS__})
 #endif
+#define SHUFFLE(x, ...) SHUFFLE_BOTH(x, x, __VA_ARGS__)
 #define ACROSS(x, JOIN)                                                                       \
     x = JOIN(x, SHUFFLE(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));            \
     x = JOIN(x, SHUFFLE(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));            \

@@ -1,0 +1,139 @@
+"""The kernels of linear attention: the gated delta rule and the convolution before it, with gradients."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from perilune.models.native.ops import check, kernel, threads
+
+Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""float32 q, k [N, KH, Dk], v [N, H, Dv], decay and strength [N, H] of the gated delta rule."""
+
+
+class _Delta(Structure):
+    """struct delta."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "decay", "strength")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride", "heads", "key_heads")),
+        *((name, c_int64) for name in ("key_size", "value_size", "tokens", "pieces")),
+        *((name, c_void_p) for name in ("piece", "states", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
+        *((name, c_void_p) for name in ("grad_decay", "grad_strength", "grad_states")),
+        ("failed", c_int),
+    )
+
+
+class _Convolution(Structure):
+    """struct convolution."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "before", "weight", "taps")),
+        *((name, c_int64) for name in ("tokens", "channels", "width", "stride")),
+        *((name, c_void_p) for name in ("out", "grad_out", "grad_x", "grad_weight")),
+    )
+
+
+def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
+    """Outputs float32[N, H, Dv] of the gated delta rule; 0 for tokens of no piece.
+
+    Args:
+        states: float32[rows, H, Dk, Dv], which pieces start from and write.
+        pieces: int64[P, 4], see `recurrence.Pieces`.
+    """
+    rule = _contiguous_heads(rule)
+    out = torch.zeros(rule[2].shape)
+    call = _delta(rule, states, pieces)
+    call.out = out.data_ptr()
+    check(kernel("scan", POINTER(_Delta), c_int64)(byref(call), threads()), "linear attention")
+    return out
+
+
+def scan_backward(grad: Tensor, rule: Rule, states: Tensor, pieces: Tensor) -> Rule:
+    """Gradients of the rule's inputs from that of the output; `states` has the results of `scan`."""
+    rule, grad = _contiguous_heads(rule), grad.contiguous()
+    grad_q, grad_k, grad_v, grad_decay, grad_strength = (torch.zeros(x.shape) for x in rule)
+    grad_states = torch.zeros(states.shape)
+    call = _delta(rule, states, pieces)
+    call.grad_out, call.grad_states = grad.data_ptr(), grad_states.data_ptr()
+    call.grad_q, call.grad_k, call.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
+    call.grad_decay, call.grad_strength = grad_decay.data_ptr(), grad_strength.data_ptr()
+    failed = kernel("scan_backward", POINTER(_Delta), c_int64)(byref(call), threads())
+    check(failed, "the gradient of linear attention")
+    return grad_q, grad_k, grad_v, grad_decay, grad_strength
+
+
+def _contiguous_heads(rule: Rule) -> Rule:
+    """The inputs with the heads of each token contiguous."""
+    q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in rule[:3])
+    return q, k, v, rule[3].contiguous(), rule[4].contiguous()
+
+
+def _delta(rule: Rule, states: Tensor, pieces: Tensor) -> _Delta:
+    q, k, v, decay, strength = rule
+    return _Delta(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        decay=decay.data_ptr(),
+        strength=strength.data_ptr(),
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        heads=v.shape[1],
+        key_heads=q.shape[1],
+        key_size=q.shape[2],
+        value_size=v.shape[2],
+        tokens=len(v),
+        pieces=len(pieces),
+        piece=pieces.data_ptr(),
+        states=states.data_ptr(),
+    )
+
+
+def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
+    """The SiLU of each channel's causal convolution, float32[N, C].
+
+    Args:
+        x: float32[N, C]; rows may be strided.
+        before: float32[rows, C].
+        taps: int64[N, K], the rows that each token sees, of `x` and then of `before`.
+        weight: float32[C, K].
+    """
+    x, before, weight = _rows(x), before.contiguous(), weight.t().contiguous()
+    out = torch.empty(x.shape)
+    call = _convolution(x, before, taps, weight)
+    call.out = out.data_ptr()
+    kernel("convolve", POINTER(_Convolution), c_int64)(byref(call), threads())
+    return out
+
+
+def convolve_backward(
+    grad: Tensor, x: Tensor, before: Tensor, taps: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `x` and of the weight from that of the output."""
+    x, before, weight, grad = _rows(x), before.contiguous(), weight.t().contiguous(), grad.contiguous()
+    grad_x, grad_weight = torch.zeros(x.shape), torch.zeros(weight.shape)
+    call = _convolution(x, before, taps, weight)
+    call.grad_out, call.grad_x, call.grad_weight = (y.data_ptr() for y in (grad, grad_x, grad_weight))
+    kernel("convolve_backward", POINTER(_Convolution), c_int64)(byref(call), threads())
+    return grad_x, grad_weight.t()
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _convolution(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> _Convolution:
+    return _Convolution(
+        x=x.data_ptr(),
+        before=before.data_ptr(),
+        weight=weight.data_ptr(),
+        taps=taps.data_ptr(),
+        tokens=x.shape[0],
+        channels=x.shape[1],
+        width=taps.shape[1],
+        stride=x.stride(0),
+    )
