@@ -29,16 +29,19 @@ def checkpoint(folder: Path, model: str, dtype: str) -> Path:
 
     path.mkdir(parents=True, exist_ok=True)
     (path / LAST).unlink(missing_ok=True)
-    random, tensors = torch.Generator().manual_seed(0), {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of numbers take a CPU minutes
+    random, tensors = torch.Generator(device).manual_seed(0), {}
     for name, size in _tensors(shape):
-        drawn = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=random) * DEVIATION
-        tensors[name] = drawn.to(getattr(torch, dtype))
+        drawn = torch.ones(size)
+        if len(size) > 1:
+            drawn = torch.randn(size, generator=random, device=device) * DEVIATION
+        tensors[name] = drawn.to(getattr(torch, dtype)).cpu()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     # Some engines do not start without a tokenizer, although they are given token ids.
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape.vocab)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": "t1"}
     (path / "tokenizer_config.json").write_text(json.dumps(own))
     (path / "shape.json").write_text(json.dumps(asdict(shape)))
     (path / LAST).write_text(json.dumps(_config(shape, dtype)))
@@ -64,6 +67,8 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{before}.mlp.up_proj.weight", (inner, hidden)
         yield f"{before}.mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
+    if not shape.tied:
+        yield "lm_head.weight", (shape.vocab, hidden)
 
 
 def _config(shape: Shape, dtype: str) -> dict[str, Any]:
@@ -82,7 +87,7 @@ def _config(shape: Shape, dtype: str) -> dict[str, Any]:
         "rope_theta": shape.theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "max_position_embeddings": shape.positions,
         "use_sliding_window": False,

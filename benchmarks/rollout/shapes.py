@@ -15,7 +15,7 @@ WORKLOADS = ("group", "ragged", "single")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 decoder with tied embeddings; its weights are random, for speed does not depend on them."""
+    """A Qwen3 decoder; its weights are random, for speed does not depend on them."""
 
     layers: int
     hidden: int
@@ -26,6 +26,7 @@ class Shape:
     vocab: int
     theta: float = 1e4
     positions: int = 2048
+    tied: bool = True
 
     @property
     def layer_parameters(self) -> int:
@@ -41,7 +42,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Numbers in all matrices."""
-        return self.layer_parameters + self.head_parameters
+        return self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
 
 
 SHAPES = MappingProxyType(
@@ -54,7 +55,28 @@ SHAPES = MappingProxyType(
         ),
         # Qwen3-1.7B, for GPUs
         "L": Shape(
-            layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, inner=6144, vocab=151936, theta=1e6
+            layers=28,
+            hidden=2048,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            inner=6144,
+            vocab=151936,
+            theta=1e6,
+            positions=16384,
+        ),
+        # Qwen3-8B
+        "XL": Shape(
+            layers=36,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            inner=12288,
+            vocab=151936,
+            theta=1e6,
+            positions=16384,
+            tied=False,
         ),
         "smoke": Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, inner=128, vocab=128),
     }
