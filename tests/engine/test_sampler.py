@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.engine import sampler
 from perilune.engine.request import Request, SamplingParams
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.sequences import Entry, Sequences
@@ -135,3 +136,20 @@ def test_impossible_options(wrong: dict[str, Any]) -> None:
 
     with pytest.raises(RequestError):
         SamplingParams(max_tokens=4, **wrong)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 700), st.integers(0, 2**32 - 1))
+def test_a_gpu_draws_the_same_tokens_in_two_steps(vocab_size: int, seed: int) -> None:
+    """Without a cumulative sum of all tokens; with impossible tokens, and with the largest numbers drawn."""
+    random = np.random.default_rng(seed)
+    logits = random.normal(0, 4, (40, vocab_size)).astype(np.float32)
+    logits[random.random(logits.shape) < 0.3] = -np.inf
+    logits[:, random.integers(vocab_size)] = 0.0
+    logprobs = torch.from_numpy(logits).log_softmax(-1)
+    uniform = torch.from_numpy(np.r_[0.0, np.nextafter(1.0, 0.0), random.random(38)])
+    drawn = sampler._draw_in_two_steps(logprobs, uniform)
+    assert logprobs.gather(1, drawn[:, None]).isfinite().all()
+    assert (drawn == sampler.draw(logprobs, uniform)).all()
+    unknown = torch.full((1, vocab_size), torch.nan)
+    assert sampler._draw_in_two_steps(unknown, uniform[-1:]).item() == vocab_size - 1

@@ -162,6 +162,59 @@ def test_long_sequences_are_computed_one_by_one_on_a_gpu(
     check(lengths, of, (4, 2), window, cut, attend_all=attention._one_by_one)
 
 
+def packed_reference(q, k, v, starts_q, starts_k, *longest, window_size):
+    """`varlen_attn` of torch: queries are the last of their keys, heads are equally many."""
+    outs = []
+    left, right = window_size
+    assert right == 0 and longest == (int(starts_q.diff().max()), int(starts_k.diff().max()))
+    spans = zip(starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:], strict=True)
+    for first_q, last_q, first_k, last_k in spans:
+        prefix = int((last_k - first_k) - (last_q - first_q))
+        own = (
+            x[first:last]
+            for x, first, last in ((q, first_q, last_q), (k, first_k, last_k), (v, first_k, last_k))
+        )
+        outs.append(plain(*own, prefix, None if left < 0 else left + 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 6, 40])
+@pytest.mark.parametrize("lengths", [[35, 50, 7], [20, 3, 33, 0, 1]])
+def test_sequences_of_all_lengths_are_computed_in_one_kernel_on_a_gpu(
+    lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prefixes and windows; the kernel itself needs a GPU."""
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "varlen_attn", lambda: packed_reference)
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], window: int | None) -> Tensor:
+        return attention.FlashAttention(torch.tensor(spans), q.device)(q, k, v, window)
+
+    check(lengths, None, (4, 2), window, attend_all=flash)
+    of = [-1, 0, 0, -1, 3][: len(lengths)]
+    check(lengths, of, (4, 2), window, [0, 17, 5, 0, 0][: len(lengths)], attend_all=flash)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 100])
+def test_that_kernel_gives_the_numbers_of_float32(window: int | None) -> None:
+    spans = torch.tensor([[0, 300, 0, 0], [300, 70, 0, 300], [370, 1, 0, 200], [371, 700, 0, 0]])
+    inputs = [x.cuda().requires_grad_() for x in random_qkv(1071, 4, 2, 64)]
+    grad = torch.randn(1071, 4, 64, device="cuda")
+    results = []
+    for attend_all in (
+        attention.FlashAttention(spans, torch.device("cuda")),
+        lambda q, k, v, window: attention._one_by_one(q, k, v, spans.tolist(), window),
+    ):
+        out = attend_all(*inputs, window)
+        results.append((out, *torch.autograd.grad(out, inputs, grad)))
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 class Largest(TorchDispatchMode):
     """Remembers the number of elements of the largest new tensor."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -144,3 +145,19 @@ def test_a_gpu_gives_products_of_bfloat16_as_it_sums_them() -> None:
             out = narrowed(weight, "bfloat16").times(x)
         assert product.call_args.args[0].dtype == torch.bfloat16
         assert (out.dtype, out.shape, out.device.type) == (torch.float32, (5, 3), "cuda")
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="needs PyTorch 2.8")
+@torch.no_grad()
+def test_training_on_a_gpu_keeps_the_rounded_input_and_rounds_no_result() -> None:
+    """Shapes and dtypes alone: there need be no GPU."""
+    ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
+    ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
+    with FakeTensorMode(), mock.patch.object(torch, "mm", side_effect=torch.mm) as product:
+        x, weight = torch.empty(5, 8, device="cuda"), torch.empty(3, 8, device="cuda")
+        out = products._Linear.forward(ctx, x, weight, "bfloat16")
+        of_x, of_weight, _ = products._Linear.backward(ctx, torch.empty_like(out))
+    assert ctx.saved_tensors[0].dtype == torch.bfloat16 and ctx.saved_tensors[1] is weight
+    assert {factor.dtype for call in product.call_args_list for factor in call.args} == {torch.bfloat16}
+    for found, shape in ((out, (5, 3)), (of_x, x.shape), (of_weight, weight.shape)):
+        assert (found.dtype, found.shape, found.device.type) == (torch.float32, shape, "cuda")

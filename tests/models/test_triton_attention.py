@@ -66,7 +66,8 @@ def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants
 @pytest.mark.parametrize(
     ("architecture", "dtype", "cache", "size", "window"),
     [(80, "bfloat16", "bfloat16", 128, 0), (90, "bfloat16", "bfloat16", 128, 4096),
-     (90, "bfloat16", "int8", 256, 512), (80, "float32", "float32", 64, 0)],
+     (90, "bfloat16", "int8", 256, 512), (80, "float32", "float32", 64, 0),
+     (90, "float32", "bfloat16", 128, 0)],
 )  # fmt: skip
 def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
     architecture: int, dtype: str, cache: str, size: int, window: int,
@@ -78,16 +79,17 @@ def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
         "key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32", "tables_ptr": "*i32",
         "positions_ptr": "*i32", "partial_ptr": "*fp32", "totals_ptr": "*fp32",
     }  # fmt: skip
+    narrow = "bfloat16" in {dtype, cache}
     constants = {
         "HEADS": 16, "KV_HEADS": 8, "SIZE": size, "WIDTH": size, "ROWS": 16, "PART": PART,
-        "TILE": tile(size, 2 if dtype == "bfloat16" else 4), "BLOCK": 16, "WINDOW": window,
-        "IS_INT8": cache == "int8", "WIDENED": False,
+        "TILE": tile(size, 2 if narrow else 4), "BLOCK": 16, "WINDOW": window,
+        "IS_INT8": cache == "int8", "ROUNDED": cache == "bfloat16", "WIDENED": False,
     }  # fmt: skip
     code = compiled(triton_attention._attend_to_part, architecture, pointers, constants)
     instructions = code.asm["ptx"]
     assert "ld.global.v4" in instructions if cache == "int8" else "cp.async.cg.shared.global" in instructions
     assert "ld.global.b16" not in instructions  # one element by itself
-    assert ("mma.sync" in instructions) == (dtype == "bfloat16")
+    assert ("mma.sync" in instructions) == narrow
     assert code.metadata.shared <= 48 << 10  # what every GPU gives without being asked
 
 

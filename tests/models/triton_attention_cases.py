@@ -117,6 +117,8 @@ def test_in_bfloat16_it_is_as_near_as_that_allows(case: Case, window: int | None
     found = attend(case.q, case.cache, case.tables, case.positions, window)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), case.expected(window), atol=0.03, rtol=0.03)
+    wide = attend(case.q.float(), case.cache, case.tables, case.positions, window)
+    torch.testing.assert_close(wide, found.float(), atol=1e-6, rtol=2**-7)
 
 
 @few

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from perilune.models.kernels import is_native
 from perilune.models.logprobs import gather_logprobs, token_logprobs
 from perilune.models.native import ops
 
+_RUN = 128  # divides most vocabularies, so nothing is padded
 _NUCLEUS = 256  # most likely tokens that are searched for top-p before all tokens are sorted
 
 
@@ -222,10 +224,27 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
     A token of probability zero is never drawn. Sums are float64, so that rounding moves no boundary by more
     than the resolution of the uniform numbers.
     """
+    if logprobs.device.type == "cuda":
+        return _draw_in_two_steps(logprobs, uniform)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     return token.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _draw_in_two_steps(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """`draw` without a cumulative sum of all tokens: first a run of tokens, then one of them."""
+    count = logprobs.shape[-1]
+    probabilities = F.pad(logprobs, (0, -count % _RUN), value=-torch.inf).exp().view(len(logprobs), -1, _RUN)
+    runs = probabilities.sum(-1, dtype=torch.float64).cumsum(-1)
+    threshold = uniform[:, None] * runs[:, -1:]
+    run = torch.searchsorted(runs, threshold, right=True).clamp_(max=runs.shape[-1] - 1)
+    before = F.pad(runs, (1, 0)).gather(-1, run)
+    own = probabilities.take_along_dim(run[:, :, None], dim=1)[:, 0].cumsum(-1, dtype=torch.float64) + before
+    # Sums in another order may differ in the last bit. Then the last token of positive probability is drawn.
+    last = _RUN - (own >= own[:, -1:]).sum(-1)
+    token = torch.minimum(torch.searchsorted(own, threshold, right=True)[:, 0], last)
+    return (run[:, 0] * _RUN + token).clamp_(max=count - 1)
 
 
 def _params(sequences: Sequences, row: int) -> SamplingParams:

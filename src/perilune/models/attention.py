@@ -16,7 +16,9 @@ to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
+from perilune.models.narrow import Precision
 from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
 from perilune.models.recurrence import PackedRecurrence
 
@@ -69,11 +72,13 @@ class AttentionLayer:
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
         options: what else happens to scores.
+        precision: of products in training.
     """
 
     index: int
     window: int | None = None
     options: ScoreOptions | None = None
+    precision: Precision = "float32"
 
 
 class Attention(Protocol):
@@ -174,6 +179,10 @@ class PackedAttention:
         self._all_spans = spans
 
     @cached_property
+    def _flash(self) -> FlashAttention:
+        return FlashAttention(self._all_spans, self._device)
+
+    @cached_property
     def recurrence(self) -> PackedRecurrence:
         """The recurrent layers of these sequences."""
         return PackedRecurrence(self._all_spans, self._device)
@@ -185,11 +194,70 @@ class PackedAttention:
             sinks = None if options is None else options.sinks
             attended: Tensor = _Native.apply(q, k, v, sinks, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
+        if q.device.type == "cuda" and options is None and layer.precision == "bfloat16" and can_flash(q, v):
+            return self._flash(q, k, v, window)
         if self._long is not None and q.device.type != "cpu" and options is None:
             return _one_by_one(q, k, v, self._long, window)
         if self._layout is None:
             self._layout = _Layout(self._spans, self._shared, q, k, exact=options is not None)
         return self._layout(q, k, v, window, options)
+
+
+class FlashAttention:
+    """Packed attention by torch's FlashAttention for sequences of different lengths, all in one kernel.
+
+    Queries, keys and values are rounded to bfloat16. Sums are float32 (Dao, arXiv 2307.08691).
+
+    Args:
+        spans: int64[S, 4]: start, length, start of the prefix, and length of the prefix of each sequence, in
+            the order of the sequences.
+    """
+
+    def __init__(self, spans: Tensor, device: torch.device) -> None:
+        spans = spans[spans[:, 1] > 0]
+        start, length, prefix_start, prefix = spans.unbind(1)
+        total = prefix + length
+        self._keys: Tensor | None = None
+        if bool(prefix.any()):
+            parts = zip(start.tolist(), length.tolist(), prefix_start.tolist(), prefix.tolist(), strict=True)
+            ranges = (
+                torch.arange(first, first + count)
+                for own, own_count, before, before_count in parts
+                for first, count in ((before, before_count), (own, own_count))
+            )
+            self._keys = torch.cat(list(ranges)).to(device)
+        self._bounds = tuple(
+            F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32) for lengths in (length, total)
+        )
+        self._longest = int(length.max()), int(total.max())
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        if self._keys is not None:  # before rounding, so that the gradients of a shared prefix add in float32
+            k, v = (x.index_select(0, self._keys) for x in (k, v))
+        k, v = (x.to(torch.bfloat16).repeat_interleave(group, dim=1) for x in (k, v))
+        seen = (-1 if window is None else window - 1, 0)
+        attend_all = varlen_attn()
+        assert attend_all is not None
+        out: Tensor = attend_all(q.to(torch.bfloat16), k, v, *self._bounds, *self._longest, window_size=seen)
+        return out.to(q.dtype)
+
+
+@functools.cache
+def varlen_attn() -> Callable[..., Any] | None:
+    """torch's attention for packed sequences; None before torch 2.11, where it has no windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn as found
+    except ImportError:
+        return None
+    return found if "window_size" in inspect.signature(found).parameters else None
+
+
+def can_flash(q: Tensor, v: Tensor) -> bool:
+    """Whether `FlashAttention` computes heads of this size on this GPU."""
+    size = q.shape[-1]
+    fits = size == v.shape[-1] and size % 8 == 0 and size <= 256
+    return fits and varlen_attn() is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _one_by_one(

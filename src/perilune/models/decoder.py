@@ -69,7 +69,8 @@ class SelfAttention(nn.Module):
         q, k = torch.split_with_sizes(qk, [self.heads, self.kv_heads], 1)
         if self.query_scale != 1 and self.qk_norm != "head":
             q = q * self.query_scale
-        attended = attention(q, k, v, AttentionLayer(self.layer, self.window, self.score_options))
+        layer = AttentionLayer(self.layer, self.window, self.score_options, self.qkv.precision)
+        attended = attention(q, k, v, layer)
         out = attended.reshape(x.shape[0], -1)
         return self.out(out if gate is None else out * sigmoid(gate))
 
@@ -266,8 +267,9 @@ class Decoder(nn.Module):
     def compute_in(self, precision: Precision) -> None:
         """Round both factors of products with matrices to `precision`, except in routers. Sums are float32.
 
-        Weights, norms, attention, logits and losses stay float32. Outside the CPU's tiles (`ops.has_tiles`),
-        gradients of products are rounded too.
+        Weights, norms, logits and losses stay float32, and so does attention on a CPU. On a GPU, training
+        rounds its queries, keys and values too. Outside the CPU's tiles (`ops.has_tiles`), gradients of
+        products are rounded too.
         """
         self.precision = precision
         for projection in self.projections():

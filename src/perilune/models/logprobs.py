@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
-from perilune.models.memory import LOGITS_AT_ONCE
+from perilune.models.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
 from perilune.models.native import ops
 
 _ROWS = 256  # a multiple of what the matrix units of processors compute at a time
@@ -117,7 +117,8 @@ def in_row_chunks(
         token_ids: int64[N].
         vocab_size: V, the logits that `of_rows` computes per row.
     """
-    rows = max(1, LOGITS_AT_ONCE // vocab_size)
+    most = LOGITS_AT_ONCE_ON_GPU if hidden.device.type == "cuda" else LOGITS_AT_ONCE
+    rows = max(1, most // vocab_size)
     rows = rows // _ROWS * _ROWS or rows
     if len(hidden) <= rows:
         return of_rows(hidden, token_ids)

@@ -55,6 +55,9 @@ Smaller chunks cost time, because each product reads the whole head, which takes
 heap fragments and grows.
 """
 
+LOGITS_AT_ONCE_ON_GPU = 1 << 28
+"""The same on a GPU: 1 GiB in float32. There each chunk costs two passes over the head and its gradient."""
+
 _FLOAT = 4
 BLOCK = 16
 """Tokens in a block of the engine's cache."""

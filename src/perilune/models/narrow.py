@@ -41,10 +41,17 @@ class NarrowWeight:
         """The product float[N, O] with float[N, I]."""
         if self.scales is None:
             narrow = x.to(self.values.dtype)
-            if x.device.type == "cuda" and _HAS_WIDE_SUMS and x.dtype == torch.float32:
-                return torch.mm(narrow, self.values.t(), out_dtype=torch.float32)
+            if x.device.type == "cuda" and x.dtype == torch.float32:
+                return wide_product(narrow, self.values)
             return F.linear(narrow.to(x.dtype), self.values.to(x.dtype))
         return F.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of bfloat16 matrices on a GPU, as float32; before PyTorch 2.8 the sums are rounded."""
+    if _HAS_WIDE_SUMS:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x, weight).float()
 
 
 def narrowed(weight: Tensor, kind: NarrowKind) -> NarrowWeight:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.models.kernels import HAS_ONEDNN, is_exact, is_native
-from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed
+from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed, wide_product
 from perilune.models.native import ops
 from perilune.models.native.ops import PackedWeight
 
@@ -94,16 +94,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.precision = precision
+        if _is_wide(x, precision):
+            x = x.to(torch.bfloat16)
+            ctx.save_for_backward(x, weight)
+            return wide_product(x, weight.to(torch.bfloat16))
+        ctx.save_for_backward(x, weight)
         return product(x, weight, precision)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
         needs_x, needs_weight, _ = ctx.needs_input_grad
+        if _is_wide(grad, ctx.precision):
+            grad = grad.to(torch.bfloat16)
+            grad_x = wide_product(grad, weight.to(torch.bfloat16).t()) if needs_x else None
+            return grad_x, wide_product(grad.t(), x.t()) if needs_weight else None, None
+        x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
         precision: Precision = ctx.precision
         if precision == "bfloat16" and _fits_tiles(grad, weight):
             needed = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
@@ -117,13 +125,20 @@ class _Linear(torch.autograd.Function):
         return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
 
 
+def _is_wide(x: Tensor, precision: Precision) -> bool:
+    """Whether a GPU computes a float32 product of factors rounded to bfloat16. They are rounded once."""
+    return precision == "bfloat16" and x.device.type == "cuda" and x.dtype == torch.float32
+
+
 def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
     """Whether tiles compute the gradients: their sums are over the rows and the outputs of a product."""
     return is_native(grad) and not (len(grad) % 32 or len(weight) % 32) and ops.has_tiles()
 
 
 def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-    """x @ weight.T for a gradient, in any order of summation; in bfloat16 the result is rounded too."""
+    """x @ weight.T for a gradient, in any order of summation; in bfloat16 a CPU rounds the result too."""
+    if _is_wide(x, precision):
+        return wide_product(x.to(torch.bfloat16), weight.to(torch.bfloat16))
     if precision == "bfloat16":
         return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
     return x @ weight.t() if not is_exact(x) or prefers_mkl(x, weight) else _product(x, weight)

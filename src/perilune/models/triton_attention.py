@@ -80,7 +80,7 @@ def attend(
 ) -> Tensor:
     """softmax(q K^T / sqrt(D)) V of one query of each sequence, over all keys up to its own position.
 
-    Products are in the dtype of `q`, sums in float32.
+    Products are in the dtype of `q`, or in bfloat16 if the cache is. Sums are float32.
 
     Args:
         q: float[S, H, D], the last two axes contiguous; H is a multiple of KV.
@@ -100,6 +100,7 @@ def attend(
     totals = q.new_empty(sequences, heads, parts, dtype=torch.float32)
     common = {"HEADS": heads, "SIZE": size, "WIDTH": _width(size), "PART": PART, "WINDOW": window or 0}
     is_int8 = cache.key_scales is not None
+    rounded = cache.keys.dtype == torch.bfloat16
     _attend_to_part[(sequences, kv_heads, parts)](
         *(q, cache.keys, cache.values, *_scales(cache, q), tables, positions, partial, totals),
         *(q.stride(0), tables.stride(0), positions.stride(0), parts, size**-0.5 * _LOG2_E),
@@ -107,8 +108,9 @@ def attend(
         KV_HEADS=kv_heads,
         ROWS=_width(heads // kv_heads),
         BLOCK=BLOCK,
-        TILE=tile(size, q.element_size()),
+        TILE=tile(size, 2 if rounded else q.element_size()),
         IS_INT8=is_int8,
+        ROUNDED=rounded,
         WIDENED=_IS_INTERPRETED,
         num_warps=4,
         num_stages=2 if is_int8 else 3,  # three stages of int8 would be copied synchronously, byte by byte
@@ -206,6 +208,7 @@ def _attend_to_part(  # noqa: PLR0917
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     IS_INT8: tl.constexpr,
+    ROUNDED: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
     """Attention of the query heads of one key-value head over one part of the keys of their sequence.
@@ -224,6 +227,8 @@ def _attend_to_part(  # noqa: PLR0917
         q_at = (kv_head * group + row[:, None]) * SIZE + element[None, :]
         held = real[:, None] & inside[None, :]
         q = tl.load(q_ptr + sequence * q_stride + q_at, mask=held, other=0.0)
+        if ROUNDED:
+            q = q.to(tl.bfloat16)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, WIDTH], tl.float32)
