@@ -25,6 +25,9 @@ their kind (embedding and head at most 2 bytes per number when matrices are narr
 8 A. The engine's copy is merged and float32. The base is the reference policy. Training recomputes each
 merged matrix, which fragments the heap by at most b P (measured). The last step merges all matrices to write
 them.
+
+On a GPU, merged matrices do not fragment memory, and the last step moves each to the CPU. Products of bfloat16
+keep their rounded inputs.
 """
 
 from __future__ import annotations
@@ -32,12 +35,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from perilune.models.card.from_config import model_card
 from perilune.models.card.layers import STATES_KEPT_EVERY
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
 from perilune.models.config.family import Family
+
+if TYPE_CHECKING:
+    from perilune.models.narrow import Precision
 
 PROCESS_BYTES = 430 << 20
 """Resident size of Python, torch and the other libraries without a model, measured on Linux."""
@@ -121,6 +128,7 @@ def plan_memory(
     reference: bool = False,
     item_bytes: int = _FLOAT,
     savings: MemorySavings = MemorySavings(),
+    gpu: Precision | None = None,
 ) -> MemoryPlan:
     """The memory of a process that holds one model.
 
@@ -129,6 +137,7 @@ def plan_memory(
         learning: tokens of one forward pass, and the tokens of its longest sequence.
         reference: whether the process holds a frozen reference policy.
         item_bytes: bytes of one weight, cache element or activation. The optimizer is float32.
+        gpu: precision of products if the model is on a GPU; None on a CPU.
     """
     card = card_of(model)
     weights = item_bytes * card.parameters
@@ -142,17 +151,17 @@ def plan_memory(
         transient["sampling"] = 24 * sampling[0] * card.vocab_size
     if savings.adapter is not None:
         persistent["adapter"] = _FLOAT * trained
-        transient["merging"] = weights
+        merging = transient["merging"] = weights if gpu is None else 2 * _FLOAT * _largest(card)
     elif reference:
         persistent["reference"] = weights
     if learning:
         persistent["moments"] = 2 * _FLOAT * trained
         transient["learning"] = item_bytes * trained + learning_bytes(
-            card, *learning, item_bytes, recompute=savings.recompute
+            card, *learning, item_bytes, recompute=savings.recompute, gpu=gpu
         )
         transient["update"] = 3 * _FLOAT * min(trained, _largest(card))
         if savings.adapter is not None:
-            transient["learning"] += weights
+            transient["learning"] += merging
     return MemoryPlan(persistent, transient)
 
 
@@ -264,11 +273,17 @@ def _sides(family: Family, inputs: int, outputs: Mapping[str, int], targets: Col
 
 
 def learning_bytes(
-    model: Model, tokens: int, length: int, item_bytes: int = _FLOAT, *, recompute: bool = False
+    model: Model,
+    tokens: int,
+    length: int,
+    item_bytes: int = _FLOAT,
+    *,
+    recompute: bool = False,
+    gpu: Precision | None = None,
 ) -> int:
     """Bytes that a forward pass over `tokens` tokens in sequences of `length` keeps for the backward pass."""
     card = card_of(model)
-    rows = max(1, LOGITS_AT_ONCE // card.vocab_size)
+    rows = max(1, (LOGITS_AT_ONCE if gpu is None else LOGITS_AT_ONCE_ON_GPU) // card.vocab_size)
     parts = item_bytes * card.table_parameters if tokens > rows else 0
     logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
     states = STATES_KEPT_EVERY * max(layer.mixer.state for layer in card.layers) * -(-tokens // length)

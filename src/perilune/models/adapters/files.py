@@ -196,7 +196,7 @@ def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     precision = decoder.precision
     if pairs_of(decoder):
         Adapter.of(decoder).save(path / FOLDER)
-        decoder = merged(decoder)
+        decoder = merged(decoder, torch.device("cpu"))  # a GPU need not hold it too
     save_checkpoint(path, decoder, tokenizer, decoder.rounded() if precision == "bfloat16" else {})
 
 

@@ -245,16 +245,23 @@ def base_state(decoder: Decoder) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged(decoder: Decoder) -> Decoder:
-    """A plain decoder with the adapter merged, bit for bit the same policy."""
+def merged(decoder: Decoder, device: torch.device | None = None) -> Decoder:
+    """A plain decoder with the adapter merged, bit for bit the same policy.
+
+    Matrices are merged one at a time and moved to `device`, by default the decoder's own.
+    """
+    device = device or decoder.model.norm.weight.device
     with torch.device("meta"):
         plain = Decoder(decoder.config)
     weights = base_state(decoder)
     names = {id(part): name for name, part in decoder.named_modules()}
     for projection in decoder.projections():
         if isinstance(projection, MergedProjection):
-            weights |= {f"{names[id(part)]}.weight": projection.weight_of(part) for part in projection.parts}
-    kept = {name: weights[name].to(decoder.dtype) for name in plain.state_dict()}
+            weights |= {
+                f"{names[id(part)]}.weight": projection.weight_of(part).to(device)
+                for part in projection.parts
+            }
+    kept = {name: weights[name].to(device, decoder.dtype) for name in plain.state_dict()}
     plain.load_state_dict(kept, assign=True)
     return plain
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from perilune.engine.openvino_runner import OpenVino
     from perilune.learn.training_settings import LearnerSettings
     from perilune.models.decoder import Decoder
+    from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
 
 BYTE_TOKENS = 258  # of `Tokenizer.byte_level`
@@ -85,7 +86,12 @@ class CacheRoom:
     """
 
     device: str = "cpu"
-    precision: str = "float32"
+    precision: Precision = "float32"
+
+    @property
+    def gpu(self) -> Precision | None:
+        """The precision of products on a GPU; None on a CPU."""
+        return self.precision if self.device == "cuda" else None
 
     @property
     def kind(self) -> str:
@@ -238,6 +244,7 @@ def stage_memory(
             learning=(budget, min(length, budget)) if budget else None,
             reference=reference,
             savings=_savings(config, learner),
+            gpu=room.gpu,
         )
         return _on_gpu(plan, config, max_tokens, room, slots) if room.kind == "cuda" and samples else plan
 
