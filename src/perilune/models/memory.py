@@ -26,8 +26,7 @@ their kind (embedding and head at most 2 bytes per number when matrices are narr
 merged matrix, which fragments the heap by at most b P (measured). The last step merges all matrices to write
 them.
 
-On a GPU, merged matrices do not fragment memory, and the last step moves each to the CPU. Products of bfloat16
-keep their rounded inputs.
+On a GPU, merged matrices do not fragment memory, and the last step moves each to the CPU.
 """
 
 from __future__ import annotations
