@@ -49,8 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config_folder(tmp_path_factory.mktemp("model") / "m")
 
 
-def jobs(tmp_path: Path, model: str) -> dict[str, dict[str, Any]]:
-    (tmp_path / "r.yaml").write_text(RECIPE.replace("{MODEL}", model))
+def jobs(tmp_path: Path, model: str, device: str = "auto") -> dict[str, dict[str, Any]]:
+    text = RECIPE.replace("{MODEL}", model) + f"resources: {{device: {device}}}\n"
+    (tmp_path / "r.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "r.yaml")
     return {stage.name: job_for(recipe, stage).spec for stage in recipe.stages}
 
@@ -76,6 +77,13 @@ def test_a_pretrained_model_gets_others_by_its_size(tmp_path: Path, folder: Path
     larger = config_folder(tmp_path / "large", hidden_size=2048, num_layers=24, intermediate_size=8192)
     large = jobs(tmp_path, f"{{path: {larger}}}")
     assert large["rl"]["lr"] == 1e-6 and large["sft"]["token_budget"] < sft["token_budget"]
+
+
+def test_a_gpu_gets_larger_forward_passes(tmp_path: Path, folder: Path) -> None:
+    on_cpu, on_gpu = (jobs(tmp_path, f"{{path: {folder}}}", device) for device in ("cpu", "cuda"))
+    assert on_gpu["sft"]["token_budget"] >= 4 * on_cpu["sft"]["token_budget"]
+    assert on_gpu["rl"] == on_cpu["rl"]  # the recipe sets it there
+    assert {**on_gpu["sft"], "token_budget": None} == {**on_cpu["sft"], "token_budget": None}
 
 
 def test_a_model_too_small_to_be_pretrained_counts_as_new(tmp_path: Path) -> None:
@@ -108,7 +116,7 @@ def test_the_plan_says_the_other_defaults_and_what_was_set(folder: Path) -> None
     fields = {**OPTIONS["rl"], "kl": None, "max_tokens": None, "token_budget": None, "prompts": 4}
     model = {"path": str(folder)}
     kind = load_plugin("rl").spec
-    spec = complete_spec(kind, "rl", kind.model_construct(**fields).model_dump(), model)
+    spec = complete_spec(kind, "rl", kind.model_construct(**fields).model_dump(), model, "cpu")
     plan = load_plugin("rl").plan(make_job("rl", model=model, **spec))
     assert plan["kl"].startswith("0; no reference policy")
     assert plan["max_tokens"].startswith("256; room for written-out work")

@@ -145,14 +145,15 @@ def uses_environment(plugin: TaskPlugin) -> bool:
 
 
 def complete_spec(
-    kind: type[BaseModel], task: str, spec: Mapping[str, Any], model: Mapping[str, Any]
+    kind: type[BaseModel], task: str, spec: Mapping[str, Any], model: Mapping[str, Any], device: str
 ) -> dict[str, Any]:
     """The keys of a stage, completed by the class method `complete` of `kind` if there is one.
 
-    `complete` fills in defaults that depend on the model section of the recipe (`by_model_fields`).
+    `complete` fills in defaults that depend on the model section and the device of the recipe
+    (`by_model_fields`).
     """
     complete = getattr(kind, "complete", None)
-    return dict(spec) if complete is None else dict(complete(task, spec, model))
+    return dict(spec) if complete is None else dict(complete(task, spec, model, device))
 
 
 def by_model_fields(spec: type[BaseModel]) -> list[str]:

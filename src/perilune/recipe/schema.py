@@ -180,13 +180,14 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
     """The job of one stage, without its inputs, which exist once the consumed stages have finished."""
     model = _model_of(recipe, stage)
     plugin = load_plugin(stage.task)
+    resources = resources_of(plugin, recipe.resources)
     return Job(
         task=stage.task,
         stage=stage.name,
-        spec=complete_spec(plugin.spec, stage.task, stage.spec, model),
+        spec=complete_spec(plugin.spec, stage.task, stage.spec, model, resources.device),
         model=model,
         environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
-        resources=resources_of(plugin, recipe.resources),
+        resources=resources,
         secrets=recipe.secrets,
     )

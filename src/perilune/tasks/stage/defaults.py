@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import ceil
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from perilune.bundle.job import Frozen
 from perilune.models.config.decoder_config import DecoderConfig, preset_of
-from perilune.models.memory import card_of, plan_memory
+from perilune.models.memory import card_of, learning_bytes, plan_memory
 from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.memory_plan import section_config
+
+if TYPE_CHECKING:
+    from perilune.models.narrow import Precision
 
 
 class Rates(NamedTuple):
@@ -53,6 +56,10 @@ MOST_TOKENS = 256  # of an answer
 MOST_EXAMPLES = 16  # traces, pairs or tasks of a step
 BUDGETS = (4096, 2048, 1024, 512)  # tokens of a forward pass
 LEARNING_BYTES = 4 << 30  # most memory for one
+GPU_BUDGETS = (16384, 8192, *BUDGETS)
+ACTIVATION_BYTES = (
+    20 << 30
+)  # most memory for the activations of one on a GPU, which needs many tokens to be busy
 
 
 class Default(NamedTuple):
@@ -80,12 +87,15 @@ class ModelDefaults(Frozen):
     )
 
     @classmethod
-    def complete(cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    def complete(
+        cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any], device: str
+    ) -> dict[str, Any]:
         """The fields of a stage with those of `by_model` that are None filled in.
 
         Args:
             task: kind of stage; an unknown kind gets the learning rates of rl.
             model: the recipe's model section.
+            device: the recipe's device: "cuda"; everything else counts as "cpu".
 
         Raises:
             RequestError: when the model's config.json cannot be read.
@@ -93,11 +103,13 @@ class ModelDefaults(Frozen):
         missing = [name for name in cls.by_model if name in spec and spec[name] is None]
         if not missing:
             return dict(spec)
-        found = cls.defaults(task, spec, model)
+        found = cls.defaults(task, spec, model, device)
         return {**spec, **{name: found[name].value for name in missing}}
 
     @classmethod
-    def defaults(cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Default]:
+    def defaults(
+        cls, task: str, spec: Mapping[str, Any], model: Mapping[str, Any], device: str
+    ) -> dict[str, Default]:
         """The default of each field of `by_model` that the spec has."""
         own = {name: cls.model_fields[name].default for name in cls.by_model if name in cls.model_fields}
         if not is_pretrained(model):
@@ -108,7 +120,8 @@ class ModelDefaults(Frozen):
             return found
         config = section_config(model)
         return {
-            name: _FOR_PRETRAINED[name](_Choice(task, spec, config, value)) for name, value in own.items()
+            name: _FOR_PRETRAINED[name](_Choice(task, spec, config, device, value))
+            for name, value in own.items()
         }
 
 
@@ -138,6 +151,7 @@ class _Choice(NamedTuple):
     task: str
     spec: Mapping[str, Any]
     config: DecoderConfig
+    device: str
     own: Any
 
 
@@ -170,11 +184,25 @@ def _examples(of: _Choice) -> Default:
 
 
 def _token_budget(of: _Choice) -> Default:
+    if of.device == "cuda":
+        return _token_budget_of_gpu(of)
+
     def needed(budget: int) -> int:
         return plan_memory(of.config, learning=(budget, min(budget, 512))).transient["learning"]
 
     budget = next((one for one in BUDGETS if needed(one) <= LEARNING_BYTES), BUDGETS[-1])
     return Default(budget, f"a pass with all gradients takes about {needed(budget) / 2**30:.1f} GiB")
+
+
+def _token_budget_of_gpu(of: _Choice) -> Default:
+    recompute = bool(of.spec.get("activation_checkpointing"))
+    precision: Precision = of.spec.get("precision", "float32")
+
+    def needed(budget: int) -> int:
+        return learning_bytes(of.config, budget, min(budget, 512), recompute=recompute, gpu=precision)
+
+    budget = next((one for one in GPU_BUDGETS if needed(one) <= ACTIVATION_BYTES), BUDGETS[-1])
+    return Default(budget, f"the activations of a pass take about {needed(budget) / 2**30:.1f} GiB")
 
 
 def _max_tokens(of: _Choice) -> Default:

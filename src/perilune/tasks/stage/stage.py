@@ -103,7 +103,7 @@ def _has_experts(job: Job) -> bool:
 
 def read_spec(kind: type[Spec], job: Job) -> Spec:
     """Validate the job's spec, with the defaults that depend on the model."""
-    return kind.model_validate(complete_spec(kind, job.task, job.spec, job.model))
+    return kind.model_validate(complete_spec(kind, job.task, job.spec, job.model, job.resources.device))
 
 
 def with_own_model(workspace: Workspace) -> Job:
@@ -122,7 +122,7 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     """The fields whose default depends on a pretrained model, with the reason for each; `lr` is apart."""
     if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
         return {}
-    found = spec.defaults(job.task, job.spec, job.model)
+    found = defaults_of(spec, job)
     lines = {
         name: f"{getattr(spec, name):g}; {_reason(name, spec, found)}"
         for name in found
@@ -131,6 +131,11 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     if isinstance(spec, ForgettingSpec) and spec.forgetting:
         lines["forgetting"] = spec.forgetting.describe(job.environment)
     return lines
+
+
+def defaults_of(spec: ModelDefaults | type[ModelDefaults], job: Job) -> dict[str, Default]:
+    """The defaults of a stage's fields that depend on the model and the device."""
+    return spec.defaults(job.task, job.spec, job.model, job.resources.device)
 
 
 def _reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
@@ -157,7 +162,7 @@ def _describe_evaluation(spec: BaseModel, job: Job) -> dict[str, str]:
 
 def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
     """Says that the learning rate is far from the default for this task and model, or ""."""
-    default = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)["lr"].value
+    default = defaults_of(cast(ModelDefaults, spec), job)["lr"].value
     if not default or default / RATE_RANGE <= spec.peak_lr <= default * RATE_RANGE:
         return ""
     far = spec.peak_lr / default
@@ -172,5 +177,5 @@ def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
     """The schedule, with the reason for its peak rate."""
-    defaults = cast(ModelDefaults, spec).defaults(job.task, job.spec, job.model)
+    defaults = defaults_of(cast(ModelDefaults, spec), job)
     return f"{spec.describe_schedule()}; {_reason('lr', spec, defaults)}"
