@@ -22,11 +22,14 @@ from perilune.models.triton_attention import PART, tile
 
 pytestmark = pytest.mark.slow
 
+CASES = "triton_attention_cases.py"
+ROW_STRIDES = {"q_stride", "x_stride", "gate_stride", "up_stride"}
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 
-def check_cases(**environment: str) -> None:
-    cases = Path(__file__).parent / "triton_attention_cases.py"
+def run_cases(file: str, **environment: str) -> None:
+    """Run a file of cases, under the interpreter where TRITON_INTERPRET=1."""
+    cases = Path(__file__).parent / file
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
@@ -36,13 +39,13 @@ def check_cases(**environment: str) -> None:
 
 
 def test_their_numbers_are_right_in_the_interpreter() -> None:
-    check_cases(TRITON_INTERPRET="1")
+    run_cases(CASES, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_their_numbers_are_right_on_a_gpu() -> None:
-    check_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, TRITON_INTERPRET="0")
 
 
 def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
@@ -55,7 +58,7 @@ def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if (name in pointers and name not in {"tables_ptr", "positions_ptr"}) or name == "q_stride"
+        if (name in pointers and name not in {"tables_ptr", "positions_ptr"}) or name in ROW_STRIDES
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     stages = 2 if constants.get("IS_INT8") else 3

@@ -130,7 +130,7 @@ class _Additions:
     def __call__(self, x: Tensor, out: Tensor, rows: Tensor) -> None:
         """Add the adapter's output for `rows` of `x` to `out`."""
         for columns, a, b in self.parts:
-            added = linear(linear(x[rows], a), b)
+            added = linear(linear(x[rows].to(a.dtype), a), b)
             out[rows, columns] += added
 
 
@@ -147,6 +147,11 @@ class _Adapted(Projection):
         for number, rows in self._rows_of:
             self.additions[number](x, out, rows)
         return out
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products of the base round both factors."""
+        return self.base.rounds
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         """Freeze the base projection."""

@@ -31,7 +31,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
-from perilune.models.narrow import Precision
 from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
 from perilune.models.recurrence import PackedRecurrence
 
@@ -72,13 +71,11 @@ class AttentionLayer:
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
         options: what else happens to scores.
-        precision: of products in training.
     """
 
     index: int
     window: int | None = None
     options: ScoreOptions | None = None
-    precision: Precision = "float32"
 
 
 class Attention(Protocol):
@@ -194,7 +191,7 @@ class PackedAttention:
             sinks = None if options is None else options.sinks
             attended: Tensor = _Native.apply(q, k, v, sinks, self._in_order, window or 0)  # type: ignore[no-untyped-call]
             return attended
-        if q.device.type == "cuda" and options is None and layer.precision == "bfloat16" and can_flash(q, v):
+        if q.device.type == "cuda" and options is None and can_flash(q, v):
             return self._flash(q, k, v, window)
         if self._long is not None and q.device.type != "cpu" and options is None:
             return _one_by_one(q, k, v, self._long, window)
@@ -206,7 +203,7 @@ class PackedAttention:
 class FlashAttention:
     """Packed attention by torch's FlashAttention for sequences of different lengths, all in one kernel.
 
-    Queries, keys and values are rounded to bfloat16. Sums are float32 (Dao, arXiv 2307.08691).
+    Sums are float32 (Dao, arXiv 2307.08691).
 
     Args:
         spans: int64[S, 4]: start, length, start of the prefix, and length of the prefix of each sequence, in
@@ -233,14 +230,14 @@ class FlashAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         group = q.shape[1] // k.shape[1]
-        if self._keys is not None:  # before rounding, so that the gradients of a shared prefix add in float32
-            k, v = (x.index_select(0, self._keys) for x in (k, v))
-        k, v = (x.to(torch.bfloat16).repeat_interleave(group, dim=1) for x in (k, v))
+        if self._keys is not None:  # in float32, so that the gradients of a shared prefix add in float32
+            k, v = (x.float().index_select(0, self._keys).to(x.dtype) for x in (k, v))
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         seen = (-1 if window is None else window - 1, 0)
         attend_all = varlen_attn()
         assert attend_all is not None
-        out: Tensor = attend_all(q.to(torch.bfloat16), k, v, *self._bounds, *self._longest, window_size=seen)
-        return out.to(q.dtype)
+        out: Tensor = attend_all(q.contiguous(), k, v, *self._bounds, *self._longest, window_size=seen)
+        return out
 
 
 @functools.cache
@@ -254,9 +251,9 @@ def varlen_attn() -> Callable[..., Any] | None:
 
 
 def can_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether `FlashAttention` computes heads of this size on this GPU."""
+    """Whether `FlashAttention` computes heads of this size and dtype on this GPU."""
     size = q.shape[-1]
-    fits = size == v.shape[-1] and size % 8 == 0 and size <= 256
+    fits = q.dtype == torch.bfloat16 and size == v.shape[-1] and size % 8 == 0 and size <= 256
     return fits and varlen_attn() is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 

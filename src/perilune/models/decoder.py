@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
         self.frozen_qk_norm: Tensor | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attention: Attention) -> Tensor:
-        qkv, gate = self.qkv(x), None
+        qkv, gate = self.qkv(self.qkv.rounded(x)), None
         if self.gated:
             qkv, gate = self._split_gate(qkv)
         if self.qk_norm == "full":
@@ -69,8 +69,7 @@ class SelfAttention(nn.Module):
         q, k = torch.split_with_sizes(qk, [self.heads, self.kv_heads], 1)
         if self.query_scale != 1 and self.qk_norm != "head":
             q = q * self.query_scale
-        layer = AttentionLayer(self.layer, self.window, self.score_options, self.qkv.precision)
-        attended = attention(q, k, v, layer)
+        attended = attention(q, k, v, AttentionLayer(self.layer, self.window, self.score_options))
         out = attended.reshape(x.shape[0], -1)
         return self.out(out if gate is None else out * sigmoid(gate))
 
@@ -267,8 +266,8 @@ class Decoder(nn.Module):
     def compute_in(self, precision: Precision) -> None:
         """Round both factors of products with matrices to `precision`, except in routers. Sums are float32.
 
-        Weights, norms, logits and losses stay float32, and so does attention on a CPU. On a GPU, training
-        rounds its queries, keys and values too. Outside the CPU's tiles (`ops.has_tiles`), gradients of
+        Weights, logits and losses stay float32, and on a CPU so does all else. On a GPU the residual stream
+        does, and results within a layer are rounded. Outside the CPU's tiles (`ops.has_tiles`), gradients of
         products are rounded too.
         """
         self.precision = precision

@@ -34,6 +34,7 @@ class GatedNetwork(nn.Module):
         self.gated = _GATES[config.family.activation]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.gate.rounded(x)
         if self.up is None:
             gate, up = self.gate(x).chunk(2, dim=1)
             return self.down(self.gated(gate, up))

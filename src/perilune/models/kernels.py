@@ -9,12 +9,15 @@ these functions guarantee that, in one of two ways:
 * with a C compiler, by the kernels of `models/native`, which sum each element in a fixed order;
 * without one, by torch: products by oneDNN, and other functions by reductions within a row.
 
-Other devices and dtypes use torch's own kernels and agree up to rounding. Gradients are exact up to rounding
+A GPU uses the kernels of `models/triton_elementwise`. Other devices and dtypes use torch's. Both agree up to
+rounding. Gradients are exact up to rounding
 everywhere; they need not be equal bit for bit.
 """
 
 from __future__ import annotations
 
+import functools
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,6 +42,25 @@ def is_exact(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and (HAS_ONEDNN or ops.available())
 
 
+def is_fused(x: Tensor) -> bool:
+    """Whether the Triton kernels compute `x`, on a GPU."""
+    return x.device.type == "cuda" and x.dtype in _FUSED and _has_triton()
+
+
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton() -> Any:
+    from perilune.models import triton_elementwise
+
+    return triton_elementwise
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
 
@@ -46,10 +68,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: float[..., D].
         weight: float[D], or float[H, D] for float[N, H, D].
     """
-    if not is_exact(x):
+    if not (is_exact(x) or is_fused(x)):
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    if is_fused(x):
+        return _triton().rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
     if is_native(x, x.shape[-1]):
         return ops.rms_norm(x, weight, eps)[0]
     return _normalised(x, eps)[0].mul_(weight)
@@ -70,10 +94,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if is_native(x, x.shape[-1]):
-            out, scale = ops.rms_norm(x, weight, eps)
+        if is_native(x, x.shape[-1]) or is_fused(x):
+            out, scale = (_triton() if is_fused(x) else ops).rms_norm(x, weight, eps)
             ctx.save_for_backward(x, scale, weight)
-            return out
+            return out  # type: ignore[no-any-return]
         normalised, scale = _normalised(x, eps)
         ctx.save_for_backward(normalised, scale, weight)
         return normalised * weight
@@ -82,6 +106,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
+        if is_fused(grad):
+            return *_triton().rms_norm_backward(grad, x, weight, scale), None
         if is_native(grad, grad.shape[-1]):
             return *ops.rms_norm_backward(grad, x, weight, scale), None
         normalised = x
@@ -120,6 +146,8 @@ def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
+    if is_fused(x):
+        return _triton().rotate(x, cos, sin, direction)  # type: ignore[no-any-return]
     if is_native(x, half):
         return ops.rotate(x, cos[:, 0, :half], sin[:, 0, half:], direction)
     return (x * cos).addcmul_(x.roll(half, -1), sin, value=direction)
@@ -162,6 +190,8 @@ def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if is_fused(gate):
+        return _triton().gated(gate, up, activation)  # type: ignore[no-any-return]
     if is_native(gate):
         return ops.gated(gate, up, activation)
     if activation == "clamped":
@@ -206,6 +236,8 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
+        if is_fused(grad):
+            return *_triton().gated_backward(grad, gate, up, ctx.activation), None
         if ctx.activation == "clamped":
             return *_clamped_backward(grad, gate, up), None
         if ctx.activation == "gelu_tanh":

@@ -71,6 +71,17 @@ class Projection:
         weight, bias = self.joined() if self.frozen is None else self.frozen
         return linear(x, weight, bias, self.precision)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether products round both factors to bfloat16."""
+        if self.frozen is None:
+            return self.precision == "bfloat16"
+        return isinstance(self.frozen[0], NarrowWeight) and self.frozen[0].scales is None
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` as the product needs it on a GPU, where all that depends on it is then bfloat16 too."""
+        return x.to(torch.bfloat16) if self.rounds and x.device.type == "cuda" else x
+
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """float[O, I] weight and float[O] bias of all parts, stacked."""
         weights = [self.weight_of(part) for part in self.parts]

@@ -41,17 +41,17 @@ class NarrowWeight:
         """The product float[N, O] with float[N, I]."""
         if self.scales is None:
             narrow = x.to(self.values.dtype)
-            if x.device.type == "cuda" and x.dtype == torch.float32:
-                return wide_product(narrow, self.values)
+            if x.device.type == "cuda":
+                return rounded_product(narrow, self.values, x.dtype)
             return F.linear(narrow.to(x.dtype), self.values.to(x.dtype))
         return F.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
 
 
-def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of bfloat16 matrices on a GPU, as float32; before PyTorch 2.8 the sums are rounded."""
-    if _HAS_WIDE_SUMS:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return F.linear(x, weight).float()
+def rounded_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ weight.T of bfloat16 matrices on a GPU, in `dtype`; before PyTorch 2.8, float32 is rounded too."""
+    if dtype == torch.float32 and _HAS_WIDE_SUMS:
+        return torch.mm(x, weight.t(), out_dtype=dtype)
+    return F.linear(x, weight).to(dtype)
 
 
 def narrowed(weight: Tensor, kind: NarrowKind) -> NarrowWeight:

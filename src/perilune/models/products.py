@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.models.kernels import HAS_ONEDNN, is_exact, is_native
-from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed, wide_product
+from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed, rounded_product
 from perilune.models.native import ops
 from perilune.models.native.ops import PackedWeight
 
@@ -37,14 +37,18 @@ def linear(
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
     if isinstance(weight, NarrowWeight):
-        return weight.times(x) if bias is None else weight.times(x) + bias
+        return _biased(weight.times(x), bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if not is_exact(x) and precision == "float32":
             return F.linear(x, weight, bias)
         out: Tensor = _Linear.apply(x, weight, precision)  # type: ignore[no-untyped-call]
-        return out if bias is None else out + bias
+        return _biased(out, bias)
     out = product(x, weight, precision)
     return out if bias is None else out.add_(bias)
+
+
+def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def pack_weight(
@@ -95,10 +99,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
         ctx.precision = precision
-        if _is_wide(x, precision):
-            x = x.to(torch.bfloat16)
+        if _is_rounded(x, precision):
+            ctx.dtype, x = x.dtype, x.to(torch.bfloat16)
             ctx.save_for_backward(x, weight)
-            return wide_product(x, weight.to(torch.bfloat16))
+            return rounded_product(x, weight.to(torch.bfloat16), ctx.dtype)
         ctx.save_for_backward(x, weight)
         return product(x, weight, precision)
 
@@ -107,10 +111,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        if _is_wide(grad, ctx.precision):
+        if _is_rounded(grad, ctx.precision):
             grad = grad.to(torch.bfloat16)
-            grad_x = wide_product(grad, weight.to(torch.bfloat16).t()) if needs_x else None
-            return grad_x, wide_product(grad.t(), x.t()) if needs_weight else None, None
+            grad_x = rounded_product(grad, weight.to(torch.bfloat16).t(), ctx.dtype) if needs_x else None
+            return grad_x, rounded_product(grad.t(), x.t(), weight.dtype) if needs_weight else None, None
         x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
         precision: Precision = ctx.precision
         if precision == "bfloat16" and _fits_tiles(grad, weight):
@@ -125,9 +129,9 @@ class _Linear(torch.autograd.Function):
         return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
 
 
-def _is_wide(x: Tensor, precision: Precision) -> bool:
-    """Whether a GPU computes a float32 product of factors rounded to bfloat16. They are rounded once."""
-    return precision == "bfloat16" and x.device.type == "cuda" and x.dtype == torch.float32
+def _is_rounded(x: Tensor, precision: Precision) -> bool:
+    """Whether a GPU computes the product, of factors that are rounded to bfloat16, once for all products."""
+    return precision == "bfloat16" and x.device.type == "cuda"
 
 
 def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
@@ -137,8 +141,8 @@ def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
 
 def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
     """x @ weight.T for a gradient, in any order of summation; in bfloat16 a CPU rounds the result too."""
-    if _is_wide(x, precision):
-        return wide_product(x.to(torch.bfloat16), weight.to(torch.bfloat16))
+    if _is_rounded(x, precision):
+        return rounded_product(x.to(torch.bfloat16), weight.to(torch.bfloat16), x.dtype)
     if precision == "bfloat16":
         return (x.to(torch.bfloat16) @ weight.to(torch.bfloat16).t()).to(x.dtype)
     return x @ weight.t() if not is_exact(x) or prefers_mkl(x, weight) else _product(x, weight)

@@ -59,7 +59,7 @@ class MergedProjection(Projection):
             return linear(x, self.temporary_weight(), self.joined_bias(), self.precision)
         out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
         bias = self.joined_bias()
-        return out if bias is None else out + bias
+        return out if bias is None else out + bias.to(out.dtype)
 
     @torch.no_grad()
     def temporary_weight(self) -> Tensor:
@@ -110,9 +110,10 @@ class _Merged(torch.autograd.Function):
         for part in projection.parts:
             stop = start + part.weight.shape[0]
             if pair := pair_of(part):
-                (a, b), dy = pair, grad[:, start:stop]
-                gradients.append((dy @ b).mul_(projection.scale).t() @ x)
-                gradients.append(dy.t() @ (x @ a.t()).mul_(projection.scale))
+                a, b = pair
+                dy, fed = grad[:, start:stop].to(b.dtype), x.to(a.dtype)
+                gradients.append((dy @ b).mul_(projection.scale).t() @ fed)
+                gradients.append(dy.t() @ (fed @ a.t()).mul_(projection.scale))
             start = stop
         return grad_x, None, *gradients
 

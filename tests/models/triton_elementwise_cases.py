@@ -1,0 +1,115 @@
+"""The elementwise Triton kernels: in Triton's own interpreter where TRITON_INTERPRET=1, otherwise on a GPU.
+
+`test_triton_elementwise.py` runs this in a process of its own, as Triton chooses when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.models import kernels
+from perilune.models.native.ops import Activation
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
+dtypes = pytest.mark.parametrize("dtype", LIMITS)
+
+
+def drawn(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
+    """Random numbers; `room` elements lie between the rows of one token and those of the next."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    flat = torch.randn(shape[0], torch.Size(shape[1:]).numel() + room, generator=generator)
+    own = flat.to(DEVICE, dtype)[:, : flat.shape[1] - room]
+    return own.unflatten(1, shape[1:]) if len(shape) > 2 else own
+
+
+def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
+    """The result and all gradients of `call` by Triton, against `reference` in float64."""
+    ours = [one.detach().requires_grad_() for one in inputs]
+    theirs = [one.detach().double().requires_grad_() for one in inputs]
+    with mock.patch.object(kernels, "is_fused", lambda _: True):
+        out = call(*ours)
+        expected = reference(*theirs)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+        found = torch.autograd.grad(out, ours, grad)
+        with torch.no_grad():
+            assert torch.equal(call(*inputs), out)
+            assert torch.equal(call(inputs[0][-1:], *alone(inputs[1:], len(inputs[0]))), out[-1:])
+    assert out.dtype == inputs[0].dtype
+    for one, of, like in zip(
+        (out, *found),
+        (expected, *torch.autograd.grad(expected, theirs, grad.double())),
+        (inputs[0], *inputs),
+        strict=True,
+    ):
+        assert one.dtype == like.dtype and one.shape == of.shape
+        assert (one.double() - of).norm() <= LIMITS[inputs[0].dtype] * of.norm()
+
+
+def alone(inputs: list[Tensor], rows: int) -> list[Tensor]:
+    """The part of the other inputs that belongs to the last row."""
+    return [one[-1:] if len(one) == rows else one for one in inputs]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("shape", "of_weight"),
+    [((37, 96), (96,)), ((600, 2048), (2048,)), ((5, 5000), (5000,)), ((70, 6, 128), (6, 128)),
+     ((33, 3, 80), (80,)), ((1, 16), (16,))],
+)  # fmt: skip
+def test_norms(shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = drawn(*shape, dtype=dtype, room=16 if len(shape) > 2 else 0)
+    weight = 1 + drawn(len(of_weight), of_weight[-1], dtype=torch.float32)[0].expand(of_weight) / 4
+
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return kernels.rms_norm(x, weight, 1e-5)
+
+    check(norm, reference, [x, weight.clone()])
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(9, 24, 128), (3, 5, 96), (1, 1, 16), (7, 2, 80)])
+def test_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    angles = drawn(shape[0], shape[-1] // 2, dtype=torch.float32)[:, None]
+    cos, sin = kernels.both_halves(angles.cos(), angles.sin())
+
+    def reference(x: Tensor) -> Tensor:
+        return x * cos.double() + x.roll(shape[-1] // 2, -1) * sin.double()
+
+    x = drawn(*shape, dtype=dtype, room=32)
+    ours = x.detach().requires_grad_()
+    with mock.patch.object(kernels, "is_fused", lambda _: True):
+        out = kernels.rotate(ours, cos, sin)
+        (found,) = torch.autograd.grad(out, ours, out.detach())
+    assert out.dtype == dtype
+    assert (out.double() - reference(x.double())).norm() <= LIMITS[dtype] * x.double().norm()
+    assert (found.double() - x.double()).norm() <= 2 * LIMITS[dtype] * x.double().norm()
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
+@pytest.mark.parametrize("shape", [(40, 96), (3, 3000), (1, 16)])
+def test_gates(shape: tuple[int, int], activation: Activation, dtype: torch.dtype) -> None:
+    both = 6 * drawn(shape[0], 2 * shape[1], dtype=torch.float32).to(dtype)
+
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        if activation == "silu":
+            return gate * gate.sigmoid() * up
+        if activation == "gelu_tanh":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+    def own(gate: Tensor, up: Tensor) -> Tensor:
+        return kernels._gated(gate, up, activation)
+
+    check(own, reference, list(both.chunk(2, dim=1)))
