@@ -23,6 +23,8 @@ from perilune.errors import RequestError
 from perilune.models.attention import Attention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.feed_forward import MixtureOfExperts
+from perilune.models.grouped_experts import GroupedProduct
 from perilune.models.narrow import NarrowKind
 
 _FEWEST_COLUMNS = 1024 // BLOCK
@@ -32,8 +34,8 @@ _COLUMN_STEP = 4  # programs for columns beyond the end of a sequence exit at on
 class GraphRunner(TorchRunner):
     """Computes decoding steps with the kernels of `models/triton_attention.py` and CUDA graphs.
 
-    Steps with prefill, LoRA adapters or input embeddings run without a graph. So do mixtures of experts,
-    because the shapes of their products depend on the tokens.
+    Steps with prefill, LoRA adapters or input embeddings run without a graph. Experts are computed by the
+    kernel of `models/triton_experts.py` in all steps.
 
     Args:
         decoder: the decoder whose weights are copied. `load_weights` overwrites the copy, so graphs stay
@@ -44,6 +46,7 @@ class GraphRunner(TorchRunner):
         cache: how keys and values are stored; by default in the dtype of activations, or bfloat16 with
             bfloat16 weights or products.
         attention: attention of decoding samples.
+        experts: products of experts; by default the Triton kernel.
 
     Raises:
         RequestError: when Triton is not installed, or `supports` does not accept the model.
@@ -56,6 +59,8 @@ class GraphRunner(TorchRunner):
         weights: NarrowKind | None = None,
         cache: CacheKind | None = None,
         attention: DecodeAttention = TritonAttention,
+        *,
+        experts: GroupedProduct | None = None,
     ) -> None:
         if not supports(decoder.config):
             raise RequestError(
@@ -72,10 +77,12 @@ class GraphRunner(TorchRunner):
         super().__init__(
             decoder, num_blocks, None if cache is None else getattr(torch, cache), weights=weights
         )
+        for module in self.decoder.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.group(experts or _triton_product())
         self._attend = attention
         self._steps: dict[tuple[int, int], DecodeStep] = {}
-        captures = self._device.type == "cuda" and decoder.config.experts is None
-        self._graphs = torch.cuda.graph_pool_handle() if captures else None
+        self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
@@ -98,9 +105,18 @@ class GraphRunner(TorchRunner):
         return MixedAttention(self.cache, batch, rows, self._attend)
 
 
+def _triton_product() -> GroupedProduct:
+    from perilune.models.triton_experts import grouped_product
+
+    return grouped_product
+
+
 def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels compute this model: no latent or linear attention, sinks, bounded scores."""
-    plain = config.latent is None and config.delta is None
+    """Whether the kernels compute this model.
+
+    They have no latent or linear attention, sinks, bounded scores, or experts with biases.
+    """
+    plain = config.latent is None and config.delta is None and not config.family.expert_bias
     return plain and not config.family.sinks and config.score_softcap is None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
+from perilune.models.grouped_experts import GroupedExperts, GroupedProduct
 from perilune.models.kernels import clamped_glu, geglu, route, route_by_sigmoid, sigmoid, swiglu
 from perilune.models.layers import ExpertMap, Projection, copied_in_place, named_maps
 from perilune.models.routing import Routing
@@ -128,6 +129,7 @@ class MixtureOfExperts(nn.Module):
             if family.fused_experts
             else nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
         )
+        self._grouped: GroupedExperts | None = None
         self._shared = family.module("shared_experts") if experts.shared_size else None
         self.shared_gate: Projection | None = None
         if self._shared is not None:
@@ -138,6 +140,17 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         weights, chosen = self.route(x, routing)
+        out = (self._one_by_one if self._grouped is None else self._grouped)(x, weights, chosen)
+        return out if self._shared is None else out + self._shared_output(x)
+
+    def group(self, product: GroupedProduct) -> None:
+        """Compute the frozen experts together from now on. They are an `MLP` each, without biases."""
+        networks = [network for network in self.experts if isinstance(network, GatedNetwork)]
+        first = [[one.gate] if one.up is None else [one.gate, one.up] for one in networks]
+        last = [one.down for one in networks]
+        self._grouped = GroupedExperts(first, last, networks[0].gated, product)
+
+    def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         # Sort the (token, expert) pairs by expert, and back, so that each token's sum has a fixed order.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -147,8 +160,7 @@ class MixtureOfExperts(nn.Module):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out = torch.cat(outs)[back].view(*chosen.shape, -1) * weights[..., None]
         # Add one by one, as the native step does; `sum` uses another order when there are many.
-        out = functools.reduce(torch.add, out.unbind(1))
-        return out if self._shared is None else out + self._shared_output(x)
+        return functools.reduce(torch.add, out.unbind(1))
 
     def route(self, x: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """Weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""

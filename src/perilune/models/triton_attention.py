@@ -37,7 +37,7 @@ _VARYING = [
     "position_stride",
     "parts",
 ]  # change from step to step; compile once for all values
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """The interpreter cannot multiply bfloat16, so factors are widened; the products are exact in float32."""
 
 
@@ -111,7 +111,7 @@ def attend(
         TILE=tile(size, 2 if rounded else q.element_size()),
         IS_INT8=is_int8,
         ROUNDED=rounded,
-        WIDENED=_IS_INTERPRETED,
+        WIDENED=IS_INTERPRETED,
         num_warps=4,
         num_stages=2 if is_int8 else 3,  # three stages of int8 would be copied synchronously, byte by byte
     )
@@ -246,7 +246,7 @@ def _attend_to_part(  # noqa: PLR0917
             v_at = (place[:, None] * BLOCK + within[:, None]) * SIZE + element[None, :]
             k = tl.load(keys_ptr + k_at, mask=inside[:, None], other=0.0)
             v = tl.load(values_ptr + v_at, mask=inside[None, :], other=0.0)
-            scores = _product(q, k, WIDENED) * scale
+            scores = product(q, k, WIDENED) * scale
             if IS_INT8:
                 scores *= tl.load(key_scales_ptr + place * BLOCK + within)[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -256,7 +256,7 @@ def _attend_to_part(  # noqa: PLR0917
             total = total * shrunk + tl.sum(weights, 1)
             if IS_INT8:
                 weights *= tl.load(value_scales_ptr + place * BLOCK + within)[None, :]
-            out = out * shrunk[:, None] + _product(weights.to(q.dtype), v, WIDENED)
+            out = out * shrunk[:, None] + product(weights.to(q.dtype), v, WIDENED)
             top = higher
         out = out / total[:, None]
         head = sequence * HEADS + kv_head * group + row
@@ -266,7 +266,7 @@ def _attend_to_part(  # noqa: PLR0917
 
 
 @triton.jit
-def _product(a, b, WIDENED: tl.constexpr):
+def product(a, b, WIDENED: tl.constexpr):
     """a b in the dtype of a, summed in float32."""
     if b.dtype == tl.int8:
         b = b.to(tl.float32)

@@ -1,0 +1,87 @@
+"""The products of a mixture of experts on a GPU in Triton, in one launch whatever the router chose.
+
+Each program computes some outputs of one expert for all of its tokens; an expert without tokens ends at once.
+When few tokens decode, each weight is read once. The grid depends on sizes alone, as a CUDA graph needs.
+
+Importing this module requires Triton; see `triton_attention` for its interpreter.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from perilune.models.grouped_experts import Groups, StackedWeight
+from perilune.models.triton_attention import IS_INTERPRETED, product
+
+_COLUMNS = 64  # outputs of a program
+_DEPTH_BYTES = 128  # of each row and each output's weights that are read at a time
+_ROWS = 16, 64  # tokens that are computed at a time, when experts have few and when they have many
+
+
+def grouped_product(x: Tensor, weight: StackedWeight, groups: Groups) -> Tensor:
+    """A `GroupedProduct` of contiguous rows, summed in float32."""
+    pairs, (experts, outputs, inputs) = len(groups.order), weight.values.shape
+    out = x.new_empty(pairs, outputs)
+    rows = x.to(torch.bfloat16) if weight.values.dtype == torch.bfloat16 else x
+    scales, is_int8 = x if weight.scales is None else weight.scales, weight.scales is not None
+    _grouped_product[(experts, triton.cdiv(outputs, _COLUMNS))](
+        *(rows, weight.values, scales, groups.order, groups.ends, out),
+        PER_ROW=pairs // len(x),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        ROWS=_ROWS[pairs > _ROWS[0] * experts],
+        COLUMNS=_COLUMNS,
+        DEPTH=_DEPTH_BYTES // rows.element_size(),
+        IS_INT8=is_int8,
+        WIDENED=IS_INTERPRETED,
+        num_warps=4,
+        num_stages=2 if is_int8 else 3,  # as in `triton_attention.attend`
+    )
+    return out
+
+
+@triton.jit
+def _grouped_product(  # noqa: PLR0917
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    order_ptr,
+    ends_ptr,
+    out_ptr,
+    PER_ROW: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    IS_INT8: tl.constexpr,
+    WIDENED: tl.constexpr,
+):
+    """Some outputs of one expert for all pairs that it has."""
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    wanted = column < OUTPUTS
+    matrix = (expert * OUTPUTS + column) * INPUTS
+    start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    stop = tl.load(ends_ptr + expert)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)
+        held = row < stop
+        pair = tl.load(order_ptr + row, mask=held, other=0)
+        of_x = pair // PER_ROW * INPUTS
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for at in range(0, INPUTS, DEPTH):
+            element = at + tl.arange(0, DEPTH)
+            inside = element < INPUTS
+            x_at = of_x[:, None] + element[None, :]
+            weight_at = matrix[None, :] + element[:, None]
+            x = tl.load(x_ptr + x_at, mask=held[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(values_ptr + weight_at, mask=inside[:, None] & wanted[None, :], other=0.0)
+            out += product(x, weight, WIDENED)
+        if IS_INT8:
+            out *= tl.load(scales_ptr + expert * OUTPUTS + column, mask=wanted, other=0.0)[None, :]
+        out_at = pair[:, None] * OUTPUTS + column[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=held[:, None] & wanted[None, :])

@@ -1,0 +1,111 @@
+"""The Triton kernel of experts, run as `triton_attention_cases.py` is."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.engine.engine import Engine
+from perilune.engine.graph_runner import GraphRunner
+from perilune.engine.request import Prompt, SamplingParams
+from perilune.engine.runner import TorchRunner
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.config.layer_kinds import Experts
+from perilune.models.decoder import Decoder
+from perilune.models.grouped_experts import Groups, StackedWeight, grouped
+from perilune.models.narrow import NarrowWeight, narrowed
+from perilune.models.native import ops
+from perilune.models.triton_attention import IS_INTERPRETED
+from perilune.models.triton_experts import grouped_product
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def expected(x: Tensor, weight: StackedWeight, chosen: Tensor) -> Tensor:
+    """By the definition, in float64, with the rows of pairs in `x`."""
+    if weight.values.dtype == torch.bfloat16:
+        x = x.bfloat16()
+    matrices = weight.values.double()
+    if weight.scales is not None:
+        matrices = matrices * weight.scales.double()[..., None]
+    return torch.stack([matrices[of] @ row.double() for of, row in zip(chosen.flatten(), x, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bfloat16"), (torch.float32, "int8"),
+     (torch.bfloat16, "int8")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token", "inputs", "outputs"),
+    [(1, 4, 2, 64, 32), (9, 20, 3, 40, 100), (70, 3, 2, 80, 48)],  # the last with more than 16 rows an expert
+)
+def test_products_are_what_they_are_defined_as(
+    dtype: torch.dtype, kind: str | None, tokens: int, experts: int, per_token: int, inputs: int, outputs: int
+) -> None:  # fmt: skip
+    matrices = random(experts * outputs, inputs)
+    weight = NarrowWeight(matrices.to(dtype)) if kind is None else narrowed(matrices, kind)  # type: ignore[arg-type]
+    scales = None if weight.scales is None else weight.scales.view(experts, outputs)
+    stacked = StackedWeight(weight.values.view(experts, outputs, inputs), scales)
+    chosen = random(tokens, experts, seed=1).argsort(dim=1)[:, :per_token]
+    chosen[:, 0] = experts - 1  # one has all tokens
+    groups = grouped(chosen, experts)
+    of_tokens, of_pairs = random(tokens, inputs, seed=2).to(dtype), random(chosen.numel(), inputs).to(dtype)
+    tolerance = 3e-5 if dtype == torch.float32 else 0.02
+    for x, rows in ((of_tokens, of_tokens.repeat_interleave(per_token, dim=0)), (of_pairs, of_pairs)):
+        found = grouped_product(x, stacked, groups)
+        assert found.dtype == dtype
+        size = inputs**0.5
+        torch.testing.assert_close(
+            found.double() / size, expected(rows, stacked, chosen) / size, atol=tolerance, rtol=tolerance
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    x, weight = random(12, 48).to(dtype), StackedWeight(random(6, 40, 48, seed=1).to(dtype))
+    chosen = random(12, 6, seed=2).argsort(dim=1)[:, :2]
+
+    def product(rows: slice) -> Tensor:
+        return grouped_product(x[rows], weight, grouped(chosen[rows], 6)).view(-1, 2, 40)
+
+    together = product(slice(0, 12))
+    for row in range(12):
+        assert torch.equal(product(slice(row, row + 1))[0], together[row])
+
+
+def test_groups() -> None:
+    groups = grouped(torch.tensor([[2, 0], [2, 3], [0, 2]]).to(DEVICE), 5)
+    assert groups.order.tolist() == [1, 4, 0, 2, 5, 3]
+    assert groups.ends.tolist() == [2, 2, 5, 6, 6]
+    assert isinstance(groups, Groups)
+
+
+def test_an_engine_samples_by_it() -> None:
+    config = PRESETS["tiny"].replace(
+        architecture="qwen3_moe", experts=Experts(6, 2, 24), num_layers=2, initializer_range=0.15
+    )
+    decoder = Decoder(config)
+    decoder.initialize(0)
+    found = []
+    with mock.patch.object(ops, "available", lambda: False):
+        for runner in (TorchRunner, GraphRunner):
+
+            def made(one: Decoder, blocks: tuple[int, ...], of: type[TorchRunner] = runner) -> TorchRunner:
+                return of(one, blocks, weights="int8")
+
+            engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=made)
+            prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]
+            groups = engine.sample(prompts, 1, SamplingParams(5))
+            found.append([one for group in groups for one in group])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
