@@ -201,18 +201,16 @@ def test_sequences_of_all_lengths_are_computed_in_one_kernel_on_a_gpu(
 @pytest.mark.parametrize("window", [None, 100])
 def test_that_kernel_gives_the_numbers_of_float32(window: int | None) -> None:
     spans = torch.tensor([[0, 300, 0, 0], [300, 70, 0, 300], [370, 1, 0, 200], [371, 700, 0, 0]])
-    inputs = [x.cuda().requires_grad_() for x in random_qkv(1071, 4, 2, 64)]
+    wide = [x.cuda().bfloat16().float().requires_grad_() for x in random_qkv(1071, 4, 2, 64)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
     grad = torch.randn(1071, 4, 64, device="cuda")
-    results = []
-    for attend_all in (
-        attention.FlashAttention(spans, torch.device("cuda")),
-        lambda q, k, v, window: attention._one_by_one(q, k, v, spans.tolist(), window),
-    ):
-        out = attend_all(*inputs, window)
-        results.append((out, *torch.autograd.grad(out, inputs, grad)))
-    for found, expected in zip(*results, strict=True):
-        assert found.dtype == torch.float32
-        assert (found - expected).norm() < 0.01 * expected.norm()
+    out = attention._one_by_one(*wide, spans.tolist(), window)
+    expected = out, *torch.autograd.grad(out, wide, grad)
+    out = attention.FlashAttention(spans, torch.device("cuda"))(*narrow, window)
+    found = out, *torch.autograd.grad(out, narrow, grad.bfloat16())
+    for one, of in zip(found, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.float() - of).norm() < 0.01 * of.norm()
 
 
 class Largest(TorchDispatchMode):

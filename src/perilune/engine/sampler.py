@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,11 +197,19 @@ def draw_plain(
     if not scale.any():
         picked = distribution.argmax(-1)
     else:
-        picked = draw(distribution, torch.from_numpy(uniforms).to(logits.device))
+        picked = draw(distribution, _on_device(uniforms, logits))
         if not scale.all():
             greedy = torch.from_numpy(scale == 0).to(logits.device)
             picked = torch.where(greedy, distribution.argmax(-1), picked)
     return _to_host(picked, gather_logprobs(distribution, picked))
+
+
+def _on_device(array: NDArray[Any], like: Tensor) -> Tensor:
+    """A tensor on the device of `like`. A copy from pinned memory does not wait for the GPU's other work."""
+    tensor = torch.from_numpy(array)
+    if like.device.type != "cuda":
+        return tensor.to(like.device)
+    return tensor.pin_memory().to(like.device, non_blocking=True)
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -235,7 +244,9 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 def _draw_in_two_steps(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """`draw` without a cumulative sum of all tokens: first a run of tokens, then one of them."""
     count = logprobs.shape[-1]
-    probabilities = F.pad(logprobs, (0, -count % _RUN), value=-torch.inf).exp().view(len(logprobs), -1, _RUN)
+    if count % _RUN:
+        logprobs = F.pad(logprobs, (0, -count % _RUN), value=-torch.inf)
+    probabilities = logprobs.exp().view(len(logprobs), -1, _RUN)
     runs = probabilities.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold = uniform[:, None] * runs[:, -1:]
     run = torch.searchsorted(runs, threshold, right=True).clamp_(max=runs.shape[-1] - 1)

@@ -103,12 +103,20 @@ class ModelCard:
             recompute: whether activation checkpointing keeps only the input of each layer. The layer being
                 recomputed then takes 4.5 times its activations (measured), for temporaries and gradients.
         """
-        of_layers = [
+        of_layers = self._kept(tokens)
+        kept = self.hidden_size * len(of_layers) + 4 * max(of_layers) if recompute else sum(of_layers)
+        return round(item_bytes * (kept + 0.5 * max(of_layers)))
+
+    def layer_bytes(self, tokens: int, item_bytes: float) -> int:
+        """As `kept_bytes`, of the largest layer alone."""
+        return round(item_bytes * max(self._kept(tokens)))
+
+    def _kept(self, tokens: int) -> list[int]:
+        """Activations of each layer that the backward pass needs, per token."""
+        return [
             4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept(tokens)
             for layer in self.layers
         ]
-        kept = self.hidden_size * len(of_layers) + 4 * max(of_layers) if recompute else sum(of_layers)
-        return round(item_bytes * (kept + 0.5 * max(of_layers)))
 
     def variants(self) -> list[tuple[str, str]]:
         """Runs of equal layers in order, as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072")."""
