@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from perilune.engine.runner import TorchRunner
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.grouped_experts import Groups, StackedWeight, grouped
+from perilune.models.grouped_experts import StackedWeight, grouped
 from perilune.models.narrow import NarrowWeight, narrowed
 from perilune.models.native import ops
 from perilune.models.triton_attention import IS_INTERPRETED
@@ -39,20 +40,22 @@ def expected(x: Tensor, weight: StackedWeight, chosen: Tensor) -> Tensor:
     return torch.stack([matrices[of] @ row.double() for of, row in zip(chosen.flatten(), x, strict=True)])
 
 
+IDLE, SMALL = (9, 20, 3, 40, 100), (1, 4, 2, 64, 32)
+CROWDED = 70, 3, 2, 80, 48  # more than 16 rows an expert
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bfloat16"), (torch.float32, "int8"),
-     (torch.bfloat16, "int8")],
+    ("dtype", "kind", "shape"),
+    [(torch.float32, None, SMALL), (torch.float32, None, IDLE), (torch.float32, None, CROWDED),
+     (torch.bfloat16, None, CROWDED), (torch.float32, "bfloat16", IDLE), (torch.float32, "int8", IDLE),
+     (torch.bfloat16, "int8", CROWDED)],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "inputs", "outputs"),
-    [(1, 4, 2, 64, 32), (9, 20, 3, 40, 100), (70, 3, 2, 80, 48)],  # the last with more than 16 rows an expert
-)
 def test_products_are_what_they_are_defined_as(
-    dtype: torch.dtype, kind: str | None, tokens: int, experts: int, per_token: int, inputs: int, outputs: int
-) -> None:  # fmt: skip
+    dtype: torch.dtype, kind: Any, shape: tuple[int, int, int, int, int]
+) -> None:
+    tokens, experts, per_token, inputs, outputs = shape
     matrices = random(experts * outputs, inputs)
-    weight = NarrowWeight(matrices.to(dtype)) if kind is None else narrowed(matrices, kind)  # type: ignore[arg-type]
+    weight = NarrowWeight(matrices.to(dtype)) if kind is None else narrowed(matrices, kind)
     scales = None if weight.scales is None else weight.scales.view(experts, outputs)
     stacked = StackedWeight(weight.values.view(experts, outputs, inputs), scales)
     chosen = random(tokens, experts, seed=1).argsort(dim=1)[:, :per_token]
@@ -86,7 +89,6 @@ def test_groups() -> None:
     groups = grouped(torch.tensor([[2, 0], [2, 3], [0, 2]]).to(DEVICE), 5)
     assert groups.order.tolist() == [1, 4, 0, 2, 5, 3]
     assert groups.ends.tolist() == [2, 2, 5, 6, 6]
-    assert isinstance(groups, Groups)
 
 
 def test_an_engine_samples_by_it() -> None:
