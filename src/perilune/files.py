@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import stat
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -218,6 +219,25 @@ def parse_json(data: bytes, path: Path) -> Any:
     except (ValueError, RecursionError) as error:  # also for huge integers and deep nesting
         line = getattr(error, "lineno", 1)
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
+
+
+def extract_all(archive: tarfile.TarFile, root: Path) -> None:
+    """Extract a tar archive below `root`, refusing whatever leads outside of it, and devices.
+
+    Raises:
+        RequestError: naming the member.
+    """
+    if not hasattr(tarfile, "data_filter"):  # before Python 3.11.4
+        for member in archive.getmembers():
+            for path in filter(None, (member.name, member.linkname)):
+                if path.startswith("/") or ".." in path.split("/") or member.isdev():
+                    raise RequestError(f"{member.name!r} may lead outside of the archive")
+        archive.extractall(root)  # noqa: S202 (checked above)
+        return
+    try:
+        archive.extractall(root, filter="data")
+    except tarfile.FilterError as error:
+        raise RequestError(f"{error.tarinfo.name!r} leads outside of the archive: {error}") from None
 
 
 def write_json_lines(path: Path, values: Iterable[Any]) -> None:

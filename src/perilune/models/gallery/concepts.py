@@ -74,7 +74,7 @@ CONCEPTS = (
         "A recurrence replaces attention: a matrix per head decays by a gate, and each token corrects what "
         "the matrix returns for its key. The state has a fixed size at every length.",
         "Yang et al., arXiv 2412.06464",
-        "perilune.models.recurrence:delta_step",
+        "perilune.models.delta:GatedDeltaNet.forward",
     ),
     Concept(
         "MoE",
