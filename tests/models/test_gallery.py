@@ -97,7 +97,8 @@ WITH = {
 }
 WITH["MLA"] = {"model_type": "deepseek_v3", "q_lora_rank": None, "first_k_dense_replace": 2, **SMALL}
 WITH["Gated DeltaNet"] = {
-    "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2, **SMALL,
+    "model_type": "qwen3_5_text", **SMALL, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 4,
     "linear_value_head_dim": 4,
 }  # fmt: skip
