@@ -32,8 +32,10 @@ thorough: $(VENV)/.installed-dev ## before a release: the tests that repeat a ch
 coverage: ## all tests, and which lines they do not reach; takes half as long again
 	$(MAKE) test PYTEST="--cov --cov-report=term:skip-covered"
 
-gpu: $(VENV)/.installed-dev ## on a CUDA machine: the tests that wait for one, then the benchmark
+gpu: $(VENV)/.installed-dev ## on a CUDA machine: the tests that wait for one, then the benchmarks
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/passes_cuda.py
+	$(BIN)/python benchmarks/grpo_cuda.py
 	$(BIN)/python benchmarks/rollout_cuda.py
 	$(BIN)/python benchmarks/report.py
 

@@ -44,7 +44,7 @@ def checkpoint(folder: Path, model: str, dtype: str) -> Path:
     own = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": "t1"}
     (path / "tokenizer_config.json").write_text(json.dumps(own))
     (path / "shape.json").write_text(json.dumps(asdict(shape)))
-    (path / LAST).write_text(json.dumps(_config(shape, dtype)))
+    (path / LAST).write_text(json.dumps(shape_config(shape, dtype)))
     return path
 
 
@@ -71,7 +71,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (shape.vocab, hidden)
 
 
-def _config(shape: Shape, dtype: str) -> dict[str, Any]:
+def shape_config(shape: Shape, dtype: str) -> dict[str, Any]:
     """What both transformers 4 and 5 read as this model."""
     return {
         "architectures": ["Qwen3ForCausalLM"],

@@ -231,8 +231,9 @@ def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
 
 
 def test_buckets() -> None:
-    rows = [bucket(count, 1)[0] for count in (1, 2, 3, 5, 8, 9, 17, 255, 256, 257, 321)]
-    assert rows == [1, 2, 4, 8, 8, 16, 24, 256, 256, 320, 384]
+    rows = [bucket(count, 1)[0] for count in (1, 2, 3, 5, 8, 9, 17, 33, 49, 65, 193, 256, 257, 385)]
+    assert rows == [1, 2, 4, 8, 8, 16, 24, 48, 64, 96, 256, 256, 384, 512]
+    assert len({bucket(count, 1) for count in range(1, 513)}) == 15
     with mock.patch.object(graph_runner, "_FEWEST_COLUMNS", 64):
         assert [bucket(1, columns)[1] for columns in (1, 64, 65, 256, 257)] == [64, 64, 256, 256, 1024]
 

@@ -121,8 +121,15 @@ def supports(config: DecoderConfig) -> bool:
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the graph that computes `rows` rows with block tables of `columns` columns."""
-    step = 1 << (rows - 1).bit_length() if rows <= 8 else 8 if rows <= 256 else 64
+    """The shape of the graph that computes `rows` rows with block tables of `columns` columns.
+
+    Row counts are 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: an unused row costs less than capturing a graph,
+    which takes as long as dozens of steps.
+    """
+    if rows <= 8:
+        step = 1 << (rows - 1).bit_length()
+    else:
+        step = max(8, 1 << ((rows - 1).bit_length() - 2))
     width = _FEWEST_COLUMNS
     while width < columns:
         width *= _COLUMN_STEP
