@@ -126,10 +126,8 @@ def bucket(rows: int, columns: int) -> tuple[int, int]:
     Row counts are 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: an unused row costs less than capturing a graph,
     which takes as long as dozens of steps.
     """
-    if rows <= 8:
-        step = 1 << (rows - 1).bit_length()
-    else:
-        step = max(8, 1 << ((rows - 1).bit_length() - 2))
+    power = (rows - 1).bit_length()
+    step = 1 << power if rows <= 8 else max(8, 1 << power - 2)
     width = _FEWEST_COLUMNS
     while width < columns:
         width *= _COLUMN_STEP
