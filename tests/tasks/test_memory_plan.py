@@ -217,9 +217,9 @@ def test_a_gpu_takes_samples_of_the_expected_length_and_its_cache_is_planned(
     held = blocks_bytes(config, blocks, slots, item)
     assert held <= CACHE_BYTES["cuda"] < held + blocks_bytes(config, 3, slots, item)
     settings = LearnerSettings(precision=precision)
-    plan = stage_memory(config, samples=512, max_tokens=16_384, device="cuda", learner=settings)
+    plan = stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
     assert plan.slots == slots and plan.persistent["cache"] == held
-    few = stage_memory(config, samples=4, max_tokens=256, device="cuda", learner=settings)
+    few = stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
     one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest that there is
     assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
 
@@ -235,8 +235,7 @@ def test_the_engine_of_a_gpu_has_matrices_in_the_precision_of_products(
     weights = [projection.frozen[0] for projection in copy.projections() if projection.frozen]
     stored = sum(one.values.nbytes for one in weights if isinstance(one, NarrowWeight))
     stored += copy.model.embed_tokens.weight.nbytes
-    settings = LearnerSettings(precision="bfloat16")
-    plan = stage_memory(config, samples=4, max_tokens=64, device="cuda", learner=settings)
+    plan = stage_memory(config, samples=4, max_tokens=64, cache=CacheRoom("cuda", "bfloat16"))
     norms = 2 * (2 * config.num_layers + 1) * config.hidden_size + 4 * config.num_layers * config.head_dim
     assert plan.persistent["engine"] == stored + norms  # which the plan counts as two bytes too
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from task_cases import episodes, run_task
 
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
@@ -84,3 +86,14 @@ def test_scores_for_checks_are_computed_for_some_rows_at_a_time(monkeypatch: pyt
     assert torch.equal(whole, chunked)
     assert torch.equal(first, again)
     assert torch.equal(first.gather(1, torch.from_numpy(ids[1:6, None]))[:, 0], whole[:5])
+
+
+def test_an_evaluation_rounds_when_it_is_told_to(tmp_path: Path) -> None:
+    of_first_token = []
+    for precision in ("float32", "bfloat16"):
+        played = episodes(run_task(tmp_path / precision, "evaluate", tasks=4, samples=2, precision=precision))
+        first = {name: rows[0] for name, rows in zip(played.episode_id, played.logprobs, strict=True)}
+        of_first_token.append(np.array([first[name] for name in sorted(first)]))
+    exact, rounded = of_first_token
+    assert (exact != rounded).any()
+    np.testing.assert_allclose(rounded, exact, atol=0.2)

@@ -11,7 +11,7 @@ from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import StageMemory, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, stage_memory
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
@@ -68,5 +68,5 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
             token_budget=self.token_budget,
             reference=True,
             learner=self,
-            device=device,
+            cache=CacheRoom(device, self.precision),
         )

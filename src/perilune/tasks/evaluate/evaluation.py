@@ -15,7 +15,13 @@ from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.checks.answer_form import rare_form
 from perilune.tasks.evaluate.spec import EvaluateSpec
-from perilune.tasks.stage.memory_plan import make_engine, memory_figures, planned_tokens, stage_memory
+from perilune.tasks.stage.memory_plan import (
+    CacheRoom,
+    make_engine,
+    memory_figures,
+    planned_tokens,
+    stage_memory,
+)
 from perilune.tasks.stage.outcomes import CORRECT, evaluation_summary
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
@@ -128,9 +134,11 @@ def _sampler(
 
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, sampling_only=True)
+    policy.decoder.compute_in(spec.precision)
     config = policy.decoder.config
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
-    needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, device=device.type)
+    cache = CacheRoom(device.type, spec.precision)
+    needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, cache=cache)
     memory = require_memory(needed, workspace.job.resources)
     backend = spec.engine.runner() if spec.engine else None
     engine = make_engine(policy.decoder, longest, policy.tokenizer, samples=memory.slots, backend=backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ class EvaluateSpec(RecordingSpec):
     samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
     sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
         None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="precision of matrix products; that of training saves time on a GPU"
     )
     metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")

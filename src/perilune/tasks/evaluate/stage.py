@@ -34,7 +34,8 @@ class Evaluate(Stage[EvaluateSpec]):
             check_server(server, job)
             needs: dict[str, object] = {"engine": server.url}
         else:
-            needs = {"memory": sampling_memory(job, spec.max_tokens, spec.tasks * spec.samples)}
+            answers = spec.tasks * spec.samples
+            needs = {"memory": sampling_memory(job, spec.max_tokens, answers, spec.precision)}
         return {
             "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
             f" = {spec.tasks * (spec.samples + 1):,}",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.flywheel.spec import FlywheelSpec
-from perilune.tasks.stage.memory_plan import model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Flywheel(Stage[FlywheelSpec]):
             samples=answers,
             max_tokens=spec.max_tokens,
             token_budget=spec.token_budget,
-            device=job.resources.device,
+            cache=CacheRoom(job.resources.device, spec.precision),
             learner=spec,
         )
         return {

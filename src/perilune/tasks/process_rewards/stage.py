@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.tasks.process_rewards.spec import CalibrateSpec
-from perilune.tasks.stage.memory_plan import model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ class Calibrate(Stage[CalibrateSpec]):
         answers = spec.tasks * spec.samples
         most = spec.process_rewards.segments.most if spec.process_rewards else 0
         memory = stage_memory(
-            model_config(job), samples=answers, max_tokens=spec.max_tokens, device=job.resources.device
+            model_config(job),
+            samples=answers,
+            max_tokens=spec.max_tokens,
+            cache=CacheRoom(job.resources.device),
         )
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",

@@ -16,7 +16,7 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, defaul
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, StageMemory, stage_memory
+from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, CacheRoom, StageMemory, stage_memory
 from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.sampling import OpenVinoField, RecordingSpec
 
@@ -77,6 +77,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
         """The memory plan for episodes of at most `longest` tokens after the prompt."""
+        cache = CacheRoom(device, self.precision)
         plan = stage_memory(
             config,
             samples=self.most_samples,
@@ -84,11 +85,9 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
             token_budget=self.token_budget,
             reference=self.uses_reference,
             learner=self,
-            device=device,
+            cache=cache,
         )
-        sampling = stage_memory(
-            config, samples=self.prompts * self.samples, max_tokens=longest, device=device
-        )
+        sampling = stage_memory(config, samples=self.prompts * self.samples, max_tokens=longest, cache=cache)
         if self.sub_agent_checkpoint is not None:
             plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
         if self.asynchronous is None:

@@ -217,7 +217,7 @@ def stage_memory(
     token_budget: int = 0,
     reference: bool = False,
     learner: LearnerSettings | None = None,
-    device: str = "cpu",
+    cache: CacheRoom = CacheRoom(),
 ) -> StageMemory:
     """The memory plan of a stage that samples, trains, or both.
 
@@ -228,14 +228,14 @@ def stage_memory(
         samples: answers sampled together; 0 for a stage that doesn't sample.
         token_budget: tokens of a forward pass in training; 0 for a stage that doesn't train.
         reference: whether a frozen copy of the policy is kept.
+        cache: the device of the stage, and the precision of its products.
 
     Raises:
         RequestError: when the answers leave no room for a prompt.
     """
     require_prompt_room(config, max_tokens)
     length = _length(config, max_tokens)
-    room = CacheRoom(device, "float32" if learner is None else learner.precision)
-    slots = min(samples, slots_for(config, max_tokens, room))
+    slots = min(samples, slots_for(config, max_tokens, cache))
 
     def planned(budget: int) -> MemoryPlan:
         plan = plan_memory(
@@ -244,9 +244,9 @@ def stage_memory(
             learning=(budget, min(length, budget)) if budget else None,
             reference=reference,
             savings=_savings(config, learner),
-            gpu=room.gpu,
+            gpu=cache.gpu,
         )
-        return _on_gpu(plan, config, max_tokens, room, slots) if room.kind == "cuda" and samples else plan
+        return _on_gpu(plan, config, max_tokens, cache, slots) if cache.kind == "cuda" and samples else plan
 
     plan = planned(token_budget)
     return StageMemory(plan.persistent, plan.transient, token_budget, planned, slots)
@@ -267,11 +267,12 @@ def _on_gpu(
     return replace(plan, persistent=held)
 
 
-def sampling_memory(job: Job, max_tokens: int, samples: int) -> StageMemory:
+def sampling_memory(job: Job, max_tokens: int, samples: int, precision: Precision = "float32") -> StageMemory:
     """The memory plan of a stage that samples `samples` answers in the recipe's environment."""
     config = model_config(job)
     longest = planned_tokens(job.environment, max_tokens, config)
-    return stage_memory(config, samples=samples, max_tokens=longest, device=job.resources.device)
+    cache = CacheRoom(job.resources.device, precision)
+    return stage_memory(config, samples=samples, max_tokens=longest, cache=cache)
 
 
 def _savings(config: DecoderConfig, learner: LearnerSettings | None) -> MemorySavings:

@@ -13,7 +13,7 @@ from perilune.learn.trainer import Learner
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
 from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
 from perilune.tasks.supervised.preference_data import PreferenceData
@@ -28,9 +28,8 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         model, _ = load_reward_model(workspace.input("refresh"), device)
     else:
         model = RewardModel.on(policy.decoder)
-    memory = require_memory(
-        stage_memory(model.config, token_budget=spec.token_budget), workspace.job.resources
-    )
+    needed = stage_memory(model.config, token_budget=spec.token_budget, cache=CacheRoom(device.type))
+    memory = require_memory(needed, workspace.job.resources)
     paths = [workspace.input(name) for name in ("data", "replay") if workspace.has_input(name)]
     reader = spec.reader(policy.tokenizer, model.config)
     data = PreferenceData.load(paths, reader, workspace.job.seed, spec.validation)

@@ -12,7 +12,7 @@ from perilune.learn.batch import pack
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import memory_figures, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
@@ -26,8 +26,9 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
     room = spec.evaluation_room(workspace.job, config)
+    cache = CacheRoom(device.type, spec.precision)
     memory = require_memory(
-        stage_memory(config, token_budget=spec.token_budget, learner=spec, device=device.type, **room),
+        stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
         workspace.job.resources,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
-from perilune.tasks.stage.memory_plan import StageMemory, model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
 
@@ -75,7 +75,9 @@ class RewardModelStage(Stage[RewardModelSpec]):
 
     def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
         """The user's own data, pairs seen, the schedule and memory."""
-        memory = stage_memory(model_config(job), token_budget=spec.token_budget)
+        memory = stage_memory(
+            model_config(job), token_budget=spec.token_budget, cache=CacheRoom(job.resources.device)
+        )
         own = _own_data(spec, job)
         return {**own, "pairs seen": _examples(spec), **training_plan(spec, job, memory)}
 
@@ -116,9 +118,8 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
 def _memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
     config = model_config(job)
     room = spec.evaluation_room(job, config)
-    return stage_memory(
-        config, token_budget=spec.token_budget, learner=spec, device=job.resources.device, **room
-    )
+    cache = CacheRoom(job.resources.device, spec.precision)
+    return stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room)
 
 
 def _examples(spec: SFTSpec | PairTrainingSpec) -> str:
