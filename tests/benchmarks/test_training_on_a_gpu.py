@@ -1,0 +1,58 @@
+"""The benchmarks of training on a GPU, as far as they go without one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import grpo_cuda  # noqa: E402
+import passes_cuda  # noqa: E402
+
+
+@pytest.mark.parametrize("benchmark", [grpo_cuda, passes_cuda])
+def test_without_a_gpu_they_say_so(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    assert benchmark.main() == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_passes_and_decoding_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "passes_cuda.json"
+    monkeypatch.setattr(sys, "argv", ["passes_cuda.py", "--smoke", "--out", str(out)])
+    assert passes_cuda.main() == 0
+    document = json.loads(out.read_text())
+    assert [row["adapter"] for row in document["training"]] == [False, True]
+    for row in (*document["training"], *document["decoding"]):
+        assert row["tokens_per_second"] > 0 and 0 <= row["share_of_best_rate"] < 1
+
+
+def test_learning_with_an_adapter_needs_two_thirds_of_the_products() -> None:
+    step = {"fed_tokens": 800, "tokens": 800}
+    whole, adapter = (
+        grpo_cuda.learning_flops(grpo_cuda.Case("M", 2, 4, 100, 4096, lora=lora), step)
+        for lora in (False, True)
+    )
+    assert 4 / 6 < adapter / whole < 0.7  # attention has no weights
+    assert 6 * 596e6 * 800 < whole < 6.1 * 596e6 * 800
+
+
+@pytest.mark.thorough
+def test_the_steps_of_a_run_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "grpo_cuda.json"
+    monkeypatch.setattr(grpo_cuda, "CACHE", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo_cuda.py", "--smoke", "--out", str(out)])
+    assert grpo_cuda.main() == 0
+    for row in json.loads(out.read_text())["cases"].values():
+        assert row["logprob_gap_max"] == 0 and 0 < row["mfu_of_learning"] < 1
+        assert row["peak_gib"] <= row["planned_gib"]
