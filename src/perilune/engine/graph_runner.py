@@ -77,9 +77,11 @@ class GraphRunner(TorchRunner):
         super().__init__(
             decoder, num_blocks, None if cache is None else getattr(torch, cache), weights=weights
         )
+        if experts is None and self._device.type == "cuda":
+            experts = _triton_product()
         for module in self.decoder.modules():
-            if isinstance(module, MixtureOfExperts):
-                module.group(experts or _triton_product())
+            if experts is not None and isinstance(module, MixtureOfExperts):
+                module.group(experts)
         self._attend = attention
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
