@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from perilune.models import kernels
+from perilune.models import kernels, triton_elementwise
 from perilune.models.native.ops import Activation
 
+triton_elementwise._PROGRAMS = 12  # so that a program sums the gradient of several tiles, and not all of them
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 dtypes = pytest.mark.parametrize("dtype", LIMITS)
@@ -60,8 +61,8 @@ def alone(inputs: list[Tensor], rows: int) -> list[Tensor]:
 @dtypes
 @pytest.mark.parametrize(
     ("shape", "of_weight"),
-    [((37, 96), (96,)), ((600, 2048), (2048,)), ((5, 5000), (5000,)), ((70, 6, 128), (6, 128)),
-     ((33, 3, 80), (80,)), ((1, 16), (16,))],
+    [((37, 96), (96,)), ((3, 3000), (3000,)), ((20, 6, 128), (6, 128)), ((9, 3, 80), (80,)),
+     ((1, 16), (16,))],
 )  # fmt: skip
 def test_norms(shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.dtype) -> None:
     x = drawn(*shape, dtype=dtype, room=16 if len(shape) > 2 else 0)
@@ -77,7 +78,7 @@ def test_norms(shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(9, 24, 128), (3, 5, 96), (1, 1, 16), (7, 2, 80)])
+@pytest.mark.parametrize("shape", [(3, 24, 128), (2, 5, 96), (1, 1, 16)])
 def test_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     angles = drawn(shape[0], shape[-1] // 2, dtype=torch.float32)[:, None]
     cos, sin = kernels.both_halves(angles.cos(), angles.sin())
@@ -97,7 +98,7 @@ def test_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
-@pytest.mark.parametrize("shape", [(40, 96), (3, 3000), (1, 16)])
+@pytest.mark.parametrize("shape", [(4, 96), (2, 3000), (1, 16)])
 def test_gates(shape: tuple[int, int], activation: Activation, dtype: torch.dtype) -> None:
     both = 6 * drawn(shape[0], 2 * shape[1], dtype=torch.float32).to(dtype)
 

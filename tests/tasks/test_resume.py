@@ -91,7 +91,7 @@ INSTANTS: dict[str, tuple[Callable[[Path], bool], float]] = {
 }
 
 
-@pytest.mark.parametrize("task", ["sft", "rl"])
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.thorough), "rl"])
 def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Path, tmp_path: Path) -> None:
     """train(30) is train(15), SIGKILL, resume: weights, optimizer state, figures, episodes, to the byte."""
     inputs = {"data": traces} if task == "sft" else {}
