@@ -10,8 +10,7 @@ these functions guarantee that, in one of two ways:
 * without one, by torch: products by oneDNN, and other functions by reductions within a row.
 
 A GPU uses the kernels of `models/triton_elementwise`. Other devices and dtypes use torch's. Both agree up to
-rounding. Gradients are exact up to rounding
-everywhere; they need not be equal bit for bit.
+rounding. Gradients are exact up to rounding everywhere; they need not be equal bit for bit.
 """
 
 from __future__ import annotations

@@ -231,6 +231,12 @@ def _rotate(  # noqa: PLR0917
 
 
 @triton.jit
+def _bounded(gate, up):
+    """The inputs of gpt-oss: gate <= 7, -7 <= up <= 7, and 1 is added to up. NaN stays NaN."""
+    return tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1
+
+
+@triton.jit
 def _activation(gate, KIND: tl.constexpr):
     """The activation, and its derivative."""
     if KIND == 1:
@@ -259,9 +265,8 @@ def _gated(  # noqa: PLR0917
     held = element < SIZE
     gate = tl.load(gate_ptr + row * gate_stride + element, mask=held, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + element, mask=held, other=0.0).to(tl.float32)
-    if KIND == 2:  # gpt-oss: bounded inputs, and up + 1
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
+    if KIND == 2:
+        gate, up = _bounded(gate, up)
     out, _ = _activation(gate, KIND)
     tl.store(out_ptr + row * SIZE + element, (out * up).to(out_ptr.dtype.element_ty), mask=held)
 
@@ -287,10 +292,9 @@ def _gated_backward(  # noqa: PLR0917
     up = tl.load(up_ptr + row * up_stride + element, mask=held, other=0.0).to(tl.float32)
     of_gate, of_up = grad, grad
     if KIND == 2:
-        of_gate = tl.where(gate <= 7.0, of_gate, 0.0)
-        of_up = tl.where(tl.abs(up) <= 7.0, of_up, 0.0)
-        gate = tl.minimum(gate, 7.0)
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
+        of_gate = tl.where(gate > 7.0, 0.0, of_gate)
+        of_up = tl.where(tl.abs(up) > 7.0, 0.0, of_up)
+        gate, up = _bounded(gate, up)
     out, slope = _activation(gate, KIND)
     kind = of_gate_ptr.dtype.element_ty
     tl.store(of_gate_ptr + row * SIZE + element, (of_gate * up * slope).to(kind), mask=held)

@@ -64,6 +64,7 @@ class _Connection(HttpToolsProtocol):
     _in_head = False
     _bytes = 0  # of the current request
     _headers = 0
+    _header_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -92,12 +93,13 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._bytes, self._headers = True, 0, 0
+        self._in_head, self._bytes, self._headers, self._header_bytes = True, 0, 0, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers += 1
-        if self._headers > _MAX_HEADERS:
-            raise ValueError("too many headers")  # the parser stops and calls `send_400_response`
+        self._header_bytes += len(name) + len(value)  # a whole head may come in one piece
+        if self._has_large_head:
+            raise ValueError("a large head")  # the parser stops and calls `send_400_response`
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -118,10 +120,14 @@ class _Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not HTTP."""
-        if self._headers > _MAX_HEADERS:
+        if self._has_large_head:
             self._refuse_head()
         else:
             self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    @property
+    def _has_large_head(self) -> bool:
+        return self._headers > _MAX_HEADERS or self._header_bytes > _MAX_HEAD_BYTES
 
     def pause_writing(self) -> None:
         """The buffers are full, so the answer waits for its reader."""
