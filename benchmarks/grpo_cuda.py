@@ -25,13 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from real_model import step_row
+from recipe_runs import write
 from rollout.checkpoints import checkpoint
 from rollout.environments import CACHE
 from rollout.shapes import SHAPES
-from rollout_cuda import machine, measure_limits, release
+from rollout_cuda import lacks_gpu, machine, measure_limits, release
 
 OUT = Path("benchmarks/results/grpo_cuda.json")
 ABOUT = (
@@ -84,11 +83,6 @@ class Case:
     lora: bool = False
     steps: int = 3
 
-    @property
-    def stored(self) -> str:
-        """The dtype of the checkpoint."""
-        return "bfloat16"
-
 
 CASES = {
     "0.6B": Case("M", 32, 8, 512, 16384, checkpointing=False),
@@ -107,8 +101,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape in float32 on the CPU")
     chosen = parser.parse_args()
-    if not chosen.smoke and not torch.cuda.is_available():
-        print("this machine has no CUDA device; --smoke runs a tiny shape on the CPU", file=sys.stderr)
+    if not chosen.smoke and lacks_gpu():
         return 2
     device, precision = ("cpu", "float32") if chosen.smoke else ("cuda", "bfloat16")
     limits = measure_limits(device, precision)
@@ -125,14 +118,13 @@ def main() -> int:
             "work": {one: asdict((SMOKE if chosen.smoke else CASES)[one]) for one in rows},
             "machine": machine(device, limits, precision),
         }
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write(chosen.out, document)
     return 0
 
 
 def measure(case: Case, steps: int, device: str, precision: str, rate: float) -> dict[str, Any]:
     """The row of a case; `rate` in FLOP/s."""
-    model = checkpoint(CACHE / "checkpoints", case.model, case.stored)
+    model = checkpoint(CACHE / "checkpoints", case.model, "bfloat16")
     with tempfile.TemporaryDirectory(prefix="grpo-cuda-") as folder:
         run(case, steps, device, precision, model, Path(folder))
         (timings,) = Path(folder).rglob("timings.jsonl")

@@ -33,9 +33,10 @@ from perilune.models.decoder import Decoder
 from perilune.models.logprobs import in_row_chunks, token_logprobs
 from perilune.models.memory import learning_bytes
 from perilune.models.narrow import Precision
+from recipe_runs import write
 from rollout.checkpoints import shape_config
 from rollout.shapes import SHAPES
-from rollout_cuda import machine, measure_limits, release
+from rollout_cuda import lacks_gpu, machine, measure_limits, release
 
 OUT = Path("benchmarks/results/passes_cuda.json")
 ABOUT = " ".join((__doc__ or "").split("\n\n")[2].split()).removesuffix(" Without a GPU it exits with 2.")
@@ -74,8 +75,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU")
     chosen = parser.parse_args()
-    if not chosen.smoke and not torch.cuda.is_available():
-        print("this machine has no CUDA device; --smoke runs a tiny shape on the CPU", file=sys.stderr)
+    if not chosen.smoke and lacks_gpu():
         return 2
     device = "cpu" if chosen.smoke else "cuda"
     limits = measure_limits(device, "bfloat16")
@@ -89,8 +89,7 @@ def main() -> int:
         "decoding": [report(decode(*one, device), limits.read, device) for one in decoding],
         "machine": machine(device, limits, "bfloat16"),
     }
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, document)
     return 0
 
 

@@ -34,6 +34,7 @@ from perilune.engine.graph_runner import GraphRunner
 from perilune.models.attention import AttentionLayer
 from perilune.models.checkpoints.loading import load_decoder
 from perilune.models.config.decoder_config import PRESETS
+from recipe_runs import write
 from rollout.checkpoints import checkpoint
 from rollout.engines import generate, ours
 from rollout.environments import CACHE
@@ -109,8 +110,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.smoke:
         chosen.models, chosen.repeats = ["smoke"], 1
-    elif not torch.cuda.is_available():
-        print("this machine has no CUDA device; --smoke runs a tiny shape on the CPU", file=sys.stderr)
+    elif lacks_gpu():
         return 2
     device, dtype = ("cpu", "float32") if chosen.smoke else ("cuda", "bfloat16")
     limits = measure_limits(device, dtype)
@@ -131,8 +131,7 @@ def main() -> int:
         "work": {name: asdict(WORK_OF_GPU[name]) for name in chosen.models},
         "machine": machine(device, limits, dtype),
     }
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(chosen.out, document)
     return 1 if wrong else 0
 
 
@@ -245,6 +244,14 @@ def attention_rows(device: str, dtype: str, contexts: Sequence[int]) -> list[dic
         del cache, attention
         release(device)
     return rows
+
+
+def lacks_gpu() -> bool:
+    """Whether there is no CUDA device, and say so."""
+    if torch.cuda.is_available():
+        return False
+    print("this machine has no CUDA device; --smoke runs a tiny shape on the CPU", file=sys.stderr)
+    return True
 
 
 def measure_limits(device: str, dtype: str) -> Limits:

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their numbers by Triton's interpreter, their code by its compiler."""
+"""The Triton kernels without a GPU: numbers of all by the interpreter, code of attention by the compiler."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from perilune.models.triton_attention import PART, tile
 
 pytestmark = pytest.mark.slow
 
-CASES = "triton_attention_cases.py"
-ROW_STRIDES = {"q_stride", "x_stride", "gate_stride", "up_stride"}
+CASES = [f"triton_{kernels}_cases.py" for kernels in ("attention", "elementwise", "experts")]
+ROW_STRIDES = {"q_stride", "x_stride", "gate_stride", "up_stride", "angle_stride"}
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 
@@ -38,14 +38,16 @@ def run_cases(file: str, **environment: str) -> None:
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr
 
 
-def test_their_numbers_are_right_in_the_interpreter() -> None:
-    run_cases(CASES, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", CASES)
+def test_their_numbers_are_right_in_the_interpreter(file: str) -> None:
+    run_cases(file, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_their_numbers_are_right_on_a_gpu() -> None:
-    run_cases(CASES, TRITON_INTERPRET="0")
+@pytest.mark.parametrize("file", CASES)
+def test_their_numbers_are_right_on_a_gpu(file: str) -> None:
+    run_cases(file, TRITON_INTERPRET="0")
 
 
 def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:

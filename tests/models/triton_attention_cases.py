@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,20 +14,17 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_samples import DEVICE, check_samples
 
-from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import CacheKind
-from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models import triton_attention
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
-from perilune.models.native import ops
 from perilune.models.triton_attention import LayerCache, attend, store
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 PART = triton_attention.PART = 64  # so that many parts are not many keys
 LENGTHS = st.one_of(st.integers(1, 3 * PART), st.sampled_from([PART, PART + 1, 2 * PART, 17 * PART + 3]))
 few = settings(deadline=None, max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -195,19 +190,10 @@ def test_an_engine_decodes_by_them(cache: CacheKind | None) -> None:
     def gathered(one: Decoder, num_blocks: tuple[int, ...]) -> TorchRunner:
         return TorchRunner(one, num_blocks, None if cache is None else torch.int8)
 
-    found = []
-    with mock.patch.object(ops, "available", lambda: False):
-        for runner in (gathered, captured):
-            engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=runner)
-            prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]
-            groups = engine.sample(prompts, 1, SamplingParams(5))
-            found.append([one for group in groups for one in group])
-    for one, other in zip(*found, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
+    check_samples(decoder, gathered, captured)
 
 
 def test_the_runner_asks_for_triton_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perilune.engine.graph_runner.find_spec", lambda name: None)
+    monkeypatch.setattr("perilune.engine.graph_runner.has_triton", lambda: False)
     with pytest.raises(RequestError, match="Triton"):
         GraphRunner(Decoder(PRESETS["tiny"]), (4,))

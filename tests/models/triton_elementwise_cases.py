@@ -1,23 +1,22 @@
 """The elementwise Triton kernels: in Triton's own interpreter where TRITON_INTERPRET=1, otherwise on a GPU.
 
-`test_triton_elementwise.py` runs this in a process of its own, as Triton chooses when it is imported.
+`test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from triton_samples import DEVICE
 
 from perilune.models import kernels, triton_elementwise
 from perilune.models.native.ops import Activation
 
 triton_elementwise._PROGRAMS = 12  # so that a program sums the gradient of several tiles, and not all of them
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 dtypes = pytest.mark.parametrize("dtype", LIMITS)
 

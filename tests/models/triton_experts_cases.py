@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from triton_samples import DEVICE, check_samples
 
-from perilune.engine.engine import Engine
 from perilune.engine.graph_runner import GraphRunner
-from perilune.engine.request import Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.grouped_experts import StackedWeight, grouped
 from perilune.models.narrow import NarrowWeight, narrowed
-from perilune.models.native import ops
-from perilune.models.triton_attention import IS_INTERPRETED
 from perilune.models.triton_experts import grouped_product
-
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -97,17 +91,4 @@ def test_an_engine_samples_by_it() -> None:
     )
     decoder = Decoder(config)
     decoder.initialize(0)
-    found = []
-    with mock.patch.object(ops, "available", lambda: False):
-        for runner in (TorchRunner, GraphRunner):
-
-            def made(one: Decoder, blocks: tuple[int, ...], of: type[TorchRunner] = runner) -> TorchRunner:
-                return of(one, blocks, weights="int8")
-
-            engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=made)
-            prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]
-            groups = engine.sample(prompts, 1, SamplingParams(5))
-            found.append([one for group in groups for one in group])
-    for one, other in zip(*found, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
+    check_samples(decoder, *(partial(runner, weights="int8") for runner in (TorchRunner, GraphRunner)))

@@ -9,7 +9,6 @@ share their memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.feed_forward import MixtureOfExperts
 from perilune.models.grouped_experts import GroupedProduct
+from perilune.models.kernels import has_triton
 from perilune.models.narrow import NarrowKind
 
 _FEWEST_COLUMNS = 1024 // BLOCK
@@ -67,7 +67,7 @@ class GraphRunner(TorchRunner):
                 f"the kernels of this runner do not compute {decoder.config.architecture}",
                 remedy="use TorchRunner, which `fastest_runner` chooses by itself",
             )
-        if attention is TritonAttention and find_spec("triton") is None:
+        if attention is TritonAttention and not has_triton():
             raise RequestError(
                 "decoding on a GPU needs Triton, which is not installed",
                 remedy='pip install "perilune[gpu]"',
@@ -79,9 +79,10 @@ class GraphRunner(TorchRunner):
         )
         if experts is None and self._device.type == "cuda":
             experts = _triton_product()
-        for module in self.decoder.modules():
-            if experts is not None and isinstance(module, MixtureOfExperts):
-                module.group(experts)
+        if experts is not None:
+            for module in self.decoder.modules():
+                if isinstance(module, MixtureOfExperts):
+                    module.group(experts)
         self._attend = attention
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None

@@ -76,7 +76,7 @@ class Sampler:
             tokens, logprobs = draw_plain(logits, uniforms, scale, logits_of)
             return Drawn(tokens, logprobs, {}, {})
         if logits_of is not None:
-            logits = logits[torch.from_numpy(logits_of).to(logits.device)]
+            logits = logits[_on_device(logits_of, logits)]
         return self._draw_with_options(logits, rows, scale, uniforms, masks)
 
     def _draw_with_options(
@@ -94,18 +94,18 @@ class Sampler:
         raw = logits[with_raw] if with_raw else None  # a copy
 
         special_rows = rows[special]
-        some = logits[torch.from_numpy(special).to(logits.device)]
+        some = logits[_on_device(special, logits)]
         some = self._penalised(some, special_rows, params, masks)
         some = _scaled(some, scale[special])
         some = _truncated(some, sequences, special_rows)
-        logits[torch.from_numpy(special).to(logits.device)] = some
+        logits[_on_device(special, logits)] = some
         left = scale.copy()
         left[special] = scale[special] != 0
 
         tokens, logprobs = draw_plain(logits, uniforms, left)
         drawn = Drawn(tokens, logprobs, {}, {})
         if raw is not None:
-            raw_of_picked = token_logprobs(raw, torch.from_numpy(tokens[with_raw]).to(raw.device))[0].tolist()
+            raw_of_picked = token_logprobs(raw, _on_device(tokens[with_raw], raw))[0].tolist()
             drawn.raw_logprobs = dict(zip(with_raw, raw_of_picked, strict=True))
         for index, its in zip(special.tolist(), params, strict=True):
             if its.top_logprobs:
@@ -129,21 +129,21 @@ class Sampler:
             width = int(sequences.length[rows].max())
             held = sequences.tokens[rows, :width].astype(np.int64)
             held = np.where(np.arange(width) < sequences.length[rows][:, None], held, held[:, :1])
-            ids, factor = torch.from_numpy(held).to(device), torch.from_numpy(penalty)[:, None].to(device)
+            ids, factor = _on_device(held, logits), _on_device(penalty, logits)[:, None]
             scores = logits.gather(1, ids)
             logits = logits.scatter(1, ids, torch.where(scores > 0, scores / factor, scores * factor))
         for index, its in enumerate(params):
             if its.presence_penalty or its.frequency_penalty:
                 held, counts = np.unique(sequences.sampled(int(rows[index])), return_counts=True)
                 less = (its.frequency_penalty * counts + its.presence_penalty).astype(np.float32)
-                ids = torch.from_numpy(held.astype(np.int64)).to(device)
-                logits[index, ids] -= torch.from_numpy(less).to(device)
+                ids = _on_device(held.astype(np.int64), logits)
+                logits[index, ids] -= _on_device(less, logits)
             if its.logit_bias:
                 ids = torch.tensor(list(its.logit_bias), device=device)
                 logits[index, ids] += torch.tensor(list(its.logit_bias.values()), device=device)
         for index in np.flatnonzero(sequences.length[rows] < sequences.min_length[rows]).tolist():
             stops = sequences.stop_ids[rows[index]]
-            logits[index, torch.from_numpy(stops[stops >= 0]).to(device)] = -torch.inf
+            logits[index, _on_device(stops[stops >= 0], logits)] = -torch.inf
         constrained = [index for index, row in enumerate(rows.tolist()) if row in masks]
         if constrained:
             allowed = np.stack([masks[int(rows[index])] for index in constrained])
@@ -192,14 +192,14 @@ def draw_plain(
         )
         return tokens.numpy(), logprobs.numpy()
     if logits_of is not None:
-        logits = logits[torch.from_numpy(logits_of).to(logits.device)]
+        logits = logits[_on_device(logits_of, logits)]
     distribution = torch.log_softmax(_scaled(logits, scale), dim=-1)
     if not scale.any():
         picked = distribution.argmax(-1)
     else:
         picked = draw(distribution, _on_device(uniforms, logits))
         if not scale.all():
-            greedy = torch.from_numpy(scale == 0).to(logits.device)
+            greedy = _on_device(scale == 0, logits)
             picked = torch.where(greedy, distribution.argmax(-1), picked)
     return _to_host(picked, gather_logprobs(distribution, picked))
 
@@ -269,7 +269,7 @@ def _scaled(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
     changed = (scale != 0) & (scale != 1)
     if not changed.any():
         return logits
-    factor, which = (torch.from_numpy(x).to(logits.device)[:, None] for x in (scale, changed))
+    factor, which = (_on_device(x, logits)[:, None] for x in (scale, changed))
     return torch.where(which, (logits - logits.amax(-1, keepdim=True)) * factor, logits)
 
 
@@ -279,19 +279,19 @@ def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
     vocab_size = logits.shape[1]
     limited = np.flatnonzero((k > 0) & (k < vocab_size))
     if len(limited):
-        which = torch.from_numpy(limited).to(logits.device)
+        which = _on_device(limited, logits)
         of = logits[which]
         best = of.topk(int(k[limited].max())).values
-        least = best.gather(1, torch.from_numpy(k[limited] - 1)[:, None].to(logits.device))
+        least = best.gather(1, _on_device(k[limited] - 1, logits)[:, None])
         logits[which] = of.masked_fill(of < least, -torch.inf)
     nucleus = np.flatnonzero(p < 1)
     if len(nucleus):
-        which = torch.from_numpy(nucleus).to(logits.device)
+        which = _on_device(nucleus, logits)
         of = logits[which]
-        least = _least_of_nucleus(of, torch.from_numpy(p[nucleus])[:, None].to(logits.device))
+        least = _least_of_nucleus(of, _on_device(p[nucleus], logits)[:, None])
         logits[which] = of.masked_fill(of < least, -torch.inf)
     if (share > 0).any():
-        threshold = torch.from_numpy(np.log(np.maximum(share, 1e-38)))[:, None].to(logits.device)
+        threshold = _on_device(np.log(np.maximum(share, 1e-38)), logits)[:, None]
         logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + threshold, -torch.inf)
     return logits
 

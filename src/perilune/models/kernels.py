@@ -43,21 +43,31 @@ def is_exact(x: Tensor) -> bool:
 
 def is_fused(x: Tensor) -> bool:
     """Whether the Triton kernels compute `x`, on a GPU."""
-    return x.device.type == "cuda" and x.dtype in _FUSED and _has_triton()
+    return x.device.type == "cuda" and x.dtype in _FUSED and has_triton()
 
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
-def _triton() -> Any:
-    from perilune.models import triton_elementwise
+def _compiled(x: Tensor, row: int = LANES) -> Any:
+    """The module of compiled kernels for `x`: C on a CPU, Triton on a GPU; None where torch computes.
 
-    return triton_elementwise
+    Both have `rms_norm`, `rms_norm_backward`, `rotate` and `gated`.
+
+    Args:
+        row: elements of a row, as for `is_native`.
+    """
+    if is_fused(x):
+        from perilune.models import triton_elementwise
+
+        return triton_elementwise
+    return ops if is_native(x, row) else None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,10 +81,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
-    if is_fused(x):
-        return _triton().rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
-    if is_native(x, x.shape[-1]):
-        return ops.rms_norm(x, weight, eps)[0]
+    if kernels := _compiled(x, x.shape[-1]):
+        return kernels.rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
     return _normalised(x, eps)[0].mul_(weight)
 
 
@@ -93,8 +101,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if is_native(x, x.shape[-1]) or is_fused(x):
-            out, scale = (_triton() if is_fused(x) else ops).rms_norm(x, weight, eps)
+        if kernels := _compiled(x, x.shape[-1]):
+            out, scale = kernels.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, scale, weight)
             return out  # type: ignore[no-any-return]
         normalised, scale = _normalised(x, eps)
@@ -105,10 +113,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
-        if is_fused(grad):
-            return *_triton().rms_norm_backward(grad, x, weight, scale), None
-        if is_native(grad, grad.shape[-1]):
-            return *ops.rms_norm_backward(grad, x, weight, scale), None
+        if kernels := _compiled(grad, grad.shape[-1]):
+            return *kernels.rms_norm_backward(grad, x, weight, scale), None
         normalised = x
         product = normalised * grad
         grad_weight = product.sum(tuple(range(grad.dim() - weight.dim())))
@@ -145,10 +151,8 @@ def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
-    if is_fused(x):
-        return _triton().rotate(x, cos, sin, direction)  # type: ignore[no-any-return]
-    if is_native(x, half):
-        return ops.rotate(x, cos[:, 0, :half], sin[:, 0, half:], direction)
+    if kernels := _compiled(x, half):
+        return kernels.rotate(x, cos[:, 0, :half], sin[:, 0, half:], direction)  # type: ignore[no-any-return]
     return (x * cos).addcmul_(x.roll(half, -1), sin, value=direction)
 
 
@@ -189,10 +193,8 @@ def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    if is_fused(gate):
-        return _triton().gated(gate, up, activation)  # type: ignore[no-any-return]
-    if is_native(gate):
-        return ops.gated(gate, up, activation)
+    if kernels := _compiled(gate):
+        return kernels.gated(gate, up, activation)  # type: ignore[no-any-return]
     if activation == "clamped":
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
         return gate.mul(_ALPHA).neg_().exp_().add_(1).reciprocal_().mul_(gate).mul_(up + 1)
@@ -236,7 +238,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         if is_fused(grad):
-            return *_triton().gated_backward(grad, gate, up, ctx.activation), None
+            return *_compiled(grad).gated_backward(grad, gate, up, ctx.activation), None
         if ctx.activation == "clamped":
             return *_clamped_backward(grad, gate, up), None
         if ctx.activation == "gelu_tanh":

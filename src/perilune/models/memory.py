@@ -153,7 +153,7 @@ def plan_memory(
         transient["sampling"] = 24 * sampling[0] * card.vocab_size
     if savings.adapter is not None:
         persistent["adapter"] = _FLOAT * trained
-        merging = transient["merging"] = weights if gpu is None else 2 * _FLOAT * _largest(card)
+        transient["merging"] = weights if gpu is None else 2 * _FLOAT * _largest(card)
     elif reference:
         persistent["reference"] = weights
     if learning:
@@ -163,7 +163,7 @@ def plan_memory(
         )
         transient["update"] = 3 * _FLOAT * min(trained, _largest(card))
         if savings.adapter is not None:
-            transient["learning"] += merging
+            transient["learning"] += transient["merging"]
     return MemoryPlan(persistent, transient)
 
 

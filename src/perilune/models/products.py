@@ -37,17 +37,18 @@ def linear(
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
     if isinstance(weight, NarrowWeight):
-        return _biased(weight.times(x), bias)
+        return biased(weight.times(x), bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if not is_exact(x) and precision == "float32":
             return F.linear(x, weight, bias)
         out: Tensor = _Linear.apply(x, weight, precision)  # type: ignore[no-untyped-call]
-        return _biased(out, bias)
+        return biased(out, bias)
     out = product(x, weight, precision)
     return out if bias is None else out.add_(bias)
 
 
-def _biased(out: Tensor, bias: Tensor | None) -> Tensor:
+def biased(out: Tensor, bias: Tensor | None) -> Tensor:
+    """`out` plus a bias, in the dtype of `out`."""
     return out if bias is None else out + bias.to(out.dtype)
 
 

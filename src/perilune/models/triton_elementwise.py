@@ -68,7 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
     Args:
         x: the last axis is contiguous.
-        cos, sin: float[N, 1, D] as by `kernels.both_halves`, contiguous.
+        cos, sin: float[N, D / 2] of the angle of each pair, equally strided; the last axis is contiguous.
 
     Returns:
         As `x`, contiguous.
@@ -79,7 +79,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     at_once = min(triton.next_power_of_2(heads), max(1, _TILE // width))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rotate[(tokens, triton.cdiv(heads, at_once))](
-        x, cos.contiguous(), sin.contiguous(), out, *_strides(x), float(direction),
+        x, cos, sin, out, *_strides(x), cos.stride(0), float(direction),
         HEADS=heads, SIZE=size, HALF=half, WIDTH=width, AT_ONCE=at_once, num_warps=4,
     )  # fmt: skip
     return out
@@ -206,6 +206,7 @@ def _rotate(  # noqa: PLR0917
     out_ptr,
     x_stride,
     head_stride,
+    angle_stride,
     direction,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -217,8 +218,8 @@ def _rotate(  # noqa: PLR0917
     token = tl.program_id(0).to(tl.int64)
     head, pair = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, WIDTH)
     inside = pair < HALF
-    cos = tl.load(cos_ptr + token * SIZE + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * SIZE + HALF + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + token * angle_stride + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * angle_stride + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = sin * direction
     held = (head < HEADS)[:, None] & inside[None, :]
     x_at = token * x_stride + head[:, None] * head_stride + pair[None, :]

@@ -30,7 +30,7 @@ from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 from perilune.models.layers import ExpertMap, Projection
 from perilune.models.narrow import narrowed
-from perilune.models.products import gradient_product, linear, product
+from perilune.models.products import biased, gradient_product, linear, product
 from perilune.models.scratch import scratch_buffer
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
@@ -58,8 +58,7 @@ class MergedProjection(Projection):
         if not (torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in pairs))):
             return linear(x, self.temporary_weight(), self.joined_bias(), self.precision)
         out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
-        bias = self.joined_bias()
-        return out if bias is None else out + bias.to(out.dtype)
+        return biased(out, self.joined_bias())
 
     @torch.no_grad()
     def temporary_weight(self) -> Tensor:

@@ -105,7 +105,8 @@ class EvaluatedSpec(TrainingSpec):
         if self.eval.max_tokens is not None:
             return self.eval.max_tokens
         own: int | None = getattr(self, "max_tokens", None)
-        return own or int(SamplingSpec.defaults(job.task, {}, job.model, "cpu")["max_tokens"].value)
+        defaults = SamplingSpec.defaults(job.task, {}, job.model, job.resources.device)
+        return own or int(defaults["max_tokens"].value)
 
     def evaluation_room(self, job: Job, config: DecoderConfig) -> EvaluationRoom:
         """The room that evaluations need; empty without tasks."""

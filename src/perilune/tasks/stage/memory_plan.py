@@ -78,7 +78,7 @@ def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderC
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """Where the keys and values of samples are, and how large each number is.
+    """The device of a stage and the precision of its products: what its cache and its training take.
 
     Attributes:
         device: "cuda"; everything else counts as "cpu".

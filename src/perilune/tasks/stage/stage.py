@@ -133,7 +133,7 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     return lines
 
 
-def defaults_of(spec: ModelDefaults | type[ModelDefaults], job: Job) -> dict[str, Default]:
+def defaults_of(spec: ModelDefaults, job: Job) -> dict[str, Default]:
     """The defaults of a stage's fields that depend on the model and the device."""
     return spec.defaults(job.task, job.spec, job.model, job.resources.device)
 
