@@ -134,11 +134,16 @@ def test_the_named_function_computes_the_concept(concept: Concept, monkeypatch: 
         assert not calls(concept.code, WITHOUT, monkeypatch)
 
 
+FP8, AWQ = ({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq"))
+
+
 @pytest.mark.parametrize(
     ("config", "runs", "reason"),
     [
         (WITHOUT, "natively", ""),
-        (WITHOUT | {"quantization_config": {"quant_method": "fp8"}}, "natively", ""),
+        (WITHOUT | FP8, "natively", ""),
+        (WITHOUT | AWQ, "natively", ""),
+        (WITHOUT | FP8 | {"model_type": "cohere2"}, "with transformers", "model_type is 'cohere2'"),
         (WITHOUT | {"model_type": "cohere2"}, "with transformers", "model_type is 'cohere2'"),
         (WITHOUT | {"model_type": "vit"}, "not", "vit is not a language model there"),
         (WITHOUT | {"model_type": "of_tomorrow"}, "not", "does not recognize"),
@@ -149,7 +154,7 @@ def test_support_is_that_of_loading(config: dict[str, Any], runs: str, reason: s
     found = support(config)
     assert found["runs"] == runs
     assert reason in found["reason"]
-    assert found["quantised"] == ("quantization_config" in config)
+    assert found["quantised"] == ("quantization_config" in config and config != WITHOUT | FP8)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.loading import Stored, stored_tensors
 from perilune.models.checkpoints.stored import open_checkpoint
+from perilune.models.checkpoints.tensors import Stored, stored_tensors
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.config.reader import UnsupportedModelError
+from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -215,9 +216,10 @@ def _reject(raw: Any, folder: CheckpointFolder) -> None:
     where = str(folder.path / "config.json")
     if not isinstance(raw, Mapping) or not isinstance(raw.get("model_type"), str):
         raise RequestError("has no model_type", where=where)
-    if raw.get("quantization_config") is not None:
+    quantisation = read_quantisation(Reader(raw, where))
+    if quantisation is not None:
         raise RequestError(
-            "quantization_config is set",
+            f"the weights are in {quantisation.method}, which Perilune reads only for its own decoder",
             where=f"{where}:quantization_config",
             remedy="use the unquantised checkpoint",
         )

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.loading import Stored, read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import Stored, read_tensors, stored_tensors
 from perilune.models.config.reader import Reader
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.codec import CodecDecoder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -6,31 +6,32 @@ compared with the configuration before memory is allocated, and no file outside 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
 from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_part
-from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder, pickle_error
+from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
+from perilune.models.checkpoints.quantised import with_quantised
+from perilune.models.checkpoints.tensors import Stored, read_tensors, stored_tensors
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
+from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.reader import Reader
 from perilune.models.decoder import Decoder
 from perilune.models.store import model_folder
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.terminal import printable
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
-_MAPPED_AT_ONCE = 1 << 26  # bytes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -193,36 +194,16 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
         RequestError: as `load_checkpoint`.
     """
     folder = CheckpointFolder(Path(path))
-    config = _config(folder)
-    stored = stored_tensors(folder)
+    file = folder.file("config.json")
+    read = Reader(read_json(file), str(file))
+    config = _config(read, folder)
+    stored = _without_mtp(stored_tensors(folder), config, read)
+    stored = with_quantised(stored, read_quantisation(read), path)
     _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
-    _compare(stored, shapes, config, path)
+    _compare(stored, shapes, path)
     return config, stored
-
-
-def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, file by file.
-
-    Files are memory-mapped, and pages that were read count as this process's memory until the file is closed.
-    So each file is reopened after a limited number of bytes.
-    """
-    for file, of_file in groupby(sorted(stored, key=lambda one: one.file), key=lambda one: one.file):
-        rest = list(of_file)
-        while rest:
-            read = 0
-            with safe_open(file, framework="pt") as tensors:
-                while rest and read < _MAPPED_AT_ONCE:
-                    one = rest.pop(0)
-                    tensor = tensors.get_tensor(one.name)
-                    if tuple(tensor.shape) != one.shape:
-                        raise RequestError(
-                            f"tensor {one.name} changed while it was being read", where=str(file)
-                        )
-                    yield one.name, tensor
-                    read += tensor.nbytes
-                    del tensor
 
 
 def _empty(config: DecoderConfig) -> Decoder:
@@ -235,24 +216,8 @@ def _empty(config: DecoderConfig) -> Decoder:
     return decoder
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as described in its file's header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-def _config(folder: CheckpointFolder) -> DecoderConfig:
-    file = folder.file("config.json")
-    config = DecoderConfig.from_hf(read_json(file), where=str(file))
+def _config(read: Reader, folder: CheckpointFolder) -> DecoderConfig:
+    config = DecoderConfig.from_hf(read.raw, where=read.where)
     generation = folder.file("generation_config.json")
     if generation.is_file():
         ends = DecoderConfig.end_tokens(read_json(generation), where=str(generation))
@@ -260,36 +225,19 @@ def _config(folder: CheckpointFolder) -> DecoderConfig:
     return config
 
 
-def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
-    """The tensors in the weight files, by name. Only the headers are read.
-
-    Raises:
-        RequestError: when a file is missing, malformed or a pickle, or a tensor is in two files.
-    """
-    stored: dict[str, Stored] = {}
-    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
-        if tensor.name in stored:
-            raise RequestError(
-                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
-            )
-        stored[tensor.name] = tensor
-    return stored
-
-
-def _headers(file: Path) -> Iterator[Stored]:
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                view = tensors.get_slice(name)
-                yield Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
-    except SafetensorError as error:
-        with file.open("rb") as opened:
-            start = opened.read(2)
-        if start == b"PK" or start[:1] == b"\x80":  # a zip archive or a bare pickle, as torch.save writes
-            raise pickle_error(file) from None
-        raise RequestError(
-            f"not a safetensors file: {error}", where=str(file), remedy="fetch the file again"
-        ) from None
+def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader) -> dict[str, Stored]:
+    """`stored` without the layers for multi-token prediction, which follow the decoder's; says so if any."""
+    prefixes = ["mtp."] if config.family.linear else []
+    if "num_nextn_predict_layers" in config.family.options:
+        count = min(read.count("num_nextn_predict_layers", 0, least=0), len(stored))
+        prefixes = [f"model.layers.{config.num_layers + extra}." for extra in range(count)]
+    kept = {name: one for name, one in stored.items() if not name.startswith(tuple(prefixes))}
+    if len(kept) < len(stored):
+        skipped = f"skipping {len(stored) - len(kept)} tensors for multi-token prediction"
+        print(
+            f"{printable(read.where)}: {skipped}, which the decoder does not use", file=sys.stderr, flush=True
+        )
+    return kept
 
 
 def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Path) -> None:
@@ -309,9 +257,7 @@ def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Pat
         raise _missing(f"{experts}.{config.experts.count - 1}.{up}.weight", path)
 
 
-def _compare(
-    stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], config: DecoderConfig, path: Path
-) -> None:
+def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     for name, shape in shapes.items():
         if name not in stored:
             raise _missing(name, path)
@@ -322,7 +268,8 @@ def _compare(
                 where=str(tensor.file),
             )
     for name, tensor in stored.items():
-        if name not in shapes and not _is_unread(name, config):
+        determined = name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")  # by other tensors
+        if name not in shapes and not determined:
             raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
         if tensor.dtype not in _DTYPES:
             raise RequestError(
@@ -336,25 +283,10 @@ def _missing(name: str, path: Path) -> RequestError:
     return RequestError(f"tensor {name} is missing", where=str(path))
 
 
-def _is_unread(name: str, config: DecoderConfig) -> bool:
-    """Whether other tensors determine this one, or it belongs to a layer for multi-token prediction."""
-    if config.family.linear and name.startswith("mtp."):
-        return True
-    if "num_nextn_predict_layers" in config.family.options:
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        if layer.isdecimal() and int(layer) >= config.num_layers:
-            return True
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
-
-
-def _read(stored: Stored) -> Tensor:
-    with safe_open(stored.file, framework="pt") as tensors:
-        return tensors.get_tensor(stored.name)  # type: ignore[no-any-return]
-
-
 def check_tied(head: Stored, embedding: Tensor) -> None:
     """Refuse a stored head that differs from the embedding although config.json says that they are tied."""
-    if not torch.equal(_read(head).to(embedding), embedding):
+    ((_, values),) = read_tensors([head])
+    if not torch.equal(values.to(embedding), embedding):
         raise RequestError(
             f"tensor {head.name} differs from the embeddings that config.json says it shares",
             where=str(head.file),

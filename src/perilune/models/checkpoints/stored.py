@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perilune.models.checkpoints.loading import (
-    Stored,
-    check_tied,
-    checked_headers,
-    read_as,
-    read_tensors,
-    tokenizer_of,
-)
+from perilune.models.checkpoints.loading import check_tied, checked_headers, read_as, tokenizer_of
+from perilune.models.checkpoints.tensors import Stored, read_tensors
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer

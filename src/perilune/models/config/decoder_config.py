@@ -23,6 +23,7 @@ from perilune.models.config.layer_kinds import (
     read_windows,
 )
 from perilune.models.config.multipliers import Multipliers
+from perilune.models.config.quantisation import read_quantisation
 from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
@@ -430,7 +431,7 @@ def _activation(family: Family) -> str:
 def _reject_unimplemented(read: Reader, family: Family) -> None:
     activation = _activation(family)
     read.reject(_activation_key(family), activation, f"only {activation} is implemented")
-    read.reject("quantization_config", None, "use the unquantised checkpoint")
+    read_quantisation(read)  # refuses other methods
     if "attn_logit_softcapping" not in family.options:
         read.reject("attn_logit_softcapping", None, "soft-capped scores are not implemented in this family")
     read.reject("swiglu_alpha", 1.702, "the implemented value is 1.702")

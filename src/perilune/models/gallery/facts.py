@@ -19,7 +19,9 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.families import FAMILIES
 from perilune.models.config.family import Family
-from perilune.models.config.reader import UnsupportedModelError
+from perilune.models.config.quantisation import KEY as QUANTISATION
+from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.gallery.concepts import concepts_of, is_windowed
 from perilune.models.transformers_model import check_supported
 
@@ -127,19 +129,19 @@ def runs_of_layers(card: ModelCard) -> list[dict[str, Any]]:
 def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """How Perilune runs a model with this config.json, asked of the code that loads checkpoints.
 
-    A published checkpoint with quantised weights is refused. `runs` then holds for the same model
-    unquantised.
+    `quantised` says that the published weights are quantised in a way that is refused. `runs` then holds for
+    the same model unquantised.
     """
-    quantised = config.get("quantization_config") is not None
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    plain = {key: value for key, value in config.items() if key != QUANTISATION}
     try:
         DecoderConfig.from_hf(plain)
     except UnsupportedModelError as error:
         reason = error.what
     except RequestError as error:
-        return {"runs": "not", "reason": error.what, "quantised": quantised}
+        return {"runs": "not", "reason": error.what, "quantised": False}
     else:
-        return {"runs": "natively", "reason": "", "quantised": quantised}
+        return {"runs": "natively", "reason": "", "quantised": not _reads(config)}
+    quantised = config.get(QUANTISATION) is not None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         try:
@@ -147,3 +149,11 @@ def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
         except RequestError as error:
             return {"runs": "not", "reason": f"{reason}; {error.what}", "quantised": quantised}
     return {"runs": "with transformers", "reason": reason, "quantised": quantised}
+
+
+def _reads(config: Mapping[str, Any]) -> bool:
+    try:
+        read_quantisation(Reader(config, "config.json"))
+    except RequestError:
+        return False
+    return True

@@ -17,7 +17,8 @@ import torch
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory
-from perilune.models.checkpoints.loading import checked_headers, read_tensors
+from perilune.models.checkpoints.loading import checked_headers
+from perilune.models.checkpoints.tensors import read_tensors
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import LinearScaling
 from perilune.models.decoder import Decoder

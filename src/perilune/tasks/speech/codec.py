@@ -20,7 +20,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.files import read_json, write_json
 from perilune.learn.checkpoints import copy_into
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
 from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.codec_encoder import FLOOR, CodecEncoder, log_mel, magnitudes

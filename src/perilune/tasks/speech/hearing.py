@@ -21,7 +21,7 @@ from perilune.files import write_json_lines
 from perilune.learn.checkpoints import copy_into
 from perilune.metrics.bootstrap import bootstrap_ratio
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.loading import read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
 from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec_encoder import CodecEncoder, encode
 from perilune.speech.folder import CODEC_FOLDER, SpeechModel, load_speech_model

@@ -1,0 +1,95 @@
+"""The tensors in the weight files of a folder: their headers, and reading them in turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from perilune.errors import RequestError
+from perilune.models.checkpoints.folder import CheckpointFolder, pickle_error
+
+_MAPPED_AT_ONCE = 1 << 26  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as described in its file's header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def read(self, opened: Any) -> Tensor:
+        """Read the tensor from its file, which is open.
+
+        Raises:
+            RequestError: when it no longer has the shape of the header.
+        """
+        tensor: Tensor = opened.get_tensor(self.name)
+        if tuple(tensor.shape) != self.shape:
+            raise RequestError(f"tensor {self.name} changed while it was being read", where=str(self.file))
+        return tensor
+
+
+def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
+    """The tensors in the weight files, by name. Only the headers are read.
+
+    Raises:
+        RequestError: when a file is missing, malformed or a pickle, or a tensor is in two files.
+    """
+    stored: dict[str, Stored] = {}
+    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
+        if tensor.name in stored:
+            raise RequestError(
+                f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
+            )
+        stored[tensor.name] = tensor
+    return stored
+
+
+def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, file by file.
+
+    Files are memory-mapped, and pages that were read count as this process's memory until the file is closed.
+    So each file is reopened after a limited number of bytes.
+    """
+    for file, of_file in groupby(sorted(stored, key=lambda one: one.file), key=lambda one: one.file):
+        rest = list(of_file)
+        while rest:
+            read = 0
+            with safe_open(file, framework="pt") as opened:
+                while rest and read < _MAPPED_AT_ONCE:
+                    one = rest.pop(0)
+                    tensor = one.read(opened)
+                    yield one.name, tensor
+                    read += tensor.nbytes
+                    del tensor
+
+
+def _headers(file: Path) -> Iterator[Stored]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                view = tensors.get_slice(name)
+                yield Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
+    except SafetensorError as error:
+        with file.open("rb") as opened:
+            start = opened.read(2)
+        if start == b"PK" or start[:1] == b"\x80":  # a zip archive or a bare pickle, as torch.save writes
+            raise pickle_error(file) from None
+        raise RequestError(
+            f"not a safetensors file: {error}", where=str(file), remedy="fetch the file again"
+        ) from None
