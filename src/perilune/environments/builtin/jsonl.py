@@ -115,7 +115,7 @@ class JsonlEnvironment(SingleTurn):
         wrong.
         """
         answer = task.data.get("answer")
-        if answer is None or self.spec.match in (None, "regex"):
+        if answer is None or self.spec.match in (None, "math", "regex"):
             return None
         output, expected = transcript.text.strip(), answer.strip()
         if output == expected:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from perilune.environments.core.matching import plain_numbers
+from perilune.environments.core.matching import plain_digits, plain_numbers
 
 FormatName = Literal["answer_tags", "boxed", "json", "last_number", "after_think"]
 THINK_END = "</think>"
@@ -128,11 +128,11 @@ def _last_number(text: str) -> list[str]:
     """The number that ends a text, apart from closing punctuation."""
     text = _after_thinking(text)
     numbers = plain_numbers(text)
-    if not numbers or text[: numbers[-1].start()].endswith(("-", "+")):  # two signs make no number
+    if not numbers or text[: numbers[-1].start()].endswith(("-", "+", "\u2212")):  # two signs make no number
         return []
     if text[numbers[-1].end() :].strip(" \n\t.!?)*_$\"'”’"):
         return []
-    return [numbers[-1][0].replace(",", "").removeprefix("+")]
+    return [plain_digits(numbers[-1][0])]
 
 
 def _after_think(text: str) -> list[str]:

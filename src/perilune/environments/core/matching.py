@@ -6,10 +6,16 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-Match = Literal["exact", "number", "contains", "regex"]
+from perilune.environments.core.mathematics import is_equal
 
+Match = Literal["exact", "number", "math", "contains", "regex"]
+
+# Not a part of a word, fraction, power or root: neither 1/2, \frac{1}{2}, 2^10 nor \sqrt{2} has a number.
 _NUMBER = re.compile(
-    r"(?<![\w.])[-+]?(?:0|[1-9]\d{0,2}(?:,\d{3}){1,12}|[1-9]\d{0,39})(?:\.\d{1,40})?(?![\w,.]*\d)", re.ASCII
+    r"(?<![\w./^])(?<![/^] )(?<!\}\{)(?<!\^\{)(?<!sqrt\{)"
+    r"[-+\u2212]?(?:0|[1-9]\d{0,2}(?:,\d{3}){1,12}|[1-9]\d{0,39})(?:\.\d{1,40})?"
+    r"(?![\w,.]*\d)(?! ?/ ?[\d(\\]| ?\^(?!\{?\\circ)|\}\{)",
+    re.ASCII,
 )
 
 
@@ -18,6 +24,7 @@ def matches(match: Match, output: str, answer: str) -> bool:
 
     * "exact": equal, apart from surrounding whitespace.
     * "number": the last number in the output equals the last number in the answer; 1,000 equals 1000.0.
+    * "math": the whole output is equal to the answer as mathematics (`mathematics.is_equal`).
     * "contains": the answer occurs as whole words, in any case.
     * "regex": the answer is a regular expression that matches the whole output, apart from surrounding
       whitespace.
@@ -28,6 +35,8 @@ def matches(match: Match, output: str, answer: str) -> bool:
     if match == "number":
         expected = last_number(answer)
         return expected is not None and last_number(output) == expected
+    if match == "math":
+        return is_equal(output, answer)
     if match == "contains":
         words = re.escape(answer.strip())
         return re.search(rf"(?<!\w){words}(?!\w)", output, re.IGNORECASE) is not None
@@ -37,12 +46,17 @@ def matches(match: Match, output: str, answer: str) -> bool:
 def last_number(text: str) -> Decimal | None:
     """The last plain number in `text`; None if there is none."""
     numbers = plain_numbers(text)
-    return Decimal(numbers[-1][0].replace(",", "")) if numbers else None
+    return Decimal(plain_digits(numbers[-1][0])) if numbers else None
 
 
 def plain_numbers(text: str) -> list[re.Match[str]]:
     """The plain numbers in `text`, such as -3, 0.5 and 1,000."""
     return list(_NUMBER.finditer(text))
+
+
+def plain_digits(number: str) -> str:
+    """A plain number without separators and plus sign."""
+    return number.replace(",", "").replace("\u2212", "-").removeprefix("+")
 
 
 def unmatchable_reason(match: Match, answer: str) -> str:

@@ -1,0 +1,125 @@
+"""Whether two mathematical answers are equal."""
+
+from __future__ import annotations
+
+import cmath
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from fractions import Fraction
+
+from perilune.environments.core.mathematics.answers import Answer, read
+from perilune.environments.core.mathematics.expression import Node, Number, evaluate, operations, variables
+from perilune.environments.core.mathematics.tokens import tokens
+
+LONGEST = 2000  # characters of an answer
+_POINTS, _FEWEST_POINTS = 6, 2
+_SAME = 1e-9  # relative difference of irrational numbers
+_NO_VALUE = (ArithmeticError, ValueError, RecursionError)
+
+
+def is_equal(output: str, answer: str) -> bool:
+    """Whether `output` states the value of the reference answer, in LaTeX or plain text.
+
+    Rational numbers are compared exactly, irrational ones to nine digits, and expressions at random values of
+    their variables. If the reference is rational, the output must not leave more operations to work out:
+    37*48 is not 1776. Sets and lists without brackets have no order. A unit may be missing but not differ,
+    and 50% equals 50 and 1/2. Other text is compared without case and spaces.
+    """
+    if max(len(output), len(answer)) > LONGEST:
+        return False
+    mine, right = tokens(output), tokens(answer)
+    if mine == right:
+        return bool(mine)
+    words = ["".join(one.text for one in some).lower() for some in (mine, right)]
+    if words[0] == words[1] and words[0].isalpha() and any(one.kind == "word" for one in (*mine, *right)):
+        return True
+    try:
+        return _is_same(read(mine), read(right), f"{output}\0{answer}")
+    except _NO_VALUE:
+        return False
+
+
+def _is_same(mine: Answer, right: Answer, key: str) -> bool:
+    if mine.kind == right.kind == "=":
+        return _are_same(mine.items, right.items, key) or _is_same_equation(mine, right, key)
+    if "=" in (mine.kind, right.kind):  # x = 5 is 5
+        named, other = (mine, right) if mine.kind == "=" else (right, mine)
+        sides = (named.items[1], other) if named is mine else (other, named.items[1])
+        return bool(named.text) and _is_same(*sides, key)
+    if mine.kind != right.kind or len(mine.items) != len(right.items):
+        return False
+    if mine.kind == "quantity":
+        return _is_same_quantity(mine, right, key)
+    if mine.kind == "words":
+        return mine.text == right.text
+    return _are_same(mine.items, right.items, key, ordered=mine.kind != "set")
+
+
+def _are_same(mine: Sequence[Answer], right: Sequence[Answer], key: str, *, ordered: bool = True) -> bool:
+    """Whether the items are the same, each of `right` as often as in `mine`."""
+    if ordered:
+        return all(_is_same(one, other, key) for one, other in zip(mine, right, strict=True))
+    left = list(right)
+    for one in mine:
+        found = next((other for other in left if _is_same(one, other, key)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def _is_same_quantity(mine: Answer, right: Answer, key: str) -> bool:
+    if mine.text != right.text:
+        if mine.text and right.text:
+            return False
+        percent = {"%": Fraction(1, 100)}
+        scale = percent.get(mine.text, Fraction(1)) / percent.get(right.text, Fraction(1))
+        if scale != 1 and _is_same_value(mine.node, right.node, key, scale):
+            return True
+    return _is_same_value(mine.node, right.node, key)
+
+
+def _is_same_equation(mine: Answer, right: Answer, key: str) -> bool:
+    """Whether left minus right side of one equation is a multiple of that of the other."""
+    if any(one.kind != "quantity" or one.text for one in (*mine.items, *right.items)):
+        return False
+    sides = [Node("-", (one.items[0].node, one.items[1].node)) for one in (mine, right)]
+    values = _values(sides[0], sides[1], key)
+    ratios = [one / other for one, other in values if one != 0 and other != 0]
+    return len(ratios) == len(values) > 0 and all(_is_close(ratios[0], one) for one in ratios)
+
+
+def _is_same_value(mine: Node, right: Node, key: str, scale: Fraction = Fraction(1)) -> bool:
+    values = _values(mine, right, key)
+    if not values or not all(_is_close(one if scale == 1 else one * scale, other) for one, other in values):
+        return False
+    if not variables(right) and isinstance(values[0][1], Fraction):
+        return isinstance(values[0][0], Fraction) and operations(mine) <= operations(right)
+    return True
+
+
+def _values(mine: Node, right: Node, key: str) -> list[tuple[Number, Number]]:
+    """The values of two expressions at points where both have one; none if their variables differ.
+
+    The points depend on both texts, so that no output can be written for them.
+    """
+    names = variables(mine)
+    found: list[tuple[Number, Number]] = []
+    for number in range(_POINTS if names else 1) if names == variables(right) else ():
+        point = {name: _draw(f"{number}/{name}/{key}") for name in names}
+        with contextlib.suppress(*_NO_VALUE):
+            found.append((evaluate(mine, point), evaluate(right, point)))
+    return found if len(found) >= (_FEWEST_POINTS if names else 1) else []
+
+
+def _draw(key: str) -> Fraction:
+    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+    size = Fraction(1 + int.from_bytes(digest[:2], "big") % 300, 101)
+    return -size if digest[2] % 2 else size
+
+
+def _is_close(one: Number, other: Number) -> bool:
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return one == other
+    return cmath.isclose(complex(one), complex(other), rel_tol=_SAME, abs_tol=1e-12)

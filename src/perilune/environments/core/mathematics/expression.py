@@ -1,0 +1,274 @@
+"""Mathematical expressions: parsed from tokens, and evaluated exactly where the value is rational."""
+
+from __future__ import annotations
+
+import cmath
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from perilune.environments.core.mathematics.tokens import Token
+
+Number = Fraction | complex
+_MOST_BITS = 20_000  # of an exact number
+_MOST_FACTORIAL = 1000
+_CONSTANTS: Mapping[str, complex] = {
+    r"\pi": complex(math.pi),
+    "e": complex(math.e),
+    "i": 1j,
+    r"\infty": complex(math.inf),
+}
+_FUNCTIONS: Mapping[str, Callable[[complex], complex]] = {
+    **{
+        rf"\{name}": getattr(cmath, name)
+        for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "exp", "log")
+    },
+    **{rf"\arc{name}": getattr(cmath, f"a{name}") for name in ("sin", "cos", "tan")},
+    r"\ln": cmath.log,
+}
+_GREEK_NAMES = "alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi varphi omega"
+_GREEK = tuple(f"\\{name}" for name in _GREEK_NAMES.split())
+_BEGINS = frozenset({"(", "{", r"\frac", r"\sqrt", r"\binom", *_CONSTANTS, *_FUNCTIONS, *_GREEK})
+_CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+_END = Token("end", "")
+
+
+class NotAnExpressionError(ValueError):
+    """The tokens are no expression, or its value is too large."""
+
+
+class Node(NamedTuple):
+    """An operation on nodes, or a leaf with a value: a "number" or a "variable"."""
+
+    name: str
+    arguments: tuple[Node, ...] = ()
+    value: Fraction | str = ""
+
+
+def parse(tokens: Sequence[Token]) -> Node:
+    """Parse all tokens.
+
+    Raises:
+        NotAnExpressionError: if they are no expression.
+        RecursionError: if they are nested too deeply.
+    """
+    parser = _Parser(tokens)
+    node = parser.sum()
+    if parser.next != _END:
+        raise NotAnExpressionError(f"unexpected {parser.next.text}")
+    return node
+
+
+class _Parser:
+    """Recursive descent, with one method for each level of precedence."""
+
+    def __init__(self, tokens: Sequence[Token]) -> None:
+        self._tokens, self._place = tokens, 0
+
+    @property
+    def next(self) -> Token:
+        return self._tokens[self._place] if self._place < len(self._tokens) else _END
+
+    def take(self, *texts: str) -> str:
+        """The next token, if it is one of `texts`; else an empty text."""
+        if self.next.kind != "symbol" or self.next.text not in texts:
+            return ""
+        self._place += 1
+        return self._tokens[self._place - 1].text
+
+    def sum(self) -> Node:
+        node = self.product()
+        while sign := self.take("+", "-"):
+            node = Node(sign, (node, self.product()))
+        return node
+
+    def product(self) -> Node:
+        node = self.signed()
+        while True:
+            if sign := self.take("*", "/", r"\div"):
+                node = Node("*" if sign == "*" else "/", (node, self.signed()))
+            elif self.next.text in _BEGINS or self.next.text.isalpha() or self._is_mixed(node):
+                after = self.power()
+                if after.name == "number":  # 3 1/2
+                    self.take("/")
+                    after = Node("/", (after, self.power()))
+                mixed = node.name == "number" and _is_fraction(after)
+                node = Node("mixed" if mixed else "*", (node, after))
+            else:
+                return node
+
+    def _is_mixed(self, node: Node) -> bool:
+        """Whether a whole number and a fraction follow each other, as in 3 1/2."""
+        following = [one.kind + one.text * (one.kind == "symbol") for one in self._tokens[self._place :][:3]]
+        return node.name == "number" and following == ["number", "symbol/", "number"]
+
+    def signed(self) -> Node:
+        if self.take("-"):
+            return Node("negate", (self.signed(),))
+        self.take("+")
+        return self.power()
+
+    def power(self) -> Node:
+        node = self.atom()
+        while self.take("!"):
+            node = Node("!", (node,))
+        if self.take("^"):
+            return Node("^", (node, self.argument()))
+        return node
+
+    def argument(self) -> Node:
+        """The argument of a command, or an exponent."""
+        return self.signed() if self.next.text == "-" else self.atom()
+
+    def atom(self) -> Node:
+        kind, text = self.next
+        self._place += 1
+        if kind == "number":
+            return Node("number", value=Fraction(text))
+        if kind == "symbol" and text in _CLOSING:
+            inside = self.sum()
+            if not self.take(_CLOSING[text]):
+                raise NotAnExpressionError(f"{_CLOSING[text]} is missing")
+            return Node("abs", (inside,)) if text == "|" else inside
+        if text in (r"\frac", r"\binom", r"\sqrt") or text in _FUNCTIONS:
+            return self._command(text)
+        if text in _CONSTANTS and self.next.text != "_":
+            return Node(text)
+        if kind != "symbol" or not (text.isalpha() or text in _GREEK):
+            raise NotAnExpressionError(f"unexpected {text or 'end'}")
+        index = f"_{self._index()}" if self.take("_") else ""
+        return Node("variable", value=text + index)
+
+    def _command(self, name: str) -> Node:
+        if name == r"\sqrt":
+            degree = self.atom() if self.next.text == "[" else Node("number", value=Fraction(2))
+            return Node("root", (self.argument(), degree))
+        if name not in _FUNCTIONS:
+            return Node("/" if name == r"\frac" else "binom", (self.argument(), self.argument()))
+        base = (self.argument(),) if name == r"\log" and self.take("_") else ()
+        exponent = self.argument() if self.take("^") else None
+        node = Node(name, (self.signed(), *base))
+        return node if exponent is None else Node("^", (node, exponent))
+
+    def _index(self) -> str:
+        if not self.take("{"):
+            self._place += 1
+            return self._tokens[self._place - 1].text if self._place <= len(self._tokens) else ""
+        begin = self._place
+        while self.next not in (_END, Token("symbol", "}")):
+            self._place += 1
+        self._place += 1
+        return "".join(one.text for one in self._tokens[begin : self._place - 1])
+
+
+def _whole_number(node: Node) -> int | None:
+    if node.name == "negate":
+        return _whole_number(node.arguments[0])
+    return int(node.value) if isinstance(node.value, Fraction) and node.value.denominator == 1 else None
+
+
+def _is_fraction(node: Node) -> bool:
+    return node.name == "/" and None not in map(_whole_number, node.arguments)
+
+
+def variables(node: Node) -> frozenset[str]:
+    """The names of the variables."""
+    own = {str(node.value)} if node.name == "variable" else set()
+    return frozenset(own).union(*map(variables, node.arguments))
+
+
+def operations(node: Node) -> int:
+    """The operations that are left to work out. A sign, a mixed number, a reduced fraction and a power of ten
+    as in 1.2 * 10^5 are part of a number.
+    """
+    first, *others = node.arguments or (node,)
+    if _is_fraction(node):
+        top, bottom = (_whole_number(one) or 0 for one in node.arguments)
+        return int(math.gcd(top, bottom) > 1)
+    if node.name == "*" and first.name == "number" and others[0].name == "^":
+        base, exponent = others[0].arguments
+        if base.value == 10 and not operations(exponent) and 1 <= evaluate(first, {}).real < 10:
+            return 0
+    below = sum(map(operations, node.arguments))
+    return below + (bool(node.arguments) and node.name not in ("negate", "mixed"))
+
+
+def evaluate(node: Node, values: Mapping[str, Fraction]) -> Number:
+    """The value, exact if all operations are rational.
+
+    Raises:
+        NotAnExpressionError: if an exact number is too large.
+        ArithmeticError, ValueError: where the expression has no value.
+    """
+    if isinstance(node.value, Fraction):
+        return node.value
+    if node.name == "variable":
+        return values[str(node.value)]
+    if node.name in _CONSTANTS:
+        return _CONSTANTS[node.name]
+    found = _OPERATIONS[node.name](*(evaluate(one, values) for one in node.arguments))
+    if isinstance(found, Fraction) and _bits(found) > _MOST_BITS:
+        raise NotAnExpressionError("the number is too large")
+    return found
+
+
+def _bits(number: Fraction) -> int:
+    return max(number.numerator.bit_length(), number.denominator.bit_length())
+
+
+def _count(value: Number) -> int:
+    if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _MOST_FACTORIAL):
+        raise NotAnExpressionError("not a small whole number")
+    return int(value)
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if isinstance(base, complex) or isinstance(exponent, complex):
+        return complex(base) ** complex(exponent)
+    if abs(exponent.numerator) * _bits(base) > _MOST_BITS:
+        raise NotAnExpressionError("the number is too large")
+    if exponent.denominator == 1:
+        return base ** int(exponent)
+    return _root(base**exponent.numerator, Fraction(exponent.denominator))
+
+
+def _root(radicand: Number, degree: Number) -> Number:
+    """A root; exact if the radicand is the power of a rational number."""
+    if (
+        isinstance(radicand, Fraction)
+        and isinstance(degree, Fraction)
+        and degree.denominator == 1
+        and 0 < degree < 100
+    ):
+        exact = [_whole_root(part, int(degree)) for part in (abs(radicand.numerator), radicand.denominator)]
+        if exact[0] is not None and exact[1] is not None and (radicand >= 0 or degree % 2):
+            return Fraction(exact[0], exact[1]) * (1 if radicand >= 0 else -1)
+        if radicand < 0 and degree % 2:
+            return -(complex(-radicand) ** (1 / complex(degree)))
+    return complex(radicand) ** (1 / complex(degree))
+
+
+def _whole_root(number: int, degree: int) -> int | None:
+    guess = math.isqrt(number) if degree == 2 else round(float(number) ** (1 / degree))
+    return guess if guess**degree == number else None
+
+
+_OPERATIONS: Mapping[str, Callable[..., Number]] = {
+    "+": operator.add,
+    "mixed": operator.add,
+    "-": operator.sub,
+    "negate": operator.neg,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "^": _power,
+    "root": _root,
+    "abs": lambda one: abs(one) if isinstance(one, Fraction) else complex(abs(one)),
+    "!": lambda one: Fraction(math.factorial(_count(one))),
+    "binom": lambda one, other: Fraction(math.comb(_count(one), _count(other))),
+    **{
+        name: lambda *arguments, function=function: function(*map(complex, arguments))
+        for name, function in _FUNCTIONS.items()
+    },
+}
