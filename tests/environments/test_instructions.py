@@ -7,6 +7,7 @@ import pytest
 
 from perilune.environments import Transcript, make_environment
 from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, sentences
+from perilune.environments.builtin.instructions.environment import check
 from perilune.environments.builtin.instructions.second_opinion import satisfies
 from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, TOPICS
 from perilune.errors import RequestError
@@ -27,7 +28,13 @@ def data(kind, params, topic="bees"):
         (
             "sentences",
             {"count": 2},
-            [f"{BEES} So it is!", f"{BEES} Is it so?!", f"{BEES} It costs 3.50 today.", f"{BEES} So it is"],
+            [
+                f"{BEES} So it is!",
+                f"{BEES} Is it so?!",
+                f"{BEES} It costs 3.50 today.",
+                f"{BEES} So it is",
+                f'"{BEES}" **So it is.**',
+            ],
             [BEES, f"{BEES} A. B.", f"{BEES} . ."],
         ),
         (
@@ -71,7 +78,7 @@ def data(kind, params, topic="bees"):
         ),
         ("lowercase", {}, [BEES.lower()], [BEES]),
         ("uppercase", {}, [BEES.upper()], [BEES]),
-        ("no_commas", {}, [BEES], [f"Well, {BEES}"]),
+        ("no_commas", {}, [BEES], [f"Well{comma} {BEES}" for comma in ",،、\u201a"]),
         ("start", {"phrase": "Let us begin."}, [f"Let us begin. {BEES}"], [f"{BEES} Let us begin.", BEES]),
         ("end", {"phrase": "That is all."}, [f"{BEES} That is all.\n"], [f"That is all. {BEES}", BEES]),
     ],
@@ -109,12 +116,21 @@ def test_a_language_is_told_from_the_others(language: str) -> None:
         f"{BEES} " * 11,
         BEES.replace("bees", "be\u200bes"),
         f"\u202e{BEES}",
+        f"{BEES} Many".replace("M", "\u041c"),  # a Cyrillic letter
+        f"Quiet bees visit. {' '.join(map(str, range(20)))}",
     ],
 )
 def test_a_text_that_does_not_answer_earns_nothing(text: str) -> None:
     assert is_sound(BEES, REQUEST, "bee", 60)
     assert not is_sound(text, REQUEST, "bee", 60)
     assert not satisfies(data("no_commas", {}), text)
+
+
+def test_letters_in_other_forms_count_as_plain_ones() -> None:
+    bold = "".join(chr(ord(letter) - ord("A") + 0x1D400) if letter.isupper() else letter for letter in BEES)
+    asked = data("lowercase", {})
+    assert check(asked, BEES.lower()) == {"lowercase": 1.0, "sound": 1.0}
+    assert check(asked, bold)["lowercase"] == 0.0 and not satisfies(asked, bold)
 
 
 def test_sentences() -> None:

@@ -27,6 +27,7 @@ from perilune.environments.builtin.instructions.vocabulary import (
 Params = Mapping[str, Any]
 LEAST_NEW = 3  # distinct words of an answer that the request does not have
 LEAST_DISTINCT = 0.4  # share of an answer's words that are distinct
+LEAST_LETTERED = 0.5  # share of an answer's words that have a letter
 LEAST_FUNCTION_WORDS = 0.15  # share of function words in a text of a language
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
@@ -57,23 +58,32 @@ def words(text: str) -> list[str]:
 
 def sentences(text: str) -> int:
     """The number of sentences: parts with a letter or digit, up to a full stop, !, ? or the end."""
-    return sum(bool(_WORD.search(part)) for part in re.split(r"[.!?]+(?=\s|$)", text))
+    ends = r"[.!?]+[\"'”’»)\]*_]*(?=\s|$)"
+    return sum(bool(_WORD.search(part)) for part in re.split(ends, text))
 
 
 def is_sound(text: str, request: str, mention: str, most: int) -> bool:
     """Whether a text answers the request at all.
 
-    It mentions the topic, has at most `most` words, is no echo of the request and no repetition, and contains
-    no invisible characters.
+    It mentions the topic, has at most `most` words, is no echo of the request, no repetition and no list of
+    numbers, contains no invisible characters, and mixes no alphabets in a word.
     """
     found = words(text)
+    lettered = [word for word in found if any(map(str.isalpha, word))]
     return (
         any(word.startswith(mention) for word in found)
         and len(found) <= most
-        and len(set(found) - set(words(request))) >= LEAST_NEW
+        and len(set(lettered) - set(words(request))) >= LEAST_NEW
         and len(set(found)) >= LEAST_DISTINCT * len(found)
+        and len(lettered) >= LEAST_LETTERED * len(found)
+        and all(len(_alphabets(word)) == 1 for word in lettered)
         and not any(unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs") for letter in _visible(text))
     )
+
+
+def _alphabets(word: str) -> set[str]:
+    """The alphabets of a word's letters, such as LATIN and CYRILLIC."""
+    return {unicodedata.name(letter, "").partition(" ")[0] for letter in word if letter.isalpha()}
 
 
 def mentioned(topic: str, language: str | None) -> str:
@@ -137,6 +147,11 @@ def _ends(text: str, params: Params) -> bool:
     return (
         re.search(r"(?:^|\s)" + re.escape(params["phrase"]) + r"\Z", text.strip(), re.IGNORECASE) is not None
     )
+
+
+def _is_comma(letter: str) -> bool:
+    is_mark = unicodedata.category(letter).startswith("P")
+    return letter in ",\u201a" or (is_mark and "COMMA" in unicodedata.name(letter, ""))
 
 
 def _pick(name: str, values: Sequence[Any]) -> Callable[[random.Random], dict[str, Any]]:
@@ -235,7 +250,13 @@ KINDS: Mapping[str, Kind] = {
             lambda draw: {},
             lambda text, p: text == text.upper(),
         ),
-        ("no_commas", "commas", "Do not use commas.", lambda draw: {}, lambda text, p: "," not in text),
+        (
+            "no_commas",
+            "commas",
+            "Do not use commas.",
+            lambda draw: {},
+            lambda text, p: not any(map(_is_comma, text)),
+        ),
         ("start", "start", "Begin with this sentence: {phrase}", _pick("phrase", OPENINGS), _starts),
         ("end", "end", "End with this sentence: {phrase}", _pick("phrase", CLOSINGS), _ends),
         (

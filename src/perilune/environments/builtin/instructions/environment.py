@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import random
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -107,7 +108,11 @@ class InstructionsEnvironment(SingleTurn):
 
 
 def check(data: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The terms of a text for a request: each kind of constraint, and "sound"."""
+    """The terms of a text for a request: each kind of constraint, and "sound".
+
+    Letters in other forms, such as bold or full-width ones, count as plain letters.
+    """
+    text = unicodedata.normalize("NFKC", text)
     language = data["asked"].get("language", {}).get("language")
     terms = {name: float(KINDS[name].holds(text, params)) for name, params in data["asked"].items()}
     mention = mentioned(data["topic"], language)

@@ -15,12 +15,16 @@ Check = Callable[[str, list[str], Mapping[str, Any]], bool]
 
 def satisfies(data: Mapping[str, Any], text: str) -> bool:
     """Whether a text answers the request in `data` and satisfies all of its constraints."""
+    text = unicodedata.normalize("NFKC", text)
     found = list(_tokens(text))
     asked = data["asked"]
     if not found or len(found) > data["words"]:
         return False
     known = set(_tokens(data["request"]))
-    if len({word for word in found if word not in known}) < 3 or len(found) > 2.5 * len(set(found)):
+    numbers = [word for word in found if not re.search(r"[^\W\d_]", word)]
+    if len(set(found) - known - set(numbers)) < 3 or len(found) > 2.5 * len(set(found)):
+        return False
+    if 2 * len(numbers) > len(found) or any(map(_is_disguised, found)):
         return False
     if any(not (letter.isprintable() or letter in "\n\t\u00a0\u2028\u2029\u3000") for letter in text):
         return False
@@ -48,11 +52,18 @@ def _tokens(text: str) -> Iterator[str]:
         yield word.lower()
 
 
+def _is_disguised(word: str) -> bool:
+    """Whether letters of several alphabets stand in one word."""
+    names = [unicodedata.name(letter, "").split(" ") for letter in word if letter.isalpha()]
+    return any(name[0] != names[0][0] for name in names)
+
+
 def _sentence_count(text: str) -> int:
     count, open_words = 0, False
     for place, letter in enumerate(text):
         open_words = open_words or letter.isalnum()
-        ends = place + 1 == len(text) or text[place + 1].isspace()
+        after = text[place + 1 :].lstrip(".!?").lstrip("\"'”’»)]*_")
+        ends = not after or after[0].isspace()
         if letter in ".!?" and ends and open_words:
             count, open_words = count + 1, False
     return count + open_words
@@ -132,7 +143,7 @@ _CHECKS: Mapping[str, Check] = {
     "paragraphs": _paragraphs,
     "lowercase": lambda text, found, p: not any(one.lower() != one for one in text),
     "uppercase": lambda text, found, p: not any(one.upper() != one for one in text),
-    "no_commas": lambda text, found, p: text.count(",") == 0,
+    "no_commas": lambda text, found, p: not set(text) & set(",‚،、⸲⸴⹁⹉⹌⹎"),
     "start": _begins,
     "end": _finishes,
     "language": _language,
