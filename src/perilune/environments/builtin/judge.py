@@ -56,7 +56,7 @@ class JudgeSpec(BaseModel):
         " tasks state one) are filled in",
     )
     grade: str = Field(
-        rf"Grade:\s*({_NUMBER})",
+        rf"Grade:[\s*]*({_NUMBER})",
         description="regular expression that finds the grade in the judge's reply; its last match counts, by"
         " its first group",
     )
@@ -96,6 +96,8 @@ class JudgeEnvironment(SingleTurn):
         self._borrowed = BorrowedTasks(sections[registry.TASKS])
         self._source: Any = self._borrowed.environment
         self.id = f"judge/{self._source.id}"
+        names = "|".join(re.findall(r"</(\w+)>", spec.prompt)) or "(?!)"
+        self._own_tags = re.compile(rf"<(\s*/?\s*(?:{names})\b[^<>]*)>", re.IGNORECASE)
         self.concurrent = spec.concurrency
         self._verifies = spec.verify and getattr(self._source, "judges", True)
         self.characters, self.check_files = self._borrowed.characters, self._borrowed.check_files
@@ -134,11 +136,13 @@ class JudgeEnvironment(SingleTurn):
         self._borrowed.close()
 
     def _asked(self, task: Task, answer: str) -> str:
-        """The judge's prompt. Braces in an answer are not filled in."""
+        """The judge's prompt. An answer can neither fill in fields nor close the prompt's tags: its own tags
+        of these names get square brackets.
+        """
         gold: Transcript | None = self._source.gold(task) if hasattr(self._source, "gold") else None
         texts = {
             "question": "\n\n".join(message["content"] for message in task.prompt),
-            "answer": answer,
+            "answer": self._own_tags.sub(r"[\1]", answer),
             "reference": "" if gold is None else gold.text,
         }
         return _FIELDS.sub(lambda found: texts[found[1]], self.spec.prompt)
