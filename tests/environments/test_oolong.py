@@ -251,6 +251,8 @@ def test_the_single_turn_environment_pays_the_right_answer_alone(style):
         right = plain.gold(task)
         assert plain.score(task, right).reward == 1.0 == environment.score(task, right).reward
         assert plain.is_right(task, right)
+        if style == "natural":
+            assert plain.score(task, Transcript(f" **{right.text.capitalize()}**.\n")).reward == 1.0
         assert plain.score(task, replace(right, finished=False)).reward == 0.0
         wrong = Transcript(f"{right.text}1")
         assert plain.score(task, wrong).reward == 0.0 and not plain.is_right(task, wrong)

@@ -232,7 +232,7 @@ def test_files_are_compared_as_what_they_hold(content, right):
 def test_tables_are_compared_by_rows():
     wanted = [["item", "amount"], ["a", "1"]]
     assert is_right(wanted, "x.csv", b"item,amount\r\na,1\r\n") and is_right(
-        wanted, "x.csv", b'"item",amount\na,1'
+        wanted, "x.csv", b'"item",amount\na,1\n\n'
     )
     assert not is_right(wanted, "x.csv", b"item,amount\na,1\nb,2\n") and not is_right(wanted, "x.csv", b"\0")
     assert not is_right(1, "a.json", b"true")

@@ -250,10 +250,12 @@ FAMILIES: Mapping[str, Callable[[random.Random], ToolTask]] = {
 
 
 def is_right(expected: Any, name: str, content: bytes) -> bool:
-    """Whether an untrusted file contains the expected table (.csv) or JSON. True, 1 and 1.0 are different."""
+    """Whether an untrusted file contains the expected table (.csv) or JSON. True, 1 and 1.0 are different.
+    Empty lines of a table don't count.
+    """
     try:
         text = content.decode()
-        actual = [*csv.reader(io.StringIO(text))] if name.endswith(".csv") else json.loads(text)
+        actual = [*filter(None, csv.reader(io.StringIO(text)))] if name.endswith(".csv") else json.loads(text)
         return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
     except (ValueError, csv.Error, RecursionError):
         return False

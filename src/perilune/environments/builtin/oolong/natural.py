@@ -146,8 +146,8 @@ def _date(date: int) -> str:
 
 
 def read_field(text: str) -> str | None:
-    """The whole text is the answer."""
-    return text
+    """The whole text is the answer, in any case, with or without quotes, emphasis and a full stop."""
+    return text.strip(" \n*_`'\"").removesuffix(".").strip("*_`'\"").lower()
 
 
 def context_and_question(lines: str, question: str) -> str:

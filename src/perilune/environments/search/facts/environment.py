@@ -81,10 +81,9 @@ class FactsEnvironment(SingleTurn):
             yield Task(task_id, prompt, data, difficulty=float(KINDS.index(question.kind)))
 
     def score(self, task: Task, transcript: Transcript) -> Score:
-        """Compare names without case. A truncated answer scores 0."""
-        right = transcript.finished and transcript.text.strip().casefold() == self.reply(
-            task, task.data["answer"]
-        )
+        """Compare names without case, emphasis and a full stop. A truncated answer scores 0."""
+        given = transcript.text.strip(" \n*_\"'.").casefold()
+        right = transcript.finished and given == self.reply(task, task.data["answer"])
         return Score(float(right), metrics={f"right/{task.data['question']['kind']}": float(right)})
 
     def gold(self, task: Task) -> Transcript:
