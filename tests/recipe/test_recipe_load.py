@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
@@ -305,6 +305,7 @@ values = st.recursive(
 PLACES = [("seed",), ("model",), ("environment", "meal"), ("stages",), ("stages", 2, "heat")]
 
 
+@settings(deadline=None)  # a busy machine has pauses
 @given(path=st.sampled_from(PLACES), value=values)
 def test_any_value_anywhere_gives_a_recipe_or_a_request_error(
     path: tuple[str | int, ...], value: object
