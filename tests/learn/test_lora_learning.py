@@ -19,11 +19,14 @@ from perilune.learn.batch import pack
 from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import LearnerSettings
-from perilune.models.adapters.lora import narrow_base
+from perilune.models.adapters.lora import narrow_base, pairs_of
 from perilune.models.checkpoints.loading import new_model
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.tasks.stage.memory_plan import stage_memory
 from perilune.tasks.stage.rounding import rounding_of
 
 TOKENIZER = Tokenizer.characters()
@@ -97,6 +100,24 @@ def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
     for other in (make(lora={"rank": 4}), make(seed=4, lora=lora)):
         with pytest.raises(RequestError, match="the checkpoint belongs to frozen weights with checksum"):
             Learner(other).load_state(tmp_path / "saved")
+
+
+def test_all_targets_mean_those_that_the_model_has() -> None:
+    config = DecoderConfig(
+        "gpt_oss", vocab_size=98, hidden_size=32, intermediate_size=8, num_layers=1, num_heads=2,
+        num_kv_heads=1, head_dim=16, tie_word_embeddings=False, attention_bias=True,
+        experts=Experts(count=2, per_token=1, intermediate_size=8, normalised=True),
+    )  # fmt: skip
+    decoder = Decoder(config)
+    adapt(decoder, LearnerSettings.model_validate({"lora": {"rank": 2}}), seed=0)
+    adapted = {name.rpartition(".")[2] for name in pairs_of(decoder)}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for section, message in (
+        ({"targets": ["q_proj", "up_proj"]}, "no linear map up_proj"),
+        ({"base": "int8"}, "experts of gpt_oss cannot be stored in int8"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            stage_memory(config, learner=LearnerSettings.model_validate({"lora": section}))
 
 
 def test_an_adapter_is_not_cut_over_processes() -> None:

@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
+from perilune.models import fetch
 from perilune.models.adapters.lora import narrow_part
 from perilune.models.checkpoints import loading
 from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
+from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
+from perilune.models.transformers_model import load_for_inference
+from perilune.recipe.model_files import find_model
+from perilune.recipe.problems import ProblemsError
 
 NORM = "model.layers.0.input_layernorm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -309,6 +315,38 @@ def test_a_tokenizer_of_another_model(folder: Path) -> None:
     save_checkpoint(folder, decoder, Tokenizer.characters())
     with pytest.raises(RequestError, match="the tokenizer has 98 tokens but the model has 50"):
         load_checkpoint(folder)
+
+
+def test_the_tokenizer_is_checked_before_weights_are_read(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "model.safetensors").unlink()
+    for load in (load_checkpoint, open_checkpoint):
+        with pytest.raises(RequestError, match=r"no tokenizer\.json"):
+            load(folder)
+
+
+def test_a_head_that_is_not_stored(folder: Path) -> None:
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    with pytest.raises(RequestError, match=r"lm_head\.weight is missing") as caught:
+        load_decoder(folder)
+    assert caught.value.remedy.startswith("set tie_word_embeddings to true")
+
+
+def test_an_adapter_is_no_model(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    for load in (load_checkpoint, load_decoder, load_for_inference):
+        with pytest.raises(RequestError, match="is a LoRA adapter, not a model"):
+            load(folder)
+    with pytest.raises(ProblemsError, match=r"has no config\.json") as caught:
+        find_model(str(folder), folder)
+    assert "it is a LoRA adapter" in caught.value.problems[0].remedy
+
+
+def test_from_the_hub_come_the_weights_once() -> None:
+    files = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+    copies = ["original/model.safetensors", "original/config.json", "consolidated.safetensors"]
+    patterns = {"allow_patterns": list(fetch._HUB_FILES), "ignore_patterns": list(fetch._HUB_COPIES)}
+    assert list(filter_repo_objects([*files, *copies, "model.py", "a.bin"], **patterns)) == files
 
 
 def test_an_unknown_preset() -> None:

@@ -17,7 +17,7 @@ import pytest
 from chat_cases import chatml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from perilune.errors import RequestError
@@ -481,6 +481,42 @@ TEXTS = [
     "5 加 6 等于多少？",
 ] * 4
 BPE = Tokenizer.trained(TEXTS, 512)
+
+
+@pytest.mark.parametrize("pad", ["<extra>", {"content": "<extra>"}, "<pad>"])
+def test_special_tokens_without_an_embedding_are_dropped(tmp_path, capsys, pad) -> None:
+    tokenizer = added_token(tmp_path, {"pad_token": pad}, special=True)
+    limited = tokenizer.limited(98)
+    assert limited.vocab_size == 98
+    assert limited.pad_token_id == (0 if pad == "<pad>" else None)
+    assert limited.encode("<extra>!") == CHARACTERS.encode("<extra>!")
+    assert limited.chat_template.source == "{{ messages[0].content }}<extra>"
+    assert limited.encode_prompt(HELLO) == CHARACTERS.encode("hello<extra>")
+    assert capsys.readouterr().err.endswith("the model has no tokens <extra>\n")
+    limited.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").limited(98).vocab_size == 98
+    assert not capsys.readouterr().err
+
+
+def test_other_tokens_without_an_embedding_are_refused(tmp_path) -> None:
+    for special, config, message in (
+        (False, {}, "the tokenizer has 99 tokens but the model has 98"),
+        (True, {"eos_token": "<extra>"}, "eos_token '<extra>' is not in the vocabulary"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            added_token(tmp_path, config, special=special).limited(98)
+
+
+def added_token(folder, config, *, special) -> Tokenizer:
+    """The character tokenizer with one token more, and a template that writes it."""
+    CHARACTERS.save(folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<extra>", special=special)])
+    backend.save(str(folder / "tokenizer.json"))
+    own = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(own | config))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<extra>")
+    return Tokenizer.load(folder)
 
 
 @given(st.text(max_size=40))

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from perilune.errors import RequestError
 from perilune.learn.training_settings import LearnerSettings
-from perilune.models.adapters.lora import A, B, attach, linear_maps
+from perilune.models.adapters.lora import A, B, attach
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 
@@ -20,21 +19,14 @@ def adapt(decoder: Decoder, settings: LearnerSettings, seed: int) -> None:
     update.
 
     Raises:
-        RequestError: when the model lacks a linear map that `lora.targets` names.
+        RequestError: as `LoRASettings.check`.
     """
     decoder.compute_in(settings.precision)
     decoder.recompute = settings.activation_checkpointing
     lora = settings.lora
     if lora is None:
         return
-    known = {name.rpartition(".")[2] for name, _ in linear_maps(decoder)}
-    missing = sorted(name for name in lora.targets if decoder.config.family.module(name) not in known)
-    if missing:
-        raise RequestError(
-            f"this model has no linear map {missing[0]}",
-            where="lora.targets",
-            remedy=f"choose from {', '.join(sorted(known))}",
-        )
+    lora.check(decoder.config)
     attach(decoder, lora.targets, lora.rank, lora.alpha, seed)
 
 

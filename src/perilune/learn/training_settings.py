@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,8 @@ from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.weights import KLEstimator
+from perilune.models.config.decoder_config import DecoderConfig
+from perilune.models.memory import adapter_parameters, require_base
 
 
 class AlgorithmSettings(BaseModel):
@@ -130,11 +132,27 @@ class LoRASettings(BaseModel):
     targets: tuple[LoRATarget, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description="linear maps of each layer that get an adapter",
+        description="linear maps of each layer that get an adapter; all seven: those that the model has",
     )
     base: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="precision of the frozen matrices; rounding changes the initial policy"
     )
+
+    def check(self, config: DecoderConfig) -> None:
+        """Refuse some targets that the model lacks, and a base in which its experts cannot be stored.
+
+        Raises:
+            RequestError: for either.
+        """
+        known = [name for name in get_args(LoRATarget) if adapter_parameters(config, 1, [name])]
+        missing = [name for name in self.targets if name not in known]
+        if missing and len(set(self.targets)) < len(get_args(LoRATarget)):
+            raise RequestError(
+                f"this model has no linear map {missing[0]}",
+                where="lora.targets",
+                remedy=f"choose from {', '.join(known)}",
+            )
+        require_base(config, self.base)
 
 
 class LearnerSettings(OptimizerSettings):

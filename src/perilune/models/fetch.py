@@ -27,6 +27,7 @@ Report = Callable[[str], None]
 LICENSE = "LICENSE"
 _DOWNLOADS = "download"  # a folder beside the files of an unfinished model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_COPIES = ("*/*", "consolidated*")  # the same weights in another layout, as in gpt-oss and Mistral
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "LICENSE*", "tokenizer.model")
 
 
@@ -138,7 +139,13 @@ def _snapshot(repository: str, revision: str, folder: Path) -> str:
 
     try:
         commit = HfApi().model_info(repository, revision=revision).sha
-        snapshot_download(repository, revision=commit, local_dir=folder, allow_patterns=list(_HUB_FILES))
+        snapshot_download(
+            repository,
+            revision=commit,
+            local_dir=folder,
+            allow_patterns=list(_HUB_FILES),
+            ignore_patterns=list(_HUB_COPIES),
+        )
     except Exception as error:  # of the HTTP library, of the hub for unknown names, and of the disk
         cause = " ".join(str(error).split())[:200]
         raise WorkFailedError(

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from perilune.errors import RequestError
 from perilune.models.card.from_config import model_card
 from perilune.models.card.layers import STATES_KEPT_EVERY
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
@@ -224,6 +225,20 @@ def window_blocks(
 def blocks_in(tokens: int, size: int = BLOCK) -> int:
     """Most blocks of `size` that `tokens` consecutive tokens can touch."""
     return (tokens + size - 2) // size + 1
+
+
+def require_base(config: DecoderConfig, kind: str) -> None:
+    """Check that the matrices of a frozen model can be stored as `kind`.
+
+    Raises:
+        RequestError: for a model whose experts share tensors, unless `kind` is float32.
+    """
+    if kind != "float32" and config.family.fused_experts:
+        raise RequestError(
+            f"the experts of {config.architecture} cannot be stored in {kind}",
+            where="lora.base",
+            remedy="set base to float32",
+        )
 
 
 def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:

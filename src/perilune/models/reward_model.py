@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.files import read_json, write_json
-from perilune.models.checkpoints.loading import load_as, save_checkpoint
+from perilune.models.checkpoints.loading import load_as, save_checkpoint, tokenizer_of
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -62,4 +62,5 @@ def load_reward_model(
     Raises:
         RequestError: as `load_checkpoint`, and when `score.weight` is missing.
     """
-    return load_as(RewardModel, path, torch.device(device), dtype), Tokenizer.load(path)
+    tokenizer = tokenizer_of(path)
+    return load_as(RewardModel, path, torch.device(device), dtype), tokenizer

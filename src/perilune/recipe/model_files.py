@@ -35,6 +35,8 @@ def find_model(path: str, base: Path) -> Path:
     if found.is_dir() and not (found / REQUIRED).is_file():
         files = sorted(found.glob("*.gguf"))
         remedy = str(files[0]) if files else "a folder in Hugging Face format, or a .gguf file"
+        if (found / "adapter_config.json").is_file():
+            remedy = "it is a LoRA adapter: merge it into its base model with PEFT and give the merged folder"
         raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {REQUIRED}", remedy)])
     try:
         folder: Path = _store().model_folder(found)

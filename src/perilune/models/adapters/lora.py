@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 from perilune.models.layers import ExpertMap, Projection
+from perilune.models.memory import require_base
 from perilune.models.narrow import narrowed
 from perilune.models.products import biased, gradient_product, linear, product
 from perilune.models.scratch import scratch_buffer
@@ -153,12 +153,7 @@ def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
         RequestError: for a model whose experts share tensors.
     """
     owner, _, attribute = name.rpartition(".")
-    if kind != "float32" and decoder.config.family.fused_experts:
-        raise RequestError(
-            f"the experts of {decoder.config.architecture} cannot be stored in {kind}",
-            where="lora.base",
-            remedy="set base to float32",
-        )
+    require_base(decoder.config, kind)
     if kind == "float32" or attribute != "weight":
         return
     part = decoder.get_submodule(owner)

@@ -121,24 +121,18 @@ def load_checkpoint(
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
-    decoder = load_as(Decoder, path, device, dtype, base)
-    return decoder, tokenizer_of(decoder, path)
+    tokenizer = tokenizer_of(path)  # before the weights, which may take minutes
+    return load_as(Decoder, path, device, dtype, base), tokenizer
 
 
-def tokenizer_of(decoder: Decoder, path: Path) -> Tokenizer:
+def tokenizer_of(path: Path) -> Tokenizer:
     """Read the tokenizer in the folder of a model.
 
     Raises:
-        RequestError: when it is missing, malformed, or has more tokens than the model.
+        RequestError: when it or config.json is missing or malformed, and as `Tokenizer.limited`.
     """
-    tokenizer = Tokenizer.load(path)
-    if tokenizer.vocab_size > decoder.config.vocab_size:
-        raise RequestError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the model has {decoder.config.vocab_size}",
-            where=str(path),
-            remedy="the tokenizer belongs to another model",
-        )
-    return tokenizer
+    config, _ = _config(CheckpointFolder(path))
+    return Tokenizer.load(path).limited(config.vocab_size)
 
 
 def load_decoder(
@@ -194,9 +188,7 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
         RequestError: as `load_checkpoint`.
     """
     folder = CheckpointFolder(Path(path))
-    file = folder.file("config.json")
-    read = Reader(read_json(file), str(file))
-    config = _config(read, folder)
+    config, read = _config(folder)
     stored = _without_mtp(stored_tensors(folder), config, read)
     stored = with_quantised(stored, read_quantisation(read), path)
     _check_counts(config, stored, path)
@@ -216,13 +208,22 @@ def _empty(config: DecoderConfig) -> Decoder:
     return decoder
 
 
-def _config(read: Reader, folder: CheckpointFolder) -> DecoderConfig:
+def _config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
+    """The configuration in a folder, with the end tokens of generation_config.json, and config.json."""
+    file = folder.file("config.json")
+    if not file.exists() and folder.file("adapter_config.json").exists():
+        raise RequestError(
+            "is a LoRA adapter, not a model",
+            where=str(folder.path),
+            remedy="merge it into its base model and save the result: PeftModel.merge_and_unload()",
+        )
+    read = Reader(read_json(file), str(file))
     config = DecoderConfig.from_hf(read.raw, where=read.where)
     generation = folder.file("generation_config.json")
     if generation.is_file():
         ends = DecoderConfig.end_tokens(read_json(generation), where=str(generation))
         config = config.replace(eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
-    return config
+    return config, read
 
 
 def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader) -> dict[str, Stored]:
@@ -280,7 +281,9 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _missing(name: str, path: Path) -> RequestError:
-    return RequestError(f"tensor {name} is missing", where=str(path))
+    tied = "set tie_word_embeddings to true in config.json if the head is the embedding matrix"
+    remedy = tied if name == "lm_head.weight" else ""
+    return RequestError(f"tensor {name} is missing", where=str(path), remedy=remedy)
 
 
 def check_tied(head: Stored, embedding: Tensor) -> None:

@@ -100,8 +100,8 @@ def open_checkpoint(
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    decoder = open_decoder(Path(path), device, dtype)
-    return decoder, tokenizer_of(decoder, Path(path))
+    tokenizer = tokenizer_of(Path(path))
+    return open_decoder(Path(path), device, dtype), tokenizer
 
 
 def _on_disk(part: nn.Module) -> list[_Place]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,7 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.chat_template import ChatTemplate
 from perilune.models.text.spelled_tokens import Rendered, SpelledTokens
 from perilune.models.text.token_bytes import Boundaries, token_bytes
+from perilune.terminal import printable
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
@@ -201,6 +203,37 @@ class Tokenizer:
         shown.__dict__.pop("boundaries", None)
         shown._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
         return shown
+
+    def limited(self, size: int) -> Tokenizer:
+        """The tokenizer of a model with `size` embeddings, without the special tokens that have none.
+
+        The text models of Gemma 3 have no embedding of the token for images; other models have none of the
+        padding token. `decode` never meets these tokens, and texts that spell them out are encoded as text.
+
+        Raises:
+            RequestError: when the end-of-sequence token, or a token that is not special, has no embedding.
+        """
+        if self.vocab_size <= size:
+            return self
+        document = json.loads(self._backend.to_str())
+        added = document["added_tokens"]
+        document["added_tokens"] = [one for one in added if not one["special"] or one["id"] < size]
+        dropped = [one["content"] for one in added if one not in document["added_tokens"]]
+        config = dict(self._config)
+        if self._token("pad_token") in dropped:
+            del config["pad_token"]
+        template = None if self.chat_template is None else self.chat_template.source
+        backend = tokenizers.Tokenizer.from_str(json.dumps(document))
+        limited = Tokenizer(backend, config, chat_template=template, where=self._where)
+        if limited.vocab_size > size:
+            raise RequestError(
+                f"the tokenizer has {self.vocab_size} tokens but the model has {size}",
+                where=self._where,
+                remedy="use the tokenizer of this model; after adding tokens, resize the embeddings:"
+                " model.resize_token_embeddings(len(tokenizer))",
+            )
+        print(f"{printable(self._where)}: the model has no tokens {', '.join(dropped)}", file=sys.stderr)
+        return limited
 
     def save(self, path: Path | str) -> None:
         """Write tokenizer.json, tokenizer_config.json and, when there is one, chat_template.jinja."""

@@ -231,9 +231,11 @@ def stage_memory(
         cache: the device of the stage, and the precision of its products.
 
     Raises:
-        RequestError: when the answers leave no room for a prompt.
+        RequestError: when the answers leave no room for a prompt, or the adapter does not fit the model.
     """
     require_prompt_room(config, max_tokens)
+    if learner is not None and learner.lora is not None:
+        learner.lora.check(config)
     length = _length(config, max_tokens)
     slots = min(samples, slots_for(config, max_tokens, cache))
 
