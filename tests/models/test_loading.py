@@ -332,6 +332,30 @@ def test_a_head_that_is_not_stored(folder: Path) -> None:
     assert caught.value.remedy.startswith("set tie_word_embeddings to true")
 
 
+def test_tensors_with_another_prefix(folder: Path) -> None:
+    edit_tensors(folder, lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)])
+    with pytest.raises(RequestError, match=f"{EMBEDDING} is missing") as caught:
+        load_decoder(folder)
+    assert f"the files call it module.{EMBEDDING}" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16\n")
+    with pytest.raises(RequestError, match="is a Git LFS pointer") as caught:
+        load_checkpoint(folder)
+    assert caught.value.where == str(folder / name)
+
+
+def test_a_single_file_comes_before_the_index_of_older_shards(folder: Path, tmp_path: Path) -> None:
+    decoder, tokenizer = load_checkpoint(folder)
+    shard(folder)
+    decoder.initialize(seed=4)
+    save_checkpoint(folder, decoder, tokenizer)
+    assert torch.equal(load_decoder(folder).model.norm.weight, decoder.model.norm.weight)
+    assert torch.equal(load_decoder(folder).model.embed_tokens.weight, decoder.model.embed_tokens.weight)
+
+
 def test_an_adapter_is_no_model(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
     for load in (load_checkpoint, load_decoder, load_for_inference):

@@ -10,6 +10,7 @@ from perilune.files import read_json
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/", 1024
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -40,11 +41,14 @@ class CheckpointFolder:
             )
         if file.exists() and not file.is_file():
             raise RequestError("is not a regular file", where=str(file))
+        if file.exists() and file.stat().st_size < _POINTER_BYTES and file.read_bytes().startswith(_POINTER):
+            remedy = "run git lfs pull in the folder, or perilune model fetch OWNER/NAME"
+            raise RequestError("is a Git LFS pointer, not the file itself", where=str(file), remedy=remedy)
         return file
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files; an index lists them when there are several."""
-        if self.file(_INDEX).is_file():
+        """The safetensors files: the single one, which transformers prefers too, or those of the index."""
+        if not self.file(WEIGHTS).exists() and self.file(_INDEX).exists():
             where = str(self.path / _INDEX)
             index = read_json(self.file(_INDEX))
             names = index.get("weight_map") if isinstance(index, Mapping) else None
@@ -60,7 +64,10 @@ class CheckpointFolder:
 
     def _no_weights(self, name: str) -> RequestError:
         pickles = sorted(file for pattern in _PICKLES for file in self.path.glob(pattern))
-        return pickle_error(pickles[0]) if pickles else RequestError(f"no file {name}", where=str(self.path))
+        if pickles:
+            return pickle_error(pickles[0])
+        remedy = f"fetch the folder again; several weight files need {_INDEX}"
+        return RequestError(f"no file {name}", where=str(self.path), remedy=remedy)
 
 
 def pickle_error(file: Path) -> RequestError:

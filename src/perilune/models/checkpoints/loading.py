@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -244,7 +244,7 @@ def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader)
 def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Path) -> None:
     """Refuse more layers or experts than are stored, before a model of that size is created."""
     if config.num_layers > len(stored):
-        raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", path)
+        raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", stored, path)
     layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
     if config.experts is None or layer is None:
         return
@@ -253,15 +253,15 @@ def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Pat
     if config.family.fused_experts:
         name = f"{experts}.gate_up_proj"
         if name not in stored or stored[name].shape[:1] != (config.experts.count,):
-            raise _missing(f"{name} of {config.experts.count} experts", path)
+            raise _missing(f"{name} of {config.experts.count} experts", stored, path)
     elif config.experts.count > len(stored):
-        raise _missing(f"{experts}.{config.experts.count - 1}.{up}.weight", path)
+        raise _missing(f"{experts}.{config.experts.count - 1}.{up}.weight", stored, path)
 
 
 def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
     for name, shape in shapes.items():
         if name not in stored:
-            raise _missing(name, path)
+            raise _missing(name, stored, path)
         tensor = stored[name]
         if tensor.shape != shape:
             raise RequestError(
@@ -280,9 +280,12 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
             )
 
 
-def _missing(name: str, path: Path) -> RequestError:
-    tied = "set tie_word_embeddings to true in config.json if the head is the embedding matrix"
-    remedy = tied if name == "lm_head.weight" else ""
+def _missing(name: str, stored: Iterable[str], path: Path) -> RequestError:
+    inner = name.removeprefix("model.")
+    other = next((one for one in stored if one.endswith(inner)), None)
+    remedy = "" if other is None else f"the files call it {other}: rename their tensors"
+    if name == "lm_head.weight":
+        remedy = "set tie_word_embeddings to true in config.json if the head is the embedding matrix"
     return RequestError(f"tensor {name} is missing", where=str(path), remedy=remedy)
 
 

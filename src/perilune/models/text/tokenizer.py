@@ -232,7 +232,8 @@ class Tokenizer:
                 remedy="use the tokenizer of this model; after adding tokens, resize the embeddings:"
                 " model.resize_token_embeddings(len(tokenizer))",
             )
-        print(f"{printable(self._where)}: the model has no tokens {', '.join(dropped)}", file=sys.stderr)
+        said = f"{self._where}: ignores {', '.join(dropped)}, which the model has no embedding for"
+        print(printable(said), file=sys.stderr, flush=True)
         return limited
 
     def save(self, path: Path | str) -> None:
