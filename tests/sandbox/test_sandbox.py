@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from perilune.errors import RequestError
 from perilune.sandbox import WALLS, Sandbox, SandboxFailedError, SandboxLimits
+from perilune.sandbox.programs import ProgramLimits, Programs, Streams
 from perilune.sandbox.watch import Output, descendants
 
 pytestmark = pytest.mark.usefixtures("walls")
@@ -162,6 +165,21 @@ open(b'odd\\xff', 'w').close()
     assert set(found.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
 
 
+DEEP = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"
+
+
+def test_a_deep_folder_is_removed_and_hurts_no_other_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox(LIMITS, without=("namespaces",), allow_missing=tuple(WALLS)) as shared:
+        shared.run(DEEP)
+        assert shared.run("print('alive')").output == "alive\n"
+    programs, ended = Programs(ProgramLimits(confined=False)), threading.Event()
+    program = programs.start(["python", "-c", DEEP], Streams.of_text(""), {}, lambda ending: ended.set())
+    assert ended.wait(20) and program.has_ended.is_set()
+    programs.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
 def test_names_that_lead_out_are_refused(sandbox, name):
     with pytest.raises(RequestError, match="not a valid file name"):
@@ -194,7 +212,7 @@ def test_a_run_ends_with_who_asked_for_it():
         "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
-        "time.sleep(0.3); print(s.process_id, s._supervisor._folder.name, flush=True); time.sleep(60)"
+        "time.sleep(0.3); print(s.process_id, s._supervisor._folder, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         process, folder = owner.stdout.readline().split()

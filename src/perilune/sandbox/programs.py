@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from perilune.errors import RequestError
+from perilune.sandbox.folders import remove_folder
 from perilune.sandbox.landlock import can_limit_ports
 
 _START = """
@@ -162,13 +163,13 @@ class Programs:
             output = stack.enter_context(os.fdopen(streams.output, "rb"))
             errors = stack.enter_context(tempfile.TemporaryFile())
             executable = _find(command[0])
-            folder = tempfile.TemporaryDirectory(prefix="perilune-program-")
-            stack.callback(folder.cleanup)
+            folder = tempfile.mkdtemp(prefix="perilune-program-")
+            stack.callback(remove_folder, folder)
             request = {
                 "command": [executable, *command[1:]],
                 "is_preloaded": bool(self._preload) and executable == sys.executable,
-                "variables": {**_variables(folder.name), **variables},
-                "folder": folder.name,
+                "variables": {**_variables(folder), **variables},
+                "folder": folder,
                 "readable": [*_readable(executable), *readable] if self._limits.confined else None,
                 "port": port,
                 "cpu_seconds": self._limits.cpu_seconds,

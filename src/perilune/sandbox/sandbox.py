@@ -21,6 +21,7 @@ from typing import Any
 
 import perilune
 from perilune.errors import RequestError, WorkFailedError
+from perilune.sandbox.folders import remove_folder
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
 from perilune.sandbox.wire import HEADER, frame
@@ -192,10 +193,10 @@ class _Supervisor:
     def __init__(self, limits: SandboxLimits, without: frozenset[str]) -> None:
         if sys.platform != "linux":
             raise SandboxFailedError(f"the sandbox needs Linux; this is {sys.platform}")
-        self._folder = tempfile.TemporaryDirectory(prefix="perilune-sandbox-", ignore_cleanup_errors=True)
-        Path(self._folder.name).chmod(0o711)  # the run's own user passes through it
+        self._folder = tempfile.mkdtemp(prefix="perilune-sandbox-")
+        Path(self._folder).chmod(0o711)  # the run's own user passes through it
         self._socket, theirs = socket.socketpair()
-        opening = {"limits": asdict(limits), "folder": self._folder.name, "without": sorted(without)}
+        opening = {"limits": asdict(limits), "folder": self._folder, "without": sorted(without)}
         package = str(Path(perilune.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
@@ -203,7 +204,7 @@ class _Supervisor:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                cwd=self._folder.name,
+                cwd=self._folder,
                 env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"},
                 start_new_session=True,
             )
@@ -235,7 +236,7 @@ class _Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._folder.cleanup()
+        remove_folder(self._folder)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         self._socket.settimeout(seconds)

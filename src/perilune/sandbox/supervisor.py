@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 import sys
 import traceback
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from typing import Any
 
 from perilune.sandbox import kernel
 from perilune.sandbox.control_group import ControlGroup
+from perilune.sandbox.folders import remove_folder
 from perilune.sandbox.isolation import MOST_DESCRIPTORS, Run, launch
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.limits import SandboxLimits, lower
@@ -54,7 +54,7 @@ def main() -> None:
     finally:
         if group:
             group.leave()
-        shutil.rmtree(opening["folder"], ignore_errors=True)  # the owner may have been killed
+        remove_folder(opening["folder"])  # the owner may have been killed
 
 
 def _enter_control_group(limits: SandboxLimits, reasons: dict[str, str]) -> ControlGroup | None:
@@ -114,10 +114,10 @@ class Supervisor:
             os.close(report)
             _reap_children()
             if not mechanisms.namespaces:
-                shutil.rmtree(run.scratch, ignore_errors=True)
+                remove_folder(run.scratch)
 
     def _make_scratch(self, run: Run) -> None:
-        shutil.rmtree(run.scratch, ignore_errors=True)
+        remove_folder(run.scratch)
         Path(run.scratch).mkdir(0o700)
         if run.mechanisms.own_user:
             os.chown(run.scratch, self._user, self._user)
