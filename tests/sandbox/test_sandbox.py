@@ -180,6 +180,24 @@ def test_a_deep_folder_is_removed_and_hurts_no_other_run(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+HOPS = f"""
+import os, time
+{DEAF}
+until = time.time() + 30
+if os.fork(): time.sleep(0.1); os._exit(0)
+while time.time() < until:
+    os.setsid()
+    if os.fork(): os._exit(0)
+"""
+
+
+def test_a_program_that_forks_and_leaves_all_the_time_is_ended():
+    programs, ended = Programs(ProgramLimits(confined=False)), threading.Event()
+    programs.start(["python", "-c", HOPS], Streams.of_text(""), {}, lambda ending: ended.set())
+    assert ended.wait(15)
+    programs.close()
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
 def test_names_that_lead_out_are_refused(sandbox, name):
     with pytest.raises(RequestError, match="not a valid file name"):

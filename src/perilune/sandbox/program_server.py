@@ -65,9 +65,9 @@ def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, repo
     _, status = os.waitpid(program, 0)
     while left := list(descendants(os.getpid())):
         for process in left:
-            _end(process)
+            _end_group(process)
         with contextlib.suppress(ChildProcessError):
-            while os.wait():
+            while os.waitpid(-1, os.WNOHANG)[0]:  # more may be born, so do not wait for the last
                 pass
     os.write(report, json.dumps({"status": status}).encode())
     os._exit(0)
@@ -76,6 +76,13 @@ def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, repo
 def _end(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
+
+
+def _end_group(process: int) -> None:
+    """Kill a process and its group at once, so that it cannot fork in between."""
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(process)
+        os.kill(process if group == os.getpgrp() else -group, signal.SIGKILL)
 
 
 def _become(request: Mapping[str, Any], given: int, output: int, errors: int) -> NoReturn:
