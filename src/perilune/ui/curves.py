@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from perilune.ui.attempt import Attempt, Columns
+from perilune.ui.charts import CurveChart, charts_of
 
 MOST_STEPS = 2000
 HARDWARE_POINTS = 600
@@ -24,6 +25,7 @@ class Training:
     description: str
     steps_total: int
     steps_kept: int
+    charts: list[CurveChart]
     columns: Columns
     timings: Columns
     totals: Mapping[str, float] | None
@@ -60,6 +62,7 @@ def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Tr
         description=description,
         steps_total=len(metrics["step"]),
         steps_kept=len(kept["step"]),
+        charts=charts_of(task, metrics),
         columns=_rounded(kept),
         timings=_rounded(thin(timings, MOST_STEPS)),
         totals=totals_of(timings),

@@ -12,9 +12,10 @@ const Episodes = (() => {
   for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
   const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
   const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
-  const view = {};
+  const { plain, select } = Page;
 
-  const has = (stage) => index.stages.some((one) => one.stage === stage && one.sets.length);
+  const stageOf = (name) => index.stages.find((one) => one.stage === name);
+  const has = (name) => Boolean(stageOf(name)?.sets.length);
 
   function load(set, stage) {
     if (!parsed.has(set)) parsed.set(set, set.script ? embedded(set, stage) : fetched(set, stage));
@@ -40,29 +41,37 @@ const Episodes = (() => {
     return episodes;
   }
 
-  const prepared = (set, groups, vocabulary) =>
-      groups.flatMap((group) => {
-        const members = group.episodes.map((episode) => Object.assign(episode, { group, set, vocabulary }));
-        for (const episode of members) {
-          episode.length = episode.logprobs.length;
-          episode.prompt = group.prompt.map((message) => message.content).join("\n");
-          episode.strategies = Object.keys(episode.metrics)
-            .filter((name) => name.startsWith("strategy/") && episode.metrics[name] > 0)
-            .map((name) => name.slice(9));
-          const own = episode.logprobs.filter((_, place) => !(episode.masked && episode.masked[place]));
-          episode.sampled = own.length;
-          episode.meanLogprob = own.length ? own.reduce((sum, value) => sum + value, 0) / own.length / 1000 : 0;
-        }
-        group.members = members;
-        return members;
-      });
+  const isStrategy = (name) => name.startsWith("strategy/");
+
+  function prepared(set, groups, vocabulary) {
+    for (const group of groups) {
+      group.members = group.episodes;
+      for (const episode of group.episodes) {
+        const { metrics, logprobs, masked } = episode;
+        const own = logprobs.filter((_, place) => !masked?.[place]);
+        const strategies = Object.keys(metrics).filter((name) => isStrategy(name) && metrics[name] > 0);
+        Object.assign(episode, {
+          group,
+          set,
+          vocabulary,
+          length: logprobs.length,
+          prompt: group.prompt.map((message) => message.content).join("\n"),
+          strategies: strategies.map((name) => name.slice(9)),
+          sampled: own.length,
+          meanLogprob: sum(own) / (own.length || 1) / 1000,
+        });
+      }
+    }
+    return groups.flatMap((group) => group.members);
+  }
 
   // ------------------------------------------------------------------------------------- filters
+  const isRight = ({ reward }) => reward !== null && reward >= index.right;
   const REWARDS = {
     any: () => true,
-    right: (episode) => episode.reward !== null && episode.reward >= index.right,
-    partial: (episode) => episode.reward !== null && episode.reward > 0 && episode.reward < index.right,
-    wrong: (episode) => episode.reward !== null && episode.reward <= 0,
+    right: isRight,
+    partial: ({ reward }) => reward > 0 && reward < index.right,
+    wrong: ({ reward }) => reward !== null && reward <= 0,
     failed: (episode) => episode.failure !== "",
   };
   const SORTS = {
@@ -74,61 +83,76 @@ const Episodes = (() => {
     "shortest first": (a, b) => a.length - b.length,
     "least likely first": (a, b) => a.meanLogprob - b.meanLogprob,
   };
+  const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "aborted" };
 
-  function select(label, options, onChange) {
-    return h(
-      "select",
-      { "aria-label": label, on: { change: onChange } },
-      options.map(([value, text]) => h("option", { value }, text)),
-    );
-  }
+  const again = () => refresh(true);
+  const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
+  const view = {
+    stage: select("Stage", index.stages.map((one) => one.stage), () => setStage(view.stage.value)),
+    step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(Number(view.step.value)) }),
+    stepLabel: h("output"),
+    all: h("input", { type: "checkbox", onchange: toggleAll }),
+    parts: h("div.parts", { role: "group", "aria-label": "Part" }),
+    search: input("search", "Search", { placeholder: "Search text, prompt, task" }),
+    reward: select("Reward", [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]], again),
+    strategy: select("Strategy", [["", "any strategy"]], again),
+    finish: select("How it ended", [["", "any ending"], ...Object.entries(ENDINGS)], again),
+    least: input("number", "Shortest length", { min: 0, placeholder: "min" }),
+    most: input("number", "Longest length", { min: 0, placeholder: "max" }),
+    group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
+    sort: select("Order", Object.keys(SORTS), again),
+    count: h("span", { role: "status" }),
+    list: h("ol", { onkeydown: (event) => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
+    detail: h("div.detail"),
+    picker: h("div.picker"),
+    matrix: h("div.matrix"),
+  };
+  view.stepControl = h("label.control", view.step, view.stepLabel);
+  view.allControl = h("label.control", view.all, "all steps");
 
   function matches(loaded) {
-    const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const asked = words(view.search);
     const least = Number(view.least.value) || 0;
     const most = Number(view.most.value) || Infinity;
+    const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
     const found = loaded.filter((episode) => {
       if (!REWARDS[view.reward.value](episode)) return false;
-      if (
-        view.strategy.value === "none"
-          ? episode.strategies.length
-          : view.strategy.value && !episode.strategies.includes(view.strategy.value.slice(2))
-      )
-        return false;
-      if (view.finish.value && episode.finish !== view.finish.value) return false;
+      if (strategy === "none" ? episode.strategies.length : strategy && !episode.strategies.includes(strategy.slice(2))) return false;
+      if (finish && episode.finish !== finish) return false;
       if (episode.length < least || episode.length > most) return false;
-      if (view.group.value && episode.group.id !== view.group.value.trim()) return false;
-      if (!words.length) return true;
-      const text =
-        `${episode.text}\n${episode.prompt}\n${episode.group.task}\n${episode.id}\n${episode.failure}`.toLowerCase();
-      return words.every((word) => text.includes(word));
+      if (group && episode.group.id !== group) return false;
+      const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
+      return asked.every((word) => text.includes(word));
     });
     const order = SORTS[view.sort.value];
-    return order ? found.toSorted(order) : found;
+    return order ? found.sort(order) : found;
   }
 
   function clear() {
     for (const field of [view.search, view.least, view.most, view.group, view.strategy, view.finish]) field.value = "";
     view.reward.value = "any";
-    refresh(true);
+    again();
   }
 
   // ---------------------------------------------------------------------------------------- list
   function rewardBadge(episode) {
-    if (episode.failure) return h("span", { class: "reward failure", title: episode.failure }, "failed");
-    if (episode.reward === null) return h("span", { class: "reward failure" }, "none");
-    const kind = REWARDS.right(episode) ? "right" : episode.reward <= 0 ? "wrong" : "";
-    return h("span", { class: `reward ${kind}` }, Format.number(episode.reward, 3));
+    if (episode.failure) return h("span.reward.failure", { title: episode.failure }, "failed");
+    if (episode.reward === null) return h("span.reward.failure", "none");
+    const kind = isRight(episode) ? ".right" : episode.reward <= 0 ? ".wrong" : "";
+    return h(`span.reward${kind}`, Format.number(episode.reward, 3));
   }
 
-  const oneLine = (text) => text.replace(/\s+/g, " ").trim().slice(0, 160) || "(empty)";
+  const shortId = (id) => last(id.split("/"));
+  const lastLine = (text) => last(text.trim().split("\n"));
+  const oneLine = (text) => text.replace(/\s+/g, " ").trim();
+  const begin = (text) => oneLine(text).slice(0, 160) || "(empty)";
   // The beginning of an answer and its end, where the result stands.
   const gist = (line) => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
   let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
   async function refresh(keepSelection = false, wanted = null) {
     const mine = (turn += 1);
-    const stage = state.stage;
+    const { stage } = state;
     const sets = state.all ? stage.sets : [stage.sets[state.set]];
     let loaded = [];
     try {
@@ -141,13 +165,10 @@ const Episodes = (() => {
     if (mine !== turn) return;
     state.found = matches(loaded);
     state.shown = PAGE;
-    const embedded = sets.reduce((sum, set) => sum + set.embedded, 0);
-    const total = sets.reduce((sum, set) => sum + set.total, 0);
-    const coverage =
-      embedded < total
-        ? `${Format.integer(embedded)} of ${Format.integer(total)} are ${live ? "shown" : "in this file"}`
-        : `all ${Format.integer(total)} are ${live ? "shown" : "in this file"}`;
-    view.count.textContent = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"} · ${coverage}`;
+    const [included, total] = [sum(sets.map((set) => set.embedded)), sum(sets.map((set) => set.total))];
+    const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
+    const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
+    view.count.textContent = `${found} · ${coverage} are ${live ? "shown" : "in this file"}`;
     const place = `${stage.stage}/${state.all ? "" : state.set}`;
     if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
     state.drawn = place;
@@ -157,83 +178,36 @@ const Episodes = (() => {
       choose(asked || state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
   }
 
-  function drawList() {
-    const rows = state.found.slice(0, state.shown).map((episode) => {
-      const button = h(
-        "button",
-        { type: "button", class: "episode", on: { click: () => pick(episode) } },
-        rewardBadge(episode),
-        h(
-          "span",
-          { class: "text" },
-          lastLine(episode.prompt).length > 24
-            ? null
-            : h("span", { class: "asked" }, `${oneLine(lastLine(episode.prompt))} `),
-          gist(episode.text.replace(/\s+/g, " ").trim()),
-        ),
-        h("span", { class: "meta" }, episode.length ? `${episode.length} tokens` : ""),
-        h(
-          "span",
-          { class: "meta" },
-          [
-            state.all ? `${episode.set.label} · ` : "",
-            `group ${last(episode.group.id)}`,
-            ...episode.strategies.map((name) => ` · ${name}`),
-            episode.finish === "length" ? " · truncated" : "",
-          ].join(""),
-        ),
-        h("span", { class: "meta" }, episode.advantage === null ? "" : `adv. ${Format.signed(episode.advantage)}`),
-      );
-      if (episode === state.current) button.setAttribute("aria-current", "true");
-      return h("li", {}, button);
-    });
-    view.list.replaceChildren(
-      ...(rows.length
-        ? rows
-        : [
-            h(
-              "li",
-              { class: "list-more muted" },
-              "No episode matches these filters. ",
-              plain("Clear them", clear),
-            ),
-          ]),
+  function row(episode) {
+    const asked = lastLine(episode.prompt).length <= 24 && h("span.asked", `${begin(lastLine(episode.prompt))} `);
+    const facts = [
+      state.all && episode.set.label,
+      `group ${shortId(episode.group.id)}`,
+      ...episode.strategies,
+      episode.finish === "length" && "truncated",
+    ];
+    const isCurrent = episode === state.current && "true";
+    return h(
+      "button.episode",
+      { type: "button", ariaCurrent: isCurrent, onclick: () => pick(episode) },
+      rewardBadge(episode),
+      h("span.text", asked, gist(oneLine(episode.text))),
+      h("span.meta", episode.length > 0 && `${episode.length} tokens`),
+      h("span.meta", facts.filter(Boolean).join(" · ")),
+      h("span.meta", episode.advantage !== null && `adv. ${Format.signed(episode.advantage)}`),
     );
-    if (state.found.length > state.shown) {
-      view.list.append(
-        h(
-          "li",
-          { class: "list-more" },
-          plain(`Show more (${Format.integer(state.found.length - state.shown)} left)`, () => {
-            state.shown += PAGE * 4;
-            drawList();
-          }),
-        ),
-      );
-    }
   }
 
-  const last = (id) => id.split("/").pop();
-  const plain = (text, click, disabled) => h("button", { type: "button", class: "plain", disabled, on: { click } }, text);
-  const fields = (pairs) =>
-    h(
-      "dl",
-      { class: "fields" },
-      pairs
-        .filter(([, value]) => value !== null && value !== "")
-        .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
-    );
-  const lastLine = (text) => text.trim().split("\n").pop() || "";
-
-  function moveFocus(event) {
-    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!step) return;
-    const buttons = [...view.list.querySelectorAll("button.episode")];
-    const next = buttons[buttons.indexOf(document.activeElement) + step];
-    if (!next) return;
-    event.preventDefault();
-    next.focus();
-    next.click();
+  function drawList() {
+    const { found, shown } = state;
+    const more = () => {
+      state.shown += PAGE * 4;
+      drawList();
+    };
+    view.list.replaceChildren(...found.slice(0, shown).map((episode) => h("li", row(episode))));
+    if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
+    if (found.length > shown)
+      view.list.append(h("li.list-more", plain(`Show more (${Format.integer(found.length - shown)} left)`, more)));
   }
 
   // -------------------------------------------------------------------------------------- detail
@@ -245,23 +219,21 @@ const Episodes = (() => {
   function choose(episode) {
     state.current = episode;
     Charts.hideTooltip();
-    for (const [place, button] of [...view.list.querySelectorAll("button.episode")].entries()) {
-      if (state.found[place] === episode) button.setAttribute("aria-current", "true");
-      else button.removeAttribute("aria-current");
-    }
+    for (const [place, button] of view.list.querySelectorAll("button.episode").entries())
+      button.ariaCurrent = state.found[place] === episode ? "true" : null;
     requestAnimationFrame(reveal);
     if (episode && touched) remember(episode);
     Groups.mark(view.matrix, episode);
-    const beside = state.beside && state.beside.episode !== episode ? state.beside.episode : null;
-    const shown = episode ? detail(episode) : [h("div", { class: "card muted" }, "No episode is selected.")];
-    view.detail.parentElement.classList.toggle("paired", beside !== null);
-    view.detail.replaceChildren(...(beside ? [h("div", {}, detail(beside)[0]), h("div", {}, shown)] : shown));
+    const beside = state.beside?.episode !== episode && state.beside?.episode;
+    const shown = episode ? detail(episode) : [h("div.card.muted", "No episode is selected.")];
+    view.detail.parentElement.classList.toggle("paired", Boolean(beside));
+    view.detail.replaceChildren(...(beside ? [h("div", detail(beside)[0]), h("div", shown)] : shown));
   }
 
   // Keep an episode beside those that are chosen next, or put it away.
   function keep(episode) {
     touched = true;
-    state.beside = state.beside && state.beside.episode === episode ? null : { episode, stage: state.stage.stage };
+    state.beside = state.beside?.episode === episode ? null : { episode, stage: state.stage.stage };
     choose(state.current);
   }
 
@@ -277,18 +249,16 @@ const Episodes = (() => {
   // Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
   function follow() {
     const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
-    const stage = index.stages.find((one) => one.stage === parts[0]);
-    if (name !== "episodes" || !stage) return false;
-    const place = stage.sets.findIndex((set) => set.label === parts[1]);
+    const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex((set) => set.label === parts[1]) ?? -1) : -1;
     if (place < 0) return false;
     touched = true;
-    setStage(stage.stage, undefined, place, parts[2] || null);
-    const besides = index.stages.find((one) => one.stage === parts[3]);
-    const set = besides && besides.sets.find((one) => one.label === parts[4]);
+    setStage(parts[0], place, parts[2]);
+    const stage = stageOf(parts[3]);
+    const set = stage?.sets.find((one) => one.label === parts[4]);
     if (set)
-      load(set, besides).then((episodes) => {
+      load(set, stage).then((episodes) => {
         const episode = episodes.find((one) => one.id === parts[5]);
-        state.beside = episode ? { episode, stage: besides.stage } : null;
+        state.beside = episode ? { episode, stage: stage.stage } : null;
         choose(state.current);
       });
     requestAnimationFrame(arrive);
@@ -305,14 +275,14 @@ const Episodes = (() => {
 
   // New episode files of a stage, by step.
   function add(name, steps) {
-    const stage = index.stages.find((one) => one.stage === name);
-    if (!stage || !steps.length) return;
+    const stage = stageOf(name);
+    if (!stage) return;
     const known = new Set(stage.sets.map((set) => set.step));
-    const wasLast = stage === state.stage && state.set === stage.sets.length - 1;
+    const isLast = stage === state.stage && state.set === stage.sets.length - 1;
     const added = steps.filter((step) => !known.has(step));
     stage.sets.push(...added.map(ofStep));
     if (stage !== state.stage || !added.length) return;
-    if (wasLast && !touched) setPlace(stage.sets.length - 1);
+    if (isLast && !touched) setPlace(stage.sets.length - 1);
     else {
       view.step.max = stage.sets.length - 1;
       drawPicker();
@@ -325,171 +295,104 @@ const Episodes = (() => {
     const button = list.querySelector("[aria-current]");
     if (!button) return;
     const top = button.offsetTop - list.offsetTop;
-    if (top < list.scrollTop || top + button.offsetHeight > list.scrollTop + list.clientHeight)
-      list.scrollTop = top - 60;
+    const isShown = top >= list.scrollTop && top + button.offsetHeight <= list.scrollTop + list.clientHeight;
+    if (!isShown) list.scrollTop = top - 60;
+  }
+
+  function factsOf(episode) {
+    const { length, sampled, advantage, finish, versions, strategies, group, meanLogprob } = episode;
+    const others = sampled < length ? `, and ${length - sampled} by others` : "";
+    const ends = Array.isArray(versions) ? [versions[0], last(versions)] : [];
+    const range = ends[0] ? `versions ${ends[0][0]} to ${ends[1][0]}` : null;
+    return [
+      ["reward", rewardBadge(episode)],
+      ["advantage", advantage === null ? null : Format.signed(advantage)],
+      ["length", length ? `${sampled} tokens${others}` : null],
+      ["ended by", ENDINGS[finish] || finish],
+      ["weights", typeof versions === "number" ? `version ${versions}` : range],
+      ["strategy", strategies.join(", ")],
+      ["task", group.task],
+      ["mean log-prob", length ? Format.number(meanLogprob, 3) : null],
+    ];
+  }
+
+  function fields(pairs) {
+    const given = pairs.filter(([, value]) => value !== null && value !== "");
+    return h("dl.fields", given.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
+  }
+
+  const prose = (...content) => h("div.prose", { tabindex: 0 }, content);
+
+  function prompt({ prompt: messages, rendered }) {
+    const role = (message) => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
+    const said = messages.map((message) => [role(message), h("span", message.content), "\n"]);
+    return [
+      said.length > 0 && [h("h4", "Prompt"), prose(said)],
+      rendered && [h("h4", "Prompt as the model saw it"), prose(rendered)],
+    ];
   }
 
   function detail(episode) {
     const { group, set } = episode;
     const place = state.found.indexOf(episode);
-    const step = (by) => () => state.found[place + by] && pick(state.found[place + by]);
-    const turn = (text, by) => plain(text, step(by), !state.found[place + by]);
-    const facts = [
-      ["reward", rewardBadge(episode)],
-      ["advantage", episode.advantage === null ? null : Format.signed(episode.advantage)],
-      [
-        "length",
-        episode.length
-          ? `${episode.sampled} tokens` +
-            (episode.sampled < episode.length ? `, and ${episode.length - episode.sampled} by others` : "")
-          : null,
-      ],
-      [
-        "ended by",
-        episode.finish === "stop" ? "end of sequence" : episode.finish === "length" ? "token limit" : episode.finish,
-      ],
-      ["weights", versionLabel(episode)],
-      ["strategy", episode.strategies.join(", ")],
-      ["task", group.task],
-      ["mean log-prob", episode.length ? Format.number(episode.meanLogprob, 3) : null],
+    const step = (text, by) => plain(text, () => pick(state.found[place + by]), { disabled: !state.found[place + by] });
+    const steps = place >= 0 && [step("Previous", -1), step("Next", 1)];
+    const compare = plain(state.beside?.episode === episode ? "Put away" : "Compare", () => keep(episode));
+    const isAlone = group.members.length === 1;
+    const names = isAlone ? [shortId(group.id)] : [`group ${shortId(group.id)}`, `sample ${shortId(episode.id)}`];
+    const figures = [
+      ...Object.entries(episode.terms).map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
+      ...Object.entries(episode.metrics).filter(([name]) => !isStrategy(name)).map(([name, value]) => [name, Format.number(value)]),
     ];
-    const terms = Object.entries(episode.terms);
-    const figures = Object.entries(episode.metrics).filter(([name]) => !name.startsWith("strategy/"));
-    return [
-      h(
-        "div",
-        { class: "card" },
-        h(
-          "div",
-          { class: "chart-head" },
-          h(
-            "h3",
-            {},
-            group.members.length > 1
-              ? `${set.label} · group ${last(group.id)} · sample ${last(episode.id)}`
-              : `${set.label} · ${last(group.id)}`,
-          ),
-          h(
-            "div",
-            { class: "chart-tools" },
-            plain(state.beside && state.beside.episode === episode ? "Put away" : "Compare", () => keep(episode)),
-            place < 0 ? null : [turn("Previous", -1), turn("Next", 1)],
-          ),
-        ),
-        fields(facts),
-        episode.failure ? h("p", { class: "notice" }, h("b", {}, "No score. "), episode.failure) : null,
-        group.prompt.length ? h("h4", {}, "Prompt") : null,
-        group.prompt.length === 0
-          ? null
-          : h(
-              "div",
-              { class: "prose", tabindex: 0 },
-              group.prompt.map((message) => [
-                group.prompt.length > 1 || message.role !== "user" ? h("span", { class: "role" }, message.role) : null,
-                h("span", {}, message.content),
-                "\n",
-              ]),
-            ),
-        group.rendered
-          ? [h("h4", {}, "Prompt as the model saw it"), h("div", { class: "prose", tabindex: 0 }, group.rendered)]
-          : null,
-        h("h4", {}, episode.turns ? "Turns" : "Answer"),
-        Tokens.view(episode),
-        Spans.lanes(episode),
-        terms.length || figures.length ? h("h4", {}, "What it got") : null,
-        terms.length || figures.length
-          ? fields([
-              ...terms.map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
-              ...figures.map(([name, value]) => [name, Format.number(value)]),
-            ])
-          : null,
-      ),
-      ...(group.members.length > 1 ? [siblings(group, episode)] : []),
-    ];
-  }
-
-  function versionLabel(episode) {
-    const { versions } = episode;
-    if (versions === null) return null;
-    if (typeof versions === "number") return `version ${versions}`;
-    return versions && versions.length ? `versions ${versions[0][0]} to ${versions[versions.length - 1][0]}` : null;
+    const card = h(
+      "div.card",
+      h("div.chart-head", h("h3", [set.label, ...names].join(" · ")), h("div.chart-tools", compare, steps)),
+      fields(factsOf(episode)),
+      episode.failure && h("p.notice", h("b", "No score. "), episode.failure),
+      prompt(group),
+      h("h4", episode.turns ? "Turns" : "Answer"),
+      Tokens.view(episode),
+      Spans.lanes(episode),
+      figures.length > 0 && [h("h4", "Scores and metrics"), fields(figures)],
+    );
+    return isAlone ? [card] : [card, siblings(group, episode)];
   }
 
   function advantageBar(value, largest) {
-    const bar = h("i", {});
     const size = (50 * Math.abs(value)) / (largest || 1);
-    bar.style.setProperty("--from", value < 0 ? `${50 - size}%` : "50%");
-    bar.style.setProperty("--size", `${size}%`);
-    bar.style.setProperty("--bar", value < 0 ? "var(--c2)" : "var(--c3)");
-    return h("span", { class: "advantage", "aria-hidden": "true" }, value ? bar : null);
+    const style = { "--from": value < 0 ? `${50 - size}%` : "50%", "--size": `${size}%`, "--bar": value < 0 ? "var(--c2)" : "var(--c3)" };
+    return [
+      h("span.advantage", { "aria-hidden": "true" }, value !== 0 && h("i", style)),
+      h("span.figure", Format.signed(value)),
+    ];
   }
 
   function siblings(group, current) {
-    const members = group.members;
+    const { members } = group;
     const isTraining = members.some((episode) => episode.advantage !== null);
     const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
-    const scored = members.filter((episode) => episode.reward !== null);
-    const right = scored.filter(REWARDS.right).length;
-    const summary = `${members.length} samples of one task, ${right} right${group.dead ? ". A dead group: all rewards are equal, so it gives no gradient." : "."}`;
-    const rows = members.map((episode) => {
-      const row = h(
-        "tr",
-        {},
-        h(
-          "td",
-          {},
-          h(
-            "button",
-            {
-              type: "button",
-              "aria-label": `Read sample ${last(episode.id)}`,
-              on: { click: () => pick(episode) },
-            },
-            last(episode.id),
-          ),
-        ),
-        h("td", {}, rewardBadge(episode)),
-        isTraining
-          ? h(
-              "td",
-              {},
-              episode.advantage === null
-                ? "–"
-                : [advantageBar(episode.advantage, largest), h("span", { class: "figure" }, Format.signed(episode.advantage))],
-            )
-          : null,
-        h("td", {}, String(episode.length)),
-        h("td", { class: "words" }, oneLine(episode.text)),
-      );
-      if (episode === current) row.setAttribute("aria-current", "true");
-      return row;
-    });
-    return h(
-      "div",
-      { class: "card" },
-      h("h3", {}, "Its group"),
-      h("p", { class: "muted" }, summary),
+    const dead = group.dead ? " A dead group: all rewards are equal, so it gives no gradient." : "";
+    const read = (episode, name) =>
+      h("button", { type: "button", "aria-label": `Read sample ${name}`, onclick: () => pick(episode) }, name);
+    const sample = (episode) =>
       h(
-        "div",
-        { class: "scroll", tabindex: 0 },
-        h(
-          "table",
-          { class: "siblings" },
-          h(
-            "thead",
-            {},
-            h(
-              "tr",
-              {},
-              h("th", {}, "Sample"),
-              h("th", {}, "Reward"),
-              isTraining ? h("th", {}, "Advantage") : null,
-              h("th", {}, "Tokens"),
-              h("th", { class: "text" }, "Answer"),
-            ),
-          ),
-          h("tbody", {}, rows),
-        ),
+        "tr",
+        { ariaCurrent: episode === current && "true" },
+        h("td", read(episode, shortId(episode.id))),
+        h("td", rewardBadge(episode)),
+        isTraining && h("td", episode.advantage === null ? "–" : advantageBar(episode.advantage, largest)),
+        h("td", String(episode.length)),
+        h("td.words", begin(episode.text)),
+      );
+    const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map((name) => h("th", name));
+    return h(
+      "div.card",
+      h("h3", "Its group"),
+      h("p.muted", `${members.length} samples of one task, ${members.filter(isRight).length} right.${dead}`),
+      h(
+        "div.scroll",
+        { tabindex: 0 },
+        h("table.siblings", h("thead", h("tr", heads, h("th.text", "Answer"))), h("tbody", members.map(sample))),
       ),
     );
   }
@@ -498,233 +401,109 @@ const Episodes = (() => {
   function drawStrategies() {
     const { strategies } = state.stage;
     const chosen = view.strategy.value;
-    view.strategy.replaceChildren(
-      h("option", { value: "" }, "any strategy"),
-      ...strategies.map((one) => h("option", { value: `s:${one}` }, one)),
-      strategies.length ? h("option", { value: "none" }, "no strategy") : "",
-    );
+    const options = [["", "any strategy"], ...strategies.map((one) => [`s:${one}`, one]), ["none", "no strategy"]];
+    view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
     view.strategy.value = chosen;
     view.strategy.hidden = !strategies.length;
   }
 
-  function setStage(name, step, at = null, episode = null) {
-    const stage = index.stages.find((one) => one.stage === name);
-    const isNew = stage !== state.stage;
-    state.stage = stage;
-    view.stage.value = name;
-    if (isNew) state.all = false;
-    if (isNew) {
-      view.strategy.value = "";
+  function setStage(name, place, episode) {
+    const stage = stageOf(name);
+    if (stage !== state.stage) {
+      state.stage = stage;
+      state.all = false;
+      view.strategy.value = view.group.value = "";
       drawStrategies();
-      view.group.value = "";
     }
-    const places = stage.sets.map((set) => set.step);
-    const wanted =
-      at !== null
-        ? at
-        : step === undefined
-        ? stage.task === "rl"
-          ? stage.sets.length - 1
-          : 0
-        : places.reduce(
-            (best, value, place) => (Math.abs(value - step) < Math.abs(places[best] - step) ? place : best),
-            0,
-          );
-    setPlace(wanted, episode);
+    view.stage.value = name;
+    setPlace(place ?? (stage.task === "rl" ? stage.sets.length - 1 : 0), episode);
   }
 
   function setPlace(place, episode = null) {
+    const { sets, task } = state.stage;
+    const isSeries = task !== "evaluate" && task !== "collect" && sets.length > 1;
     state.set = place;
-    const set = state.stage.sets[place];
-    view.step.max = state.stage.sets.length - 1;
+    view.step.max = sets.length - 1;
     view.step.value = place;
-    view.stepLabel.textContent = set.label;
-    view.step.ariaValueText = set.label;
+    view.stepLabel.textContent = view.step.ariaValueText = sets[place].label;
     view.all.checked = state.all;
     drawPicker();
-    const isSeries = state.stage.task !== "evaluate" && state.stage.task !== "collect";
-    view.stepControl.hidden = !isSeries || state.stage.sets.length < 2;
-    view.allControl.hidden = view.stepControl.hidden || (live !== null && state.stage.sets.length > MOST_FETCHED);
-    view.parts.hidden = isSeries || state.stage.sets.length < 2;
-    view.parts.replaceChildren(
-      ...state.stage.sets.map((one, index) =>
-        h(
-          "button",
-          { type: "button", class: "chip", ariaPressed: String(index === place), on: { click: () => setPlace(index) } },
-          one.label,
-        ),
-      ),
-    );
+    view.stepControl.hidden = !isSeries;
+    view.allControl.hidden = !isSeries || (live !== null && sets.length > MOST_FETCHED);
+    view.parts.hidden = isSeries || sets.length < 2;
+    const part = (one, at) => Page.chip(one.label, () => setPlace(at), { ariaPressed: String(at === place) });
+    view.parts.replaceChildren(...(view.parts.hidden ? [] : sets.map(part)));
     refresh(false, episode);
   }
 
-  // Sets with their mean rewards; the curves have those of steps that were not read yet.
-  function ratedSets(stage) {
-    const training = Data.training.find((one) => one.stage === stage.stage);
-    if (!live || !training || !training.columns.reward) return stage.sets.filter((set) => typeof set.mean_reward === "number");
-    const rewards = new Map(training.columns.step.map((step, place) => [step, training.columns.reward[place]]));
-    return stage.sets
-      .map((set) => ({ ...set, mean_reward: rewards.get(set.step) }))
-      .filter((set) => typeof set.mean_reward === "number");
+  // Show a step that the reader chose.
+  function browse(place) {
+    state.all = false;
+    touched = true;
+    setPlace(place);
+  }
+
+  function toggleAll() {
+    state.all = view.all.checked;
+    drawPicker();
+    refresh();
+  }
+
+  // Steps with their mean rewards; the curves have those of steps that were not read yet.
+  function ratedSteps({ stage, sets }) {
+    const columns = live && Data.training.find((one) => one.stage === stage)?.columns;
+    const rewards = columns?.reward && new Map(columns.step.map((step, place) => [step, columns.reward[place]]));
+    const rated = sets.map((set) => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
+    return rated.filter(([, reward]) => isNumber(reward));
   }
 
   function drawPicker() {
     const { stage } = state;
-    const rated = ratedSets(stage);
-    if (stage.sets.length < 4 || rated.length < 4) return view.picker.replaceChildren();
-    return view.picker.replaceChildren(
-      Charts.lines({
-        key: "picker",
-        title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
-        height: 104,
-        x: { name: "step", integer: true },
-        marker: state.all ? undefined : stage.sets[state.set].step,
-        y: { format: (value) => Format.number(value, 3), ticks: 2 },
-        series: [
-          { name: "mean reward", x: rated.map((set) => set.step), y: rated.map((set) => set.mean_reward), color: 1 },
-        ],
-        pick: (step) => setStage(stage.stage, step),
-      }),
-    );
+    const rated = ratedSteps(stage);
+    if (rated.length < 4) return view.picker.replaceChildren();
+    const chart = Charts.lines({
+      key: "picker",
+      title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
+      height: 104,
+      x: { name: "step", integer: true },
+      marker: state.all ? undefined : stage.sets[state.set].step,
+      y: { format: (value) => Format.number(value, 3), ticks: 2 },
+      series: [{ name: "mean reward", x: rated.map(([step]) => step), y: rated.map(([, reward]) => reward), color: 1 }],
+      pick: (step) => browse(nearest(stage, step)),
+    });
+    return view.picker.replaceChildren(chart);
   }
 
-  function open(stage, step) {
+  // The place of the step of a stage that is nearest to this one.
+  function nearest({ sets }, step) {
+    const far = sets.map((set) => Math.abs(set.step - step));
+    return far.indexOf(Math.min(...far));
+  }
+
+  function open(name, step) {
     state.all = false;
     touched = true;
-    setStage(stage, step);
+    setStage(name, nearest(stageOf(name), step));
     document.getElementById("episodes").scrollIntoView();
   }
 
-  function section(make) {
+  function section() {
     if (!index.stages.length) return null;
-    const again = () => refresh(true);
-    view.stage = select(
-      "Stage",
-      index.stages.map((one) => [one.stage, one.stage]),
-      () => setStage(view.stage.value),
-    );
-    view.step = h("input", {
-      type: "range",
-      min: 0,
-      max: 0,
-      step: 1,
-      value: 0,
-      "aria-label": "Step",
-      on: {
-        input: () => {
-          state.all = false;
-          touched = true;
-          setPlace(Number(view.step.value));
-        },
-      },
-    });
-    view.stepLabel = h("output", {}, "");
-    view.stepControl = h("label", { class: "control" }, view.step, view.stepLabel);
-    view.all = h("input", {
-      type: "checkbox",
-      on: {
-        change: () => {
-          state.all = view.all.checked;
-          drawPicker();
-          refresh();
-        },
-      },
-    });
-    view.parts = h("div", { class: "parts", role: "group", "aria-label": "Part" });
-    view.allControl = h("label", { class: "control" }, view.all, "all steps");
-    view.search = h("input", {
-      type: "search",
-      placeholder: "Search text, prompt, task",
-      "aria-label": "Search",
-      on: { input: again },
-    });
-    view.reward = select(
-      "Reward",
-      [
-        ["any", "any reward"],
-        ["right", "right"],
-        ["partial", "partial"],
-        ["wrong", "wrong"],
-        ["failed", "verifier failed"],
-      ],
-      again,
-    );
-    view.strategy = select("Strategy", [["", "any strategy"]], again);
-    view.finish = select(
-      "How it ended",
-      [
-        ["", "any ending"],
-        ["stop", "end of sequence"],
-        ["length", "token limit"],
-        ["aborted", "aborted"],
-      ],
-      again,
-    );
-    view.least = h("input", {
-      type: "number",
-      min: 0,
-      placeholder: "min",
-      "aria-label": "Shortest length",
-      on: { input: again },
-    });
-    view.most = h("input", {
-      type: "number",
-      min: 0,
-      placeholder: "max",
-      "aria-label": "Longest length",
-      on: { input: again },
-    });
-    view.group = h("input", {
-      type: "search",
-      placeholder: "group: 20/3",
-      "aria-label": "Group",
-      class: "narrow",
-      on: { input: again },
-    });
-    view.sort = select(
-      "Order",
-      Object.keys(SORTS).map((name) => [name, name]),
-      again,
-    );
-    view.count = h("span", { role: "status" });
-    view.list = h("ol", { on: { keydown: moveFocus } });
-    view.detail = h("div", { class: "detail" });
-    view.picker = h("div", { class: "picker" });
-    view.matrix = h("div", { class: "matrix" });
-    const element = make(
+    const tokens = h("label.control", "tokens", view.least, view.most);
+    const sort = h("label.control.last", "Sort", view.sort);
+    const list = h("div.episode-list", h("div.list-head", view.count), view.list);
+    const element = Page.section(
       "episodes",
       "Episodes",
       index.lead,
-      h(
-        "div",
-        { class: "toolbar" },
-        h("label", { class: "control" }, "Stage", view.stage),
-        view.parts,
-        view.stepControl,
-        view.allControl,
-        h("label", { class: "control last" }, "Sort", view.sort),
-      ),
+      h("div.toolbar", h("label.control", "Stage", view.stage), view.parts, view.stepControl, view.allControl, sort),
       view.picker,
       view.matrix,
-      h(
-        "div",
-        { class: "toolbar" },
-        view.search,
-        view.reward,
-        view.strategy,
-        view.finish,
-        view.group,
-        h("label", { class: "control" }, "tokens", view.least, view.most),
-      ),
-      h(
-        "div",
-        { class: "browser" },
-        h("div", { class: "episode-list" }, h("div", { class: "list-head" }, view.count), view.list),
-        view.detail,
-      ),
+      h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
+      h("div.browser", list, view.detail),
     );
-    const trained = index.stages.filter((one) => one.task === "rl");
-    if (!follow()) setStage((trained[trained.length - 1] || index.stages[index.stages.length - 1]).stage);
+    const first = index.stages.findLast((one) => one.task === "rl") || last(index.stages);
+    if (!follow()) setStage(first.stage);
     addEventListener("hashchange", follow);
     return element;
   }

@@ -19,13 +19,6 @@
   };
   const flops = (value) => (value === null ? "–" : `${Number((value / 1e9).toPrecision(4))} GFLOP`);
 
-  function s(name, attributes = {}, ...children) {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    element.append(...children.flat());
-    return element;
-  }
-
   // The layers as a strip, first to last, and below it one block for each different layer, input at the bottom.
   function drawing(model) {
     const width = 320;
@@ -47,7 +40,7 @@
     const box = (text, colour, inset) => {
       parts.push(
         s("rect", { x: inset, y, width: width - 2 * inset, height: 22, rx: 5, fill: colour, "fill-opacity": 0.16, stroke: colour }),
-        s("text", { x: width / 2, y: y + 15, class: "tick", "text-anchor": "middle" }, text),
+        s("text.tick", { x: width / 2, y: y + 15, "text-anchor": "middle" }, text),
       );
       y += 27;
     };
@@ -59,12 +52,12 @@
       box(run.mixer, COLOURS[run.kind], 8);
       parts.push(
         s("rect", { x: 0.5, y: top, width: width - 1, height: y - top + 2, rx: 7, fill: "none", stroke: "var(--rule)" }),
-        s("text", { x: 8, y: top + 13, class: "tick" }, `${run.count} layers, norms ${model.norms}`),
+        s("text.tick", { x: 8, y: top + 13 }, `${run.count} layers, norms ${model.norms}`),
       );
       y += 9;
     }
     box(`embedding of ${Format.integer(model.hidden_size)}`, "var(--zero)", 0);
-    return s("svg", { viewBox: `0 0 ${width} ${y}`, class: "plot", role: "img", "aria-label": `Layers of ${model.name}` }, parts);
+    return s("svg.plot", { viewBox: `0 0 ${width} ${y}`, role: "img", "aria-label": `Layers of ${model.name}` }, parts);
   }
 
   const runs = (model) =>
@@ -87,82 +80,69 @@
   ];
   const figures = (model, rows) => Page.definitions(rows.map(([name, value]) => [name, String(value(model))]));
 
-  const legend = h(
-    "div",
-    { class: "legend" },
-    Object.entries(KINDS).map(([kind, text]) => {
-      const swatch = h("span", { class: "swatch" });
-      swatch.style.setProperty("--swatch", COLOURS[kind]);
-      return h("span", { class: "legend-item" }, swatch, text);
-    }),
-  );
+  const swatch = ([kind, text]) => h("span.legend-item", h("span.swatch", { "--swatch": COLOURS[kind] }), text);
+  const legend = h("div.legend", Object.entries(KINDS).map(swatch));
 
   function card(model) {
-    const main = ROWS.slice(0, 5).concat(ROWS.slice(5, 5 + LENGTHS.length), ROWS.slice(-4, -2));
+    const main = [...ROWS.slice(0, 5 + LENGTHS.length), ...ROWS.slice(-4, -2)].filter(([name]) => name !== "layers");
     return h(
-      "figure",
-      { class: "card" },
-      h("h3", {}, model.name),
-      h("p", { class: "muted" }, model.id),
+      "figure.card",
+      h("h3", model.name),
+      h("p.muted", model.id),
       drawing(model),
-      figures(model, main.filter(([name]) => name !== "layers")),
-      h("details", {}, h("summary", {}, "All figures"), figures(model, ROWS)),
+      figures(model, main),
+      h("details", h("summary", "All figures"), figures(model, ROWS)),
     );
   }
 
-  const search = h("input", { type: "search", placeholder: "Name, concept or support", "aria-label": "Search models", on: { input: show } });
-  const count = h("span", { class: "muted", role: "status" });
-  const tiles = h("div", { class: "tiles" });
+  const search = h("input", { type: "search", placeholder: "Name, concept or support", "aria-label": "Search models", oninput: show });
+  const count = h("span.muted", { role: "status" });
+  const tiles = h("div.tiles");
   function show() {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const asked = words(search);
     const shown = data.models.filter((model) => {
       const text = [model.name, model.id, model.model_type, model.runs.runs, ...model.concepts].join(" ").toLowerCase();
-      return words.every((word) => text.includes(word));
+      return asked.every((word) => text.includes(word));
     });
     tiles.replaceChildren(...shown.map(card));
     count.textContent = `${shown.length} of ${data.models.length} models`;
   }
 
   const sides = data.compared.map((place, side) =>
-    h(
-      "select",
-      { "aria-label": side ? "Second model" : "First model", on: { change: compare } },
-      data.models.map((model, index) => h("option", { value: index, selected: index === place }, model.name)),
-    ),
+    Page.select(side ? "Second model" : "First model", data.models.map((model, index) => [index, model.name]), compare, place),
   );
-  const compared = h("div", {});
+  const compared = h("div");
   function compare() {
     const pair = sides.map((select) => data.models[Number(select.value)]);
     const columns = [
       { name: "", header: true, text: true, value: (row) => row[0] },
-      ...pair.map((model) => ({ name: model.name, text: true, value: (row) => h("span", { class: "wrapped" }, String(row[1](model))) })),
+      ...pair.map((model) => ({ name: model.name, text: true, value: (row) => h("span.wrapped", String(row[1](model))) })),
     ];
     compared.replaceChildren(
-      h("div", { class: "tiles two" }, pair.map((model) => h("figure", { class: "card" }, h("h3", {}, model.name), drawing(model)))),
+      h("div.tiles.two", pair.map((model) => h("figure.card", h("h3", model.name), drawing(model)))),
       Page.table(columns, ROWS, "The two models side by side"),
     );
   }
 
   const concept = (one) =>
     h(
-      "div",
-      { class: "card" },
-      h("h3", {}, `${one.name}: ${one.title.toLowerCase()}`),
-      h("p", {}, one.text),
+      "div.card",
+      h("h3", `${one.name}: ${one.title.toLowerCase()}`),
+      h("p", one.text),
       Page.definitions([
-        ["in our decoder", one.code ? h("code", {}, one.code) : "not implemented"],
+        ["in our decoder", one.code ? h("code", one.code) : "not implemented"],
         ["source", one.source],
         ["models here", `${data.models.filter((model) => model.concepts.includes(one.name)).length} of ${data.models.length}`],
       ]),
     );
 
   document.getElementById("main").append(
-    h("h1", { class: "small", id: "top" }, "Architectures"),
-    h("p", { class: "lead" }, "All figures are computed from each model's configuration. Cache: bfloat16, one sequence. “–”: beyond the model's context. Active parameters count the embedding, which some publishers leave out."),
+    h("h1.small", { id: "top" }, "Architectures"),
+    h("p.lead", "All figures are computed from each model's configuration. Cache: bfloat16, one sequence. “–”: beyond the model's context. Active parameters count the embedding, which some publishers leave out."),
     legend,
-    Page.section("models", "Models", null, h("div", { class: "toolbar" }, search, count), tiles),
-    Page.section("compare", "Side by side", null, h("div", { class: "toolbar" }, sides), compared),
-    Page.section("concepts", "Concepts", "What tells these models apart, and the function of Perilune's decoder that does it.", h("div", { class: "tiles" }, data.concepts.map(concept))),
+    Page.section("models", "Models", null, h("div.toolbar", search, count), tiles),
+    Page.section("compare", "Side by side", null, h("div.toolbar", sides), compared),
+    Page.section("concepts", "Concepts", "What tells these models apart, and the function of Perilune's decoder that does it.", h("div.tiles", data.concepts.map(concept))),
   );
   show();
   compare();

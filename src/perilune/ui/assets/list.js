@@ -4,158 +4,112 @@
 ((data) => {
   const STATES = ["active", "failed", "cancelled", "succeeded", "queued", "waiting"];
   const chosen = new Set(); // ids of experiments to compare
-  const view = {
-    search: h("input", { type: "search", placeholder: "Search name, override, stage", "aria-label": "Search", on: { input: draw } }),
-    state: h(
-      "select",
-      { "aria-label": "State", on: { change: draw } },
-      [["", "any state"], ...STATES.map((one) => [one, one])].map(([value, text]) => h("option", { value }, text)),
-    ),
-    compare: h("a", { class: "plain", hidden: true }, ""),
-    count: h("span", { class: "muted", role: "status" }),
-    list: h("ol", { class: "experiments", on: { keydown: move } }),
-  };
+  const given = new URLSearchParams(location.search);
+  const wanted = STATES.includes(given.get("state")) ? given.get("state") : "";
+  const search = h("input", { type: "search", placeholder: "Search name, override, stage", "aria-label": "Search", oninput: draw });
+  search.value = given.get("q") || "";
+  const state = Page.select("State", [["", "any state"], ...STATES], draw, wanted);
+  const compare = h("a.plain", { hidden: true });
+  const count = h("span.muted", { role: "status" });
+  const list = h("ol.experiments");
+  list.onkeydown = (event) => Page.moveFocus(event, "a.experiment", { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 });
+  const hint = "perilune quickstart makes one in a few minutes; it appears here.";
+  const empty = h("p.notice", h("b", "No experiments yet. "), hint);
 
   function spark({ step, value }) {
     const [width, height] = [132, 30];
-    const known = value.filter((one) => one !== null);
-    const [low, high] = [Math.min(...known), Math.max(...known)];
-    const x = (one) => 2 + ((width - 4) * (one - step[0])) / (step[step.length - 1] - step[0] || 1);
-    const y = (one) => height - 3 - ((height - 6) * (one - low)) / (high - low || 1);
-    const points = step.map((one, place) => `${x(one).toFixed(1)},${y(value[place]).toFixed(1)}`);
-    const element = (name, attributes) => {
-      const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-      for (const [key, given] of Object.entries(attributes)) made.setAttribute(key, given);
-      return made;
-    };
-    const root = element("svg", { viewBox: `0 0 ${width} ${height}`, width, height, class: "spark", "aria-hidden": "true" });
-    const [endX, endY] = points[points.length - 1].split(",");
-    root.append(
-      element("path", { d: `M${points.join("L")}`, class: "line", stroke: "var(--c1)" }),
-      element("circle", { cx: endX, cy: endY, r: 2.6, fill: "var(--c1)" }),
-    );
-    return root;
+    const numbers = value.filter((one) => one !== null);
+    const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
+    const x = (one) => (2 + ((width - 4) * (one - step[0])) / (last(step) - step[0] || 1)).toFixed(1);
+    const y = (one) => (height - 3 - ((height - 6) * (one - low)) / (high - low || 1)).toFixed(1);
+    const d = `M${step.map((one, place) => `${x(one)},${y(value[place])}`).join("L")}`;
+    const end = s("circle", { cx: x(last(step)), cy: y(last(value)), r: 2.6, fill: "var(--c1)" });
+    const size = { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" };
+    return s("svg", size, s("path.line", { d, stroke: "var(--c1)" }), end);
   }
 
   const date = (seconds) =>
     new Date(1000 * seconds).toLocaleString(undefined, { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 
-  function figure(one) {
-    const judged = [...one.stages].reverse().find((stage) => stage["pass@1"]);
+  // The last figure of an experiment, and where it is from.
+  function figure({ stages }) {
+    const judged = stages.findLast((stage) => stage["pass@1"]);
     if (judged) {
       const { mean, low, high } = judged["pass@1"];
       return [`pass@1 ${Format.percent(mean)}`, `${Format.percent(low)} to ${Format.percent(high)}, ${judged.stage}`];
     }
-    const trained = [...one.stages].reverse().find((stage) => stage.curve);
+    const trained = stages.findLast((stage) => stage.curve);
     if (!trained) return ["", ""];
     const { name, value } = trained.curve;
-    const last = value[value.length - 1];
-    const isShare = /pass|accuracy/.test(name);
-    return [`${name.replaceAll("_", " ")} ${(isShare ? Format.percent : Format.number)(last, 3)}`, `last step of ${trained.stage}`];
+    const format = /pass|accuracy/.test(name) ? Format.percent : Format.number;
+    return [`${name.replaceAll("_", " ")} ${format(last(value), 3)}`, `last step of ${trained.stage}`];
+  }
+
+  function progress({ stages }) {
+    const running = stages.find((stage) => stage.state === "active");
+    if (!running) return `${stages.filter((stage) => stage.state === "succeeded").length} of ${stages.length} stages`;
+    const { done, total } = running.progress || {};
+    return total ? `${running.stage} ${Format.integer(done)}/${Format.integer(total)}` : running.stage;
   }
 
   function row(one) {
-    const drawn = [...one.stages].reverse().find((stage) => stage.curve && stage.task !== "evaluate");
-    const running = one.stages.find((stage) => stage.state === "active");
-    const done = one.stages.filter((stage) => stage.state === "succeeded").length;
-    const place = running
-      ? running.progress && running.progress.total
-        ? `${running.stage} ${Format.integer(running.progress.done)}/${Format.integer(running.progress.total)}`
-        : running.stage
-      : `${done} of ${one.stages.length} stages`;
+    const drawn = one.stages.findLast((stage) => stage.curve && stage.task !== "evaluate");
     const [value, more] = figure(one);
-    const health = one.health;
+    const { health } = one;
     const first = health && health.findings[0];
+    const since = first && first.since !== null ? ` since step ${first.since}` : "";
     const box = h("input", {
       type: "checkbox",
       checked: chosen.has(one.id),
       "aria-label": `Compare ${one.name} of ${date(one.submitted)}`,
-      on: {
-        change: () => {
-          if (box.checked) chosen.add(one.id);
-          else chosen.delete(one.id);
-          offer();
-        },
+      onchange() {
+        chosen[box.checked ? "add" : "delete"](one.id);
+        compare.hidden = chosen.size < 2;
+        compare.href = `/compare/${[...chosen].join(",")}`;
+        compare.textContent = `Compare ${chosen.size}`;
       },
     });
-    return h(
-      "li",
-      {},
-      box,
+    const link = h(
+      "a.experiment",
+      { href: `/experiments/${one.id}` },
+      h("span.who", h("b", one.name), h("small", [date(one.submitted), ...one.overrides].join(" · "))),
+      h("span.when", h("span", { class: `state ${one.state}` }, one.state), h("small", progress(one))),
+      h("span.curve", drawn && spark(drawn.curve)),
+      h("span.what", h("b", value), h("small", more)),
       h(
-        "a",
-        { href: `/experiments/${one.id}`, class: "experiment" },
-        h(
-          "span",
-          { class: "who" },
-          h("b", {}, one.name),
-          h("small", {}, [date(one.submitted), ...one.overrides].join(" · ")),
-        ),
-        h("span", { class: "when" }, h("span", { class: `state ${one.state}` }, one.state), h("small", {}, place)),
-        h("span", { class: "curve" }, drawn ? spark(drawn.curve) : null),
-        h("span", { class: "what" }, h("b", {}, value), h("small", {}, more)),
-        h(
-          "span",
-          { class: "how" },
-          health ? h("span", { class: `pill ${health.status}` }, health.status) : null,
-          first
-            ? h("small", {}, [first.name, first.since === null ? "" : ` since step ${first.since}`, ` in ${health.stage}`].join(""))
-            : null,
-        ),
+        "span.how",
+        health && h("span", { class: `pill ${health.status}` }, health.status),
+        first && h("small", `${first.name}${since} in ${health.stage}`),
       ),
     );
-  }
-
-  function offer() {
-    view.compare.hidden = chosen.size < 2;
-    view.compare.href = `/compare/${[...chosen].join(",")}`;
-    view.compare.textContent = `Compare ${chosen.size}`;
+    return h("li", box, link);
   }
 
   function draw() {
-    const words = view.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const asked = words(search);
     const shown = data.experiments.filter((one) => {
-      if (view.state.value && one.state !== view.state.value) return false;
+      if (state.value && one.state !== state.value) return false;
       const text = [one.name, one.id, ...one.overrides, ...one.stages.map((stage) => stage.stage)].join(" ").toLowerCase();
-      return words.every((word) => text.includes(word));
+      return asked.every((word) => text.includes(word));
     });
-    const focused = document.activeElement && document.activeElement.closest("a.experiment");
-    view.list.replaceChildren(...shown.map(row));
-    if (focused) view.list.querySelector(`a[href="${CSS.escape(focused.getAttribute("href"))}"]`)?.focus();
-    view.count.textContent = `${Format.integer(shown.length)} of ${Format.integer(data.experiments.length + data.older)} experiments`;
-    view.empty.hidden = data.experiments.length > 0;
+    const focused = document.activeElement?.closest("a.experiment")?.getAttribute("href");
+    list.replaceChildren(...shown.map(row));
+    if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
+    count.textContent = `${Format.integer(shown.length)} of ${Format.integer(data.experiments.length + data.older)} experiments`;
+    empty.hidden = data.experiments.length > 0;
     const url = new URL(location.href);
-    for (const [name, value] of [["q", view.search.value], ["state", view.state.value]])
+    for (const [name, { value }] of [["q", search], ["state", state]])
       if (value) url.searchParams.set(name, value);
       else url.searchParams.delete(name);
     history.replaceState(null, "", url);
   }
 
-  function move(event) {
-    const by = { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 }[event.key];
-    if (!by) return;
-    const links = [...view.list.querySelectorAll("a.experiment")];
-    const next = links[links.indexOf(document.activeElement) + by];
-    if (!next) return;
-    event.preventDefault();
-    next.focus();
-  }
-
-  const given = new URLSearchParams(location.search);
-  view.search.value = given.get("q") || "";
-  view.state.value = STATES.includes(given.get("state")) ? given.get("state") : "";
-  view.empty = h("p", { class: "notice" }, h("b", {}, "No experiments yet. "), "perilune quickstart makes one in a few minutes; it appears here.");
-  document.getElementById("main").append(
-    h("h1", { class: "small", id: "top" }, "Experiments"),
-    h("div", { class: "toolbar" }, view.search, view.state, view.count, view.compare),
-    view.empty,
-    view.list,
-  );
+  const toolbar = h("div.toolbar", search, state, count, compare);
+  document.getElementById("main").append(h("h1.small", { id: "top" }, "Experiments"), toolbar, empty, list);
   draw();
   Page.finish(data.home);
 
-  const source = new EventSource("/events");
-  source.addEventListener("list", (event) => {
+  new EventSource("/events").addEventListener("list", (event) => {
     Object.assign(data, JSON.parse(event.data));
     draw();
   });

@@ -3,8 +3,9 @@
 
 Built.then(() => {
   const data = Data;
-  const source = new EventSource(`${data.live.base}/events?offsets=${encodeURIComponent(JSON.stringify(data.live.offsets))}`);
-  const sign = h("span", { class: "connection", role: "status" }, "connecting");
+  const { base, offsets } = data.live;
+  const source = new EventSource(`${base}/events?offsets=${encodeURIComponent(JSON.stringify(offsets))}`);
+  const sign = h("span.connection", { role: "status" }, "connecting");
   document.querySelector(".brand").after(sign);
   const say = (text, kind) => {
     sign.textContent = text;
@@ -24,10 +25,12 @@ Built.then(() => {
     const news = JSON.parse(event.data);
     const training = data.training.find((one) => one.stage === news.stage);
     if (!training) return location.reload(); // the first step of a stage
+    const columns = Object.keys(training.columns).length;
     append(training.columns, news.metrics);
     append(training.timings, news.timings);
     training.steps_total = Math.max(training.steps_total, training.columns.step.length);
     training.steps_kept = training.steps_total;
+    if (Object.keys(training.columns).length > columns) next = 0; // the server knows their charts
     Episodes.add(news.stage, news.episodes);
     if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
     pending.add(news.stage);
@@ -49,9 +52,15 @@ Built.then(() => {
     if (document.hidden || began < next) return;
     next = Infinity;
     try {
-      const answer = await fetch(`${data.live.base}/document.json`);
+      const answer = await fetch(`${base}/document.json`);
       const { training, ...rest } = await answer.json();
       Object.assign(data, rest);
+      for (const one of data.training) {
+        const charts = training.find((fresh) => fresh.stage === one.stage)?.charts || one.charts;
+        if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
+        one.charts = charts;
+        Course.update(one.stage);
+      }
       Report.refresh();
     } finally {
       next = performance.now() + Math.max(SOON, SELDOM * (performance.now() - began));
@@ -63,13 +72,11 @@ Built.then(() => {
     columns.step ||= [];
     for (const row of rows) {
       if (!Number.isInteger(row.step)) continue;
-      const last = columns.step.length - 1;
-      if (last >= 0 && row.step < columns.step[last]) continue;
-      const place = last >= 0 && columns.step[last] === row.step ? last : last + 1;
-      for (const name of Object.keys(row))
-        if (!Object.hasOwn(columns, name)) columns[name] = Array(place).fill(null);
-      for (const name of Object.keys(columns))
-        columns[name][place] = typeof row[name] === "number" ? row[name] : null;
+      const end = columns.step.length - 1;
+      if (end >= 0 && row.step < columns.step[end]) continue;
+      const place = columns.step[end] === row.step ? end : end + 1;
+      for (const name of Object.keys(row)) if (!Object.hasOwn(columns, name)) columns[name] = Array(place).fill(null);
+      for (const name of Object.keys(columns)) columns[name][place] = isNumber(row[name]) ? row[name] : null;
     }
   }
 });

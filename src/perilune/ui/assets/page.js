@@ -2,144 +2,136 @@
 // Data reaches the page as text nodes and numbers only: nothing here parses HTML.
 "use strict";
 
-// Create an element; strings among `children` become text nodes, null and false are skipped.
-function h(name, properties = {}, ...children) {
-  const element = document.createElement(name);
+// Create an element: h("p.lead", { title: "…" }, "text", child, …). Names that begin with -- are custom properties of
+// its style. Strings among the children become text nodes; null, undefined and false are skipped.
+const h = (name, ...rest) => fill((tag) => document.createElement(tag), name, rest);
+const s = (name, ...rest) => fill((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag), name, rest);
+const isNothing = (value) => value === null || value === undefined || value === false;
+
+function fill(create, name, rest) {
+  const [tag, ...classes] = name.split(".");
+  const element = create(tag);
+  const properties = rest[0]?.constructor === Object ? rest.shift() : {};
   for (const [key, value] of Object.entries(properties)) {
-    if (value === undefined || value === null || value === false) continue;
-    if (key === "class") element.className = value;
-    else if (key === "on")
-      for (const [event, handler] of Object.entries(value)) element.addEventListener(event, handler);
-    else if (key in element && key !== "list" && key !== "form") element[key] = value;
+    if (isNothing(value)) continue;
+    if (key.startsWith("--")) element.style.setProperty(key, value);
+    else if (key in element && element instanceof HTMLElement && key !== "list") element[key] = value;
     else element.setAttribute(key, value);
   }
-  element.append(
-    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
-  );
+  for (const one of classes) element.classList.add(one);
+  element.append(...rest.flat(Infinity).filter((child) => !isNothing(child)));
   return element;
 }
 
-const missing = (value) => value === null || value === undefined || Number.isNaN(value);
 const minus = (text) => text.replaceAll("-", "−");
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
+const last = (values) => values[values.length - 1];
+const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
+const words = (input) => input.value.toLowerCase().split(/\s+/).filter(Boolean);
+
+// Let a format say "–" for a value that is not known.
+const known = (format) => (value, ...more) => (isNothing(value) || Number.isNaN(value) ? "–" : format(value, ...more));
 
 const Format = {
-  number(value, digits = 4) {
-    if (missing(value)) return "–";
+  number: known((value, digits = 4) => {
     if (value === 0) return "0";
     const size = Math.abs(value);
     if (size >= 1e6 || size < 1e-3) {
       const [mantissa, power] = value.toExponential(Math.max(0, digits - 2)).split("e");
-      return minus(`${mantissa.includes(".") ? mantissa.replace(/\.?0+$/, "") : mantissa}e${Number(power)}`);
+      return minus(`${Number(mantissa)}e${Number(power)}`);
     }
-    if (size >= 1000) return minus(Math.round(value).toLocaleString("en-US"));
-    return minus(String(Number(value.toPrecision(digits))));
-  },
+    return size >= 1000 ? Format.integer(value) : minus(String(Number(value.toPrecision(digits))));
+  }),
+  integer: known((value) => minus(Math.round(value).toLocaleString("en-US"))),
   // With its sign, which 0 has not.
   signed: (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
   capital: (text) => text.charAt(0).toUpperCase() + text.slice(1),
-  percent: (value) => (missing(value) ? "–" : minus(`${(100 * value).toFixed(1)}%`)),
+  percent: known((value) => minus(`${(100 * value).toFixed(1)}%`)),
   percentTick: (value) => minus(`${Number((100 * value).toFixed(4))}%`),
-  points(value) {
-    if (missing(value)) return "–";
+  points: known((value) => {
     const size = Math.abs(100 * value).toFixed(1);
     return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
-  },
-  seconds(value) {
-    if (missing(value)) return "–";
+  }),
+  seconds: known((value) => {
     if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
     if (value < 60) return `${Format.number(value, 3)} s`;
     const whole = Math.round(value);
     const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60), whole % 60];
     if (hours) return minutes ? `${hours} h ${minutes} min` : `${hours} h`;
     return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
-  },
+  }),
   bytes(value) {
     if (value === 0) return "0";
     if (value >= 1e9) return `${(value / 1e9).toFixed(2)} GB`;
     return value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${Math.round(value / 1e3)} kB`;
   },
-  integer: (value) => (missing(value) ? "–" : minus(Math.round(value).toLocaleString("en-US"))),
 };
+const PERCENT = { format: Format.percent, tick: Format.percentTick };
+const SHARE = { domain: [0, 1], ...PERCENT };
+const CLOCK = { time: true, format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") };
 
 const Page = (() => {
-  function section(id, title, lead, ...nodes) {
-    return h(
-      "section",
-      { id, "aria-labelledby": `${id}-title` },
-      h("h2", { id: `${id}-title` }, title),
-      lead ? h("p", { class: "lead" }, lead) : null,
-      ...nodes,
-    );
-  }
+  const lead = (text) => text && h("p.lead", text);
+  const section = (id, title, text, ...nodes) =>
+    h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), lead(text), nodes);
 
   // Heading and lead of a part of a section.
-  const part = (title, lead) => [h("h3", { class: "part" }, title), lead ? h("p", { class: "lead" }, lead) : null];
+  const part = (title, text) => [h("h3.part", title), lead(text)];
 
+  // A table of `rows`; a column is {name, value: row -> content, text: left-aligned?, header: names its row?}.
   function table(columns, rows, caption) {
-    const cell = (column, row) =>
-      h(
-        column.header ? "th" : "td",
-        { class: column.text ? "text" : "", scope: column.header ? "row" : null },
-        column.value(row),
-      );
-    return h(
-      "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-      h(
-        "table",
-        {},
-        h(
-          "thead",
-          {},
-          h(
-            "tr",
-            {},
-            columns.map((column) => h("th", { scope: "col", class: column.text ? "text" : "" }, column.name)),
-          ),
-        ),
-        h(
-          "tbody",
-          {},
-          rows.map((row) =>
-            h(
-              "tr",
-              {},
-              columns.map((column) => cell(column, row)),
-            ),
-          ),
-        ),
-      ),
-    );
+    const heads = columns.map((one) => h("th", { scope: "col", class: one.text && "text" }, one.name));
+    const cell = (one, row) =>
+      h(one.header ? "th" : "td", { class: one.text && "text", scope: one.header && "row" }, one.value(row));
+    const body = rows.map((row) => h("tr", columns.map((one) => cell(one, row))));
+    const frame = { tabindex: 0, role: "region", "aria-label": caption };
+    return h("div.scroll", frame, h("table", h("thead", h("tr", heads)), h("tbody", body)));
+  }
+
+  const button = (kind, text, onclick, more) => h(`button.${kind}`, { type: "button", onclick, ...more }, text);
+  const chip = (...given) => button("chip", ...given);
+  const plain = (...given) => button("plain", ...given);
+
+  // A choice; an option is a text, or a pair of its value and its text.
+  function select(label, options, onchange, value) {
+    const pairs = options.map((one) => (Array.isArray(one) ? one : [one, one]));
+    const element = h("select", { "aria-label": label, onchange }, pairs.map(([key, text]) => h("option", { value: key }, text)));
+    if (value !== undefined) element.value = value;
+    return element;
+  }
+
+  // Arrow keys and others move the focus among the elements that match: {key: how far}.
+  function moveFocus(event, selector, steps) {
+    const all = [...event.currentTarget.querySelectorAll(selector)];
+    const next = steps[event.key] && all[Math.max(-1, all.indexOf(document.activeElement)) + steps[event.key]];
+    if (!next) return null;
+    event.preventDefault();
+    next.focus();
+    return next;
   }
 
   function copyable(text) {
     const block = h("pre", { tabindex: 0 }, text);
-    const button = h("button", { type: "button", class: "chip" }, "Copy");
-    button.addEventListener("click", async () => {
+    const copy = chip("Copy", async () => {
       try {
         await navigator.clipboard.writeText(text);
       } catch {
         getSelection().selectAllChildren(block);
         document.execCommand("copy");
       }
-      button.textContent = "Copied";
-      setTimeout(() => (button.textContent = "Copy"), 1500);
+      copy.textContent = "Copied";
+      setTimeout(() => (copy.textContent = "Copy"), 1500);
     });
-    return h("div", { class: "copyable" }, block, button);
+    return h("div.copyable", block, copy);
   }
 
-  const definitions = (pairs, name = "keyvalue") =>
-    h(
-      "dl",
-      { class: name },
-      pairs
-        .filter(([, value]) => value !== null && value !== undefined && value !== "")
-        .map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)]),
-    );
+  const isGiven = ([, value]) => !isNothing(value) && value !== "";
+  const definitions = (pairs) => h("dl.keyvalue", pairs.filter(isGiven).map(([key, value]) => [h("dt", key), h("dd", value)]));
 
   // --------------------------------------------------------------------------------- page chrome
   function theme() {
-    const button = document.getElementById("theme");
+    const element = document.getElementById("theme");
     const order = ["auto", "light", "dark"];
     // A file opened in a strict browser has no storage; the choice then lasts as long as the page.
     const stored = (verb, ...given) => {
@@ -149,37 +141,28 @@ const Page = (() => {
         return null;
       }
     };
-    let current = stored("getItem");
-    if (!order.includes(current)) [current] = order;
+    let place = Math.max(0, order.indexOf(stored("getItem")));
     const apply = () => {
-      if (current === "auto") delete document.documentElement.dataset.theme;
-      else document.documentElement.dataset.theme = current;
-      button.textContent = `theme: ${current}`;
-      button.ariaLabel = `Colour scheme: ${current}`;
+      if (place) document.documentElement.dataset.theme = order[place];
+      else delete document.documentElement.dataset.theme;
+      element.textContent = `theme: ${order[place]}`;
+      element.ariaLabel = `Colour scheme: ${order[place]}`;
     };
-    button.addEventListener("click", () => {
-      current = order[(order.indexOf(current) + 1) % order.length];
-      stored("setItem", current);
+    element.onclick = () => {
+      place = (place + 1) % order.length;
+      stored("setItem", order[place]);
       apply();
-    });
+    };
     apply();
   }
 
   function navigation() {
-    const nav = document.getElementById("nav");
-    const links = new Map();
-    for (const element of document.querySelectorAll("main > section")) {
-      const link = h("a", { href: `#${element.id}` }, element.querySelector("h2").textContent);
-      links.set(element, link);
-      nav.append(link);
-    }
+    const sections = [...document.querySelectorAll("main > section")];
+    const links = sections.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
+    document.getElementById("nav").append(...links);
     const mark = () => {
-      let current = null;
-      for (const element of links.keys()) if (element.getBoundingClientRect().top < 130) current = element;
-      for (const [element, link] of links) {
-        if (element === current) link.setAttribute("aria-current", "true");
-        else link.removeAttribute("aria-current");
-      }
+      const current = sections.findLastIndex((one) => one.getBoundingClientRect().top < 130);
+      for (const [place, link] of links.entries()) link.ariaCurrent = place === current ? "true" : null;
     };
     addEventListener("scroll", () => requestAnimationFrame(mark), { passive: true });
     mark();
@@ -194,7 +177,7 @@ const Page = (() => {
     navigation();
   }
 
-  return { section, part, table, copyable, definitions, finish };
+  return { section, part, table, chip, plain, select, moveFocus, copyable, definitions, finish };
 })();
 
 const Data = JSON.parse(document.getElementById("report-data").textContent);

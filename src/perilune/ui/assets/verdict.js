@@ -3,41 +3,37 @@
 
 const Verdict = ((data) => {
   const GRAVITY = ["broken", "watch", "healthy"];
-  const WORDS = { broken: "Broken", watch: "Watch", healthy: "Healthy" };
-  const gravest = (healths) =>
-    [...healths].sort((a, b) => GRAVITY.indexOf(a.status) - GRAVITY.indexOf(b.status))[0] || null;
 
-  const since = (finding) => (finding.since === null ? "" : `since step ${Format.integer(finding.since)}`);
+  const since = (finding) => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
 
-  function findings(health) {
-    return health.findings.map((finding) =>
+  const findings = (health) =>
+    health.findings.map((finding) =>
       h(
         "li",
-        {},
-        h("b", {}, Format.capital(finding.name)),
-        h("span", { class: "muted" }, [`stage ${health.stage}`, since(finding)].filter(Boolean).join(", ")),
-        h("span", { class: "why" }, `${Format.capital(finding.why)}.`),
-        h("span", { class: "remedy" }, `${Format.capital(finding.remedy)}.`),
+        h("b", Format.capital(finding.name)),
+        h("span.muted", `stage ${health.stage}${since(finding)}`),
+        h("span.why", `${Format.capital(finding.why)}.`),
+        h("span.remedy", `${Format.capital(finding.remedy)}.`),
       ),
     );
-  }
 
   function calm(healths) {
-    const last = healths[healths.length - 1];
-    const steps = `${Format.integer(last.steps)} ${last.steps === 1 ? "step" : "steps"}`;
-    return `No alarm in ${healths.length === 1 ? `${steps} of stage ${last.stage}` : `${healths.length} stages`}.`;
+    const { steps, stage } = last(healths);
+    const done = `${Format.integer(steps)} ${steps === 1 ? "step" : "steps"}`;
+    return `No alarm in ${healths.length === 1 ? `${done} of stage ${stage}` : `${healths.length} stages`}.`;
   }
 
-  // The panel of the verdicts on all stages; null if no stage trained.
+  // The panel of the verdicts on all stages; hidden if no stage trained.
   function panel(healths = data.health) {
-    const worst = gravest(healths);
+    const statuses = healths.map((one) => one.status);
+    const worst = GRAVITY.find((one) => statuses.includes(one));
     if (!worst) return h("div", { id: "verdict", hidden: true });
     const told = healths.filter((one) => one.findings.length);
     return h(
-      "div",
-      { id: "verdict", class: `verdict ${worst.status}`, role: "status", "aria-label": "Health" },
-      h("strong", {}, WORDS[worst.status]),
-      told.length ? h("ul", {}, told.map(findings)) : h("p", {}, calm(healths)),
+      `div.verdict.${worst}`,
+      { id: "verdict", role: "status", "aria-label": "Health" },
+      h("strong", Format.capital(worst)),
+      told.length ? h("ul", told.map(findings)) : h("p", calm(healths)),
     );
   }
 
@@ -46,30 +42,29 @@ const Verdict = ((data) => {
 
   // Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
   function left(one) {
-    const training = data.training.find((found) => found.stage === one.stage);
-    const count = training && training.timings.step ? Math.min(RECENT, training.timings.step.length) : 0;
+    const timings = data.training.find((found) => found.stage === one.stage)?.timings;
+    const count = Math.min(RECENT, timings?.step?.length || 0);
     if (!count || one.unit !== "steps") return null;
-    const spent = PARTS.map((part) => (training.timings[part] || []).slice(-count).reduce((sum, value) => sum + (value || 0), 0));
-    return (spent.reduce((sum, value) => sum + value, 0) / count) * (one.total - one.done);
+    const spent = sum(PARTS.map((part) => sum((timings[part] || []).slice(-count))));
+    return (spent / count) * (one.total - one.done);
   }
 
   function bar(one) {
     const rest = left(one);
-    const share = one.total ? Math.min(1, one.done / one.total) : 0;
-    const fill = h("i", {});
-    fill.style.setProperty("--share", `${100 * share}%`);
+    const share = 100 * (one.total ? Math.min(1, one.done / one.total) : 0);
     const figures = Object.entries(one.figures || {}).map(([name, value]) => `${name} ${Format.number(value, 3)}`);
+    const meaning = { role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(share)) };
+    const done = `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`;
     return h(
-      "div",
-      { class: "progress" },
-      h("b", {}, one.stage),
-      h("span", { class: "track", role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(100 * share)) }, fill),
-      h("span", {}, `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}${rest === null ? "" : `, ${Format.seconds(rest)} left`}`),
-      h("span", { class: "muted" }, figures.join(" · ")),
+      "div.progress",
+      h("b", one.stage),
+      h("span.track", meaning, h("i", { "--share": `${share}%` })),
+      h("span", done, rest !== null && `, ${Format.seconds(rest)} left`),
+      h("span.muted", figures.join(" · ")),
     );
   }
 
   const progress = (running = []) => h("div", { id: "progress", hidden: !running.length }, running.map(bar));
 
-  return { panel, progress, WORDS };
+  return { panel, progress };
 })(Data);

@@ -32,7 +32,7 @@ EVERY = 0.5  # seconds between two looks at the files
 MOST_STREAMS = 64
 MOST_COMPARED = 32
 MOST_EXPERIMENTS = 50  # of the first page, without ?last=
-LIST_SCRIPTS = ("page.js", "charts.js", "list.js")
+LIST_SCRIPTS = ("page.js", "list.js")
 
 Kind = Literal["experiments", "runs"]
 Last = Annotated[int, Query(ge=1, le=1000)]
