@@ -90,7 +90,10 @@ def render_page(
         policy=_policy(style, scripts, live),
         style=style,
         data="\n".join([data_block("report-data", embeddable_json(plain(document))), *blocks]),
-        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+        # The first has what all use; the others are modules, so that their names are their own.
+        scripts="\n".join(
+            f"<script{' type=module' if place else ''}>{script}</script>" for place, script in enumerate(scripts)
+        ),
     )
 
 

@@ -1,112 +1,108 @@
 // The page of a comparison: arms, differences from the baseline, and curves.
-"use strict";
+const { section, part, table } = Page;
+const shown = Data.isShare ? Format.percent : Format.number;
+const change = Data.isShare ? (value) => `${Format.points(value)} points` : Format.number;
+const COLORS = 8;
+const color = (place) => (place % COLORS) + 1;
+const mark = (place) => (place === Data.baseline ? "baseline" : place === Data.best ? "best" : "");
 
-((data) => {
-  const { section, part, table } = Page;
-  const shown = data.isShare ? Format.percent : Format.number;
-  const change = data.isShare ? (value) => `${Format.points(value)} points` : Format.number;
-  const COLORS = 8;
-  const color = (place) => (place % COLORS) + 1;
-  const mark = (place) => (place === data.baseline ? "baseline" : place === data.best ? "best" : "");
+const hasEnds = (interval) => interval[1] !== null && interval[2] !== null;
+const ends = (interval, format) => `${format(interval[1])} to ${format(interval[2])}`;
+const within = (interval) => [shown(interval[0]), hasEnds(interval) && h("small", ends(interval, shown))];
 
-  const hasEnds = (interval) => interval[1] !== null && interval[2] !== null;
-  const ends = (interval, format) => `${format(interval[1])} to ${format(interval[2])}`;
-  const within = (interval) => [shown(interval[0]), hasEnds(interval) && h("small", ends(interval, shown))];
+function hero() {
+  const experiments = sum(Data.arms.map((arm) => arm.seeds.length));
+  const text = h(
+    "div",
+    h("p.eyebrow", h("b", Data.title), `${experiments} experiments`),
+    h("h1", `${Data.arms.length} arms compared by ${Data.metric}`),
+    Data.notes.map((note) => h("p.lead", note)),
+  );
+  return h("div.hero", { id: "top" }, text, forest("final", `Final ${Data.metric}`, shown, (arm) => arm.figure, {}));
+}
 
-  function hero() {
-    const experiments = sum(data.arms.map((arm) => arm.seeds.length));
-    const text = h(
-      "div",
-      h("p.eyebrow", h("b", data.title), `${experiments} experiments`),
-      h("h1", `${data.arms.length} arms compared by ${data.metric}`),
-      data.notes.map((note) => h("p.lead", note)),
-    );
-    return h("div.hero", { id: "top" }, text, forest("final", `Final ${data.metric}`, shown, (arm) => arm.figure, {}));
-  }
+// One row for each arm that has this interval.
+function forest(key, title, format, intervalOf, { note, zero }) {
+  const found = Data.arms.map((arm, place) => [arm, place, intervalOf(arm)]).filter(([, , interval]) => interval);
+  const values = found.flatMap(([, , interval]) => interval.filter((value) => value !== null));
+  if (zero) values.push(0);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const pad = (high - low || Math.abs(high) || 1) * 0.06;
+  const row = ([arm, place, interval]) => ({
+    label: arm.label,
+    strong: place === Data.best,
+    value: format(interval[0]),
+    marks: [
+      hasEnds(interval) ? { whisker: interval.slice(1, 3), color: color(place) } : {},
+      { dot: interval[0], color: color(place) },
+    ],
+    details: [
+      { name: "mean", value: format(interval[0]) },
+      ...(hasEnds(interval) ? [{ name: "95% interval", value: ends(interval, format) }] : []),
+    ],
+  });
+  const x = { domain: [low - pad, high + pad], format, tick: Data.isShare ? Format.percentTick : format, zero };
+  return Charts.rows({ key, title, note, x, rows: found.map(row) });
+}
 
-  // One row for each arm that has this interval.
-  function forest(key, title, format, intervalOf, { note, zero }) {
-    const found = data.arms.map((arm, place) => [arm, place, intervalOf(arm)]).filter(([, , interval]) => interval);
-    const values = found.flatMap(([, , interval]) => interval.filter((value) => value !== null));
-    if (zero) values.push(0);
-    const [low, high] = [Math.min(...values), Math.max(...values)];
-    const pad = (high - low || Math.abs(high) || 1) * 0.06;
-    const row = ([arm, place, interval]) => ({
-      label: arm.label,
-      strong: place === data.best,
-      value: format(interval[0]),
-      marks: [
-        hasEnds(interval) ? { whisker: interval.slice(1, 3), color: color(place) } : {},
-        { dot: interval[0], color: color(place) },
-      ],
-      details: [
-        { name: "mean", value: format(interval[0]) },
-        ...(hasEnds(interval) ? [{ name: "95% interval", value: ends(interval, format) }] : []),
-      ],
-    });
-    const x = { domain: [low - pad, high + pad], format, tick: data.isShare ? Format.percentTick : format, zero };
-    return Charts.rows({ key, title, note, x, rows: found.map(row) });
-  }
+function arms() {
+  const seed = (one) => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
+  const columns = [
+    { name: "Arm", header: true, value: ([arm, place]) => [arm.label, h("small", mark(place))] },
+    ...Data.keys.map((key, index) => ({ name: key, value: ([arm]) => h("span.mono", arm.settings[index]) })),
+    { name: Data.metric, value: ([arm]) => (arm.figure ? within(arm.figure) : "–") },
+    { name: "By seed", text: true, value: ([arm]) => arm.seeds.map(seed) },
+    { name: "Difference from the baseline", text: true, value: ([arm]) => (arm.difference ? arm.difference.text : "–") },
+  ];
+  const note = "95% intervals before correction. An interval over tasks, where seeds are few, supports no claim about settings.";
+  const intervalOf = (arm) => arm.difference?.interval;
+  return section(
+    "arms",
+    "Arms",
+    "Only the settings that differ. Differences are paired by seed and corrected for the number of arms (Holm).",
+    table(columns, Data.arms.map((arm, place) => [arm, place]), "Arms"),
+    Data.arms.some(intervalOf) && forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note }),
+  );
+}
 
-  function arms() {
-    const seed = (one) => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
-    const columns = [
-      { name: "Arm", header: true, value: ([arm, place]) => [arm.label, h("small", mark(place))] },
-      ...data.keys.map((key, index) => ({ name: key, value: ([arm]) => h("span.mono", arm.settings[index]) })),
-      { name: data.metric, value: ([arm]) => (arm.figure ? within(arm.figure) : "–") },
-      { name: "By seed", text: true, value: ([arm]) => arm.seeds.map(seed) },
-      { name: "Difference from the baseline", text: true, value: ([arm]) => (arm.difference ? arm.difference.text : "–") },
-    ];
-    const note = "95% intervals before correction. An interval over tasks, where seeds are few, supports no claim about settings.";
-    const intervalOf = (arm) => arm.difference?.interval;
-    return section(
-      "arms",
-      "Arms",
-      "Only the settings that differ. Differences are paired by seed and corrected for the number of arms (Holm).",
-      table(columns, data.arms.map((arm, place) => [arm, place]), "Arms"),
-      data.arms.some(intervalOf) && forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note }),
-    );
-  }
+const chartOf = ({ stage, metric, title, curves: found }) =>
+  Charts.lines({
+    key: `${stage}-${metric}`,
+    title,
+    group: stage,
+    smooth: true,
+    x: { label: "step", name: "step", integer: true },
+    y: { zero: false },
+    series: found.map(({ arm, step, mean, low, high }) => ({
+      name: Data.arms[arm].label,
+      x: step,
+      y: mean,
+      low,
+      high,
+      area: true,
+      color: color(arm),
+      dash: arm >= COLORS,
+    })),
+  });
 
-  const chartOf = ({ stage, metric, title, curves: found }) =>
-    Charts.lines({
-      key: `${stage}-${metric}`,
-      title,
-      group: stage,
-      smooth: true,
-      x: { label: "step", name: "step", integer: true },
-      y: { zero: false },
-      series: found.map(({ arm, step, mean, low, high }) => ({
-        name: data.arms[arm].label,
-        x: step,
-        y: mean,
-        low,
-        high,
-        area: true,
-        color: color(arm),
-        dash: arm >= COLORS,
-      })),
-    });
+function curves() {
+  const stages = Map.groupBy(Data.charts, (chart) => chart.stage);
+  if (!stages.size) return null;
+  const lead = `Means over the seeds of each arm; areas are ${Data.area}. Stages that all arms share are left out.`;
+  return section("curves", "Curves", lead, [...stages].map(([stage, charts]) => [part(stage), h("div.tiles", charts.map(chartOf))]));
+}
 
-  function curves() {
-    const stages = Map.groupBy(data.charts, (chart) => chart.stage);
-    if (!stages.size) return null;
-    const lead = `Means over the seeds of each arm; areas are ${data.area}. Stages that all arms share are left out.`;
-    return section("curves", "Curves", lead, [...stages].map(([stage, charts]) => [part(stage), h("div.tiles", charts.map(chartOf))]));
-  }
+function experiments() {
+  const rows = Data.arms.flatMap((arm) => arm.seeds.map((one) => [arm, one]));
+  const columns = [
+    { name: "Arm", header: true, value: ([arm]) => arm.label },
+    { name: "Seed", value: ([, one]) => Format.integer(one.seed) },
+    { name: Data.metric, value: ([, one]) => (one.figure ? within(one.figure) : one.problem) },
+    { name: "Experiment", text: true, value: ([, one]) => h("span.mono", one.experiment) },
+  ];
+  const lead = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
+  return section("experiments", "Experiments", lead, table(columns, rows, "Experiments"));
+}
 
-  function experiments() {
-    const rows = data.arms.flatMap((arm) => arm.seeds.map((one) => [arm, one]));
-    const columns = [
-      { name: "Arm", header: true, value: ([arm]) => arm.label },
-      { name: "Seed", value: ([, one]) => Format.integer(one.seed) },
-      { name: data.metric, value: ([, one]) => (one.figure ? within(one.figure) : one.problem) },
-      { name: "Experiment", text: true, value: ([, one]) => h("span.mono", one.experiment) },
-    ];
-    const lead = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
-    return section("experiments", "Experiments", lead, table(columns, rows, "Experiments"));
-  }
-
-  document.getElementById("main").append(...[hero(), arms(), curves(), experiments()].filter(Boolean));
-  Page.finish(data.footer);
-})(Data);
+document.getElementById("main").append(...[hero(), arms(), curves(), experiments()].filter(Boolean));
+Page.finish(Data.footer);

@@ -1,288 +1,284 @@
 // Training curves, time and hardware.
-"use strict";
+const { section, part, table } = Page;
+const Y = { share: SHARE, percent: PERCENT, count: { format: Format.integer, integer: true }, log: { log: true } };
 
-const Course = ((data) => {
-  const { section, part, table } = Page;
-  const Y = { share: SHARE, percent: PERCENT, count: { format: Format.integer, integer: true }, log: { log: true } };
+// -------------------------------------------------------------------------------- horizontal axis
+const AXES = {
+  step: { label: "step", name: "step", integer: true, time: false, format: Format.integer },
+  tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
+  seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
+};
+const x = { ...AXES.step };
+let axis = "step";
 
-  // -------------------------------------------------------------------------------- horizontal axis
-  const AXES = {
-    step: { label: "step", name: "step", integer: true, time: false, format: Format.integer },
-    tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
-    seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
+// Where each step lies on the axis. The server counts; rows that arrived since are added here.
+function reached({ columns, timings }) {
+  const counted = columns[`reached/${axis}`];
+  if (axis === "step" || !counted) return columns.step;
+  const spent = (place) => {
+    if (axis === "tokens") return columns.tokens?.[place] || 0;
+    const row = timings.step ? timings.step.indexOf(columns.step[place]) : -1;
+    return row < 0 ? 0 : sum(PARTS.map(([name]) => timings[name]?.[row]));
   };
-  const x = { ...AXES.step };
-  let axis = "step";
+  let total = 0;
+  return columns.step.map((_, place) => (total = counted[place] ?? total + spent(place)));
+}
+const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
 
-  // Where each step lies on the axis. The server counts; rows that arrived since are added here.
-  function reached({ columns, timings }) {
-    const counted = columns[`reached/${axis}`];
-    if (axis === "step" || !counted) return columns.step;
-    const spent = (place) => {
-      if (axis === "tokens") return columns.tokens?.[place] || 0;
-      const row = timings.step ? timings.step.indexOf(columns.step[place]) : -1;
-      return row < 0 ? 0 : sum(PARTS.map(([name]) => timings[name]?.[row]));
-    };
-    let total = 0;
-    return columns.step.map((_, place) => (total = counted[place] ?? total + spent(place)));
-  }
-  const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
+function axisControl() {
+  const isOffered = (name) => name === "step" || Data.training.every((one) => one.columns[`reached/${name}`]);
+  const offered = Object.keys(AXES).filter(isOffered);
+  if (offered.length === 1) return null;
+  const choice = Page.select("Horizontal axis", offered, () => {
+    axis = choice.value;
+    Object.assign(x, AXES[axis]);
+    for (const { stage } of Data.training) for (const group of [`training-${stage}`, `main-${stage}`]) Charts.zoom(group, null);
+  });
+  return h("label.control", "Axis", choice);
+}
 
-  function axisControl() {
-    const isOffered = (name) => name === "step" || data.training.every((one) => one.columns[`reached/${name}`]);
-    const offered = Object.keys(AXES).filter(isOffered);
-    if (offered.length === 1) return null;
-    const choice = Page.select("Horizontal axis", offered, () => {
-      axis = choice.value;
-      Object.assign(x, AXES[axis]);
-      for (const { stage } of data.training) for (const group of [`training-${stage}`, `main-${stage}`]) Charts.zoom(group, null);
-    });
-    return h("label.control", "Axis", choice);
-  }
+// -------------------------------------------------------------------------------------- curves
+const isPresent = (value) => !isNothing(value);
 
-  // -------------------------------------------------------------------------------------- curves
-  const isPresent = (value) => !isNothing(value);
+function seriesOf(training, names) {
+  const { columns } = training;
+  const found = names.filter(([key]) => columns[key]?.some(isPresent));
+  return found.map(([key, name, color]) => {
+    const column = columns[key];
+    if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color };
+    // Evaluations are rare: their line joins them across the steps between.
+    const places = [...column.keys()].filter((place) => isPresent(column[place]));
+    const at = (values) => values && places.map((place) => values[place]);
+    const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
+    return { name, x: at(reached(training)), y: at(column), low, high, color, points: true };
+  });
+}
 
-  function seriesOf(training, names) {
-    const { columns } = training;
-    const found = names.filter(([key]) => columns[key]?.some(isPresent));
-    return found.map(([key, name, color]) => {
-      const column = columns[key];
-      if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color };
-      // Evaluations are rare: their line joins them across the steps between.
-      const places = [...column.keys()].filter((place) => isPresent(column[place]));
-      const at = (values) => values && places.map((place) => values[place]);
-      const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
-      return { name, x: at(reached(training)), y: at(column), low, high, color, points: true };
-    });
-  }
+// The series of a chart, and whether they never change, so that one number says all.
+function chosen(training, chart) {
+  const series = seriesOf(training, chart.series);
+  const isSteady = training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]));
+  return { chart, series, isSteady };
+}
+const chosenOf = (training) => training.charts.map((chart) => chosen(training, chart)).filter((one) => one.series.length);
 
-  // The series of a chart, and whether they never change, so that one number says all.
-  function chosen(training, chart) {
-    const series = seriesOf(training, chart.series);
-    const isSteady = training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]));
-    return { chart, series, isSteady };
-  }
-  const chosenOf = (training) => training.charts.map((chart) => chosen(training, chart)).filter((one) => one.series.length);
+// A text that changes when a stage needs other charts.
+const shapeOf = (training) => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
 
-  // A text that changes when a stage needs other charts.
-  const shapeOf = (training) => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
+function steadyFigure(training, { chart: { key, title, note, y }, series }) {
+  const format = Y[y]?.format || Format.number;
+  const said = (one) => (series.length > 1 ? `${one.name}, at every step` : "at every step");
+  const values = series.map((one) => h("p", format(one.y[0]), h("small", said(one))));
+  return h("figure.chart.steady", { "data-chart": `${training.stage}-${key}` }, h("h4", title), values, h("figcaption", note));
+}
 
-  function steadyFigure(training, { chart: { key, title, note, y }, series }) {
-    const format = Y[y]?.format || Format.number;
-    const said = (one) => (series.length > 1 ? `${one.name}, at every step` : "at every step");
-    const values = series.map((one) => h("p", format(one.y[0]), h("small", said(one))));
-    return h("figure.chart.steady", { "data-chart": `${training.stage}-${key}` }, h("h4", title), values, h("figcaption", note));
-  }
+function curve(training, { chart: { key, title, note, y, series } }) {
+  const { stage } = training;
+  const pick = Episodes.has(stage) ? (value) => Episodes.open(stage, stepAt(training, value)) : undefined;
+  const drawn = { x, y: Y[y], series: () => seriesOf(training, series), group: `training-${stage}`, smooth: true, pick };
+  return Charts.lines({ key: `${stage}-${key}`, title, note, ...drawn, showLegend: true });
+}
 
-  function curve(training, { chart: { key, title, note, y, series } }) {
-    const { stage } = training;
-    const pick = Episodes.has(stage) ? (value) => Episodes.open(stage, stepAt(training, value)) : undefined;
-    const drawn = { x, y: Y[y], series: () => seriesOf(training, series), group: `training-${stage}`, smooth: true, pick };
-    return Charts.lines({ key: `${stage}-${key}`, title, note, ...drawn, showLegend: true });
-  }
+const drawn = new Map(); // stage -> the shape of its charts
+function block(training) {
+  const { stage, steps_kept: kept, steps_total: total } = training;
+  drawn.set(stage, shapeOf(training));
+  const all = chosenOf(training);
+  const charts = all.filter((one) => !one.isSteady).map((one) => curve(training, one));
+  const steady = all.filter((one) => one.isSteady).map((one) => steadyFigure(training, one));
+  const thinned = kept < total ? ` Shown: every ${Math.round(total / kept)}th of ${total} steps.` : "";
+  const hint = Episodes.has(stage) ? " Click a chart to read that step's episodes." : "";
+  return h(
+    "div",
+    { "data-stage": stage },
+    part(stage, `${training.description}${thinned}${hint}`),
+    h(charts.length === 4 ? "div.tiles.two" : "div.tiles", charts),
+    steady.length > 0 && h("div.tiles.small", steady),
+  );
+}
 
-  const drawn = new Map(); // stage -> the shape of its charts
-  function block(training) {
-    const { stage, steps_kept: kept, steps_total: total } = training;
-    drawn.set(stage, shapeOf(training));
-    const all = chosenOf(training);
-    const charts = all.filter((one) => !one.isSteady).map((one) => curve(training, one));
-    const steady = all.filter((one) => one.isSteady).map((one) => steadyFigure(training, one));
-    const thinned = kept < total ? ` Shown: every ${Math.round(total / kept)}th of ${total} steps.` : "";
-    const hint = Episodes.has(stage) ? " Click a chart to read that step's episodes." : "";
-    return h(
-      "div",
-      { "data-stage": stage },
-      part(stage, `${training.description}${thinned}${hint}`),
-      h(charts.length === 4 ? "div.tiles.two" : "div.tiles", charts),
-      steady.length > 0 && h("div.tiles.small", steady),
-    );
-  }
+// The main curve of the last training, for a head without evaluations; null without training.
+function mainChart(height) {
+  const training = [...Data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
+  if (!training) return null;
+  const { columns, stage } = training;
+  const sets = Object.keys(columns).filter((key) => /^eval\/[^/]+\/pass@1$/.test(key));
+  const names = columns.reward
+    ? [["reward", "reward", 1], ...sets.map((key) => [key, key.split("/")[1], 3])]
+    : [["loss", "loss", 1], ["validation_loss", "held out", 3]];
+  const title = `${columns.reward ? "Reward" : "Loss"} in stage ${stage}`;
+  const note = "All steps as they were recorded, without smoothing.";
+  const series = () => seriesOf(training, names);
+  return Charts.lines({ key: "main", title, note, height, x, series, group: `main-${stage}`, showLegend: true });
+}
 
-  // The main curve of the last training, for a head without evaluations; null without training.
-  function mainChart(height) {
-    const training = [...data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
-    if (!training) return null;
-    const { columns, stage } = training;
-    const sets = Object.keys(columns).filter((key) => /^eval\/[^/]+\/pass@1$/.test(key));
-    const names = columns.reward
-      ? [["reward", "reward", 1], ...sets.map((key) => [key, key.split("/")[1], 3])]
-      : [["loss", "loss", 1], ["validation_loss", "held out", 3]];
-    const title = `${columns.reward ? "Reward" : "Loss"} in stage ${stage}`;
-    const note = "All steps as they were recorded, without smoothing.";
-    const series = () => seriesOf(training, names);
-    return Charts.lines({ key: "main", title, note, height, x, series, group: `main-${stage}`, showLegend: true });
-  }
+// Draw the curves of a stage again after its columns have grown.
+function update(stage) {
+  const training = Data.training.find((one) => one.stage === stage);
+  Charts.refresh(`main-${stage}`);
+  if (drawn.get(stage) === shapeOf(training)) return Charts.refresh(`training-${stage}`);
+  const old = [...document.querySelectorAll("#curves [data-stage]")].find((one) => one.dataset.stage === stage);
+  Charts.forget(`training-${stage}`);
+  return old?.replaceWith(block(training));
+}
 
-  // Draw the curves of a stage again after its columns have grown.
-  function update(stage) {
-    const training = data.training.find((one) => one.stage === stage);
-    Charts.refresh(`main-${stage}`);
-    if (drawn.get(stage) === shapeOf(training)) return Charts.refresh(`training-${stage}`);
-    const old = [...document.querySelectorAll("#curves [data-stage]")].find((one) => one.dataset.stage === stage);
-    Charts.forget(`training-${stage}`);
-    return old?.replaceWith(block(training));
-  }
+function curves() {
+  const trained = Data.training.filter((training) => chosenOf(training).length);
+  if (!trained.length) return null;
+  const shown = h("output", "off");
+  const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
+  slider.oninput = () => {
+    const weight = Number(slider.value);
+    shown.textContent = weight ? weight.toFixed(2) : "off";
+    Charts.smooth(weight);
+  };
+  const hint = "Smoothing draws a moving average over the exact values; tooltips always show exact values.";
+  return section(
+    "curves",
+    "Training curves",
+    "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.",
+    h("div.toolbar", h("label.control", "Smoothing", slider, shown), axisControl(), h("small.muted", hint)),
+    trained.map(block),
+  );
+}
 
-  function curves() {
-    const trained = data.training.filter((training) => chosenOf(training).length);
-    if (!trained.length) return null;
-    const shown = h("output", "off");
-    const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
-    slider.oninput = () => {
-      const weight = Number(slider.value);
-      shown.textContent = weight ? weight.toFixed(2) : "off";
-      Charts.smooth(weight);
-    };
-    const hint = "Smoothing draws a moving average over the exact values; tooltips always show exact values.";
-    return section(
-      "curves",
-      "Training curves",
-      "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.",
-      h("div.toolbar", h("label.control", "Smoothing", slider, shown), axisControl(), h("small.muted", hint)),
-      trained.map(block),
-    );
-  }
+// ------------------------------------------------------------------------------ time, hardware
+const PARTS = [["sampling", 1], ["scoring", 5], ["learning", 2], ["other", 7]];
+const COLORS = { sft: 1, rl: 2, evaluate: 3 }; // of the bars of stages
+const spent = ({ totals }) => sum(PARTS.map(([name]) => totals[name]));
+const tiles = (charts) => h("div.tiles.two", charts);
 
-  // ------------------------------------------------------------------------------ time, hardware
-  const PARTS = [["sampling", 1], ["scoring", 5], ["learning", 2], ["other", 7]];
-  const COLORS = { sft: 1, rl: 2, evaluate: 3 }; // of the bars of stages
-  const spent = ({ totals }) => sum(PARTS.map(([name]) => totals[name]));
-  const tiles = (charts) => h("div.tiles.two", charts);
+// The bars of consecutive spans of time: [seconds, colour] each.
+function endToEnd(spans) {
+  let from = 0;
+  return spans.map(([seconds, color]) => ({ bar: [from, (from += seconds || 0)], color }));
+}
 
-  // The bars of consecutive spans of time: [seconds, colour] each.
-  function endToEnd(spans) {
-    let from = 0;
-    return spans.map(([seconds, color]) => ({ bar: [from, (from += seconds || 0)], color }));
-  }
+function timeline() {
+  const timed = Data.stages.filter((stage) => stage.seconds !== null);
+  if (!timed.length) return null;
+  const total = sum(timed.map((stage) => stage.seconds));
+  const bars = endToEnd(timed.map((stage) => [stage.seconds, COLORS[stage.task] || 7]));
+  return Charts.rows({
+    key: "timeline",
+    title: `Stages, ${Format.seconds(total)} in all`,
+    rowHeight: 28,
+    x: { domain: [0, total || 1], ...CLOCK, label: "time in stages, end to end" },
+    rows: timed.map((stage, place) => ({
+      label: stage.name,
+      value: Format.seconds(stage.seconds),
+      marks: [bars[place]],
+      details: [
+        { name: "task", value: stage.task },
+        { name: "time", value: Format.seconds(stage.seconds) },
+        { name: "share", value: Format.percent(stage.seconds / total) },
+      ],
+    })),
+  });
+}
 
-  function timeline() {
-    const timed = data.stages.filter((stage) => stage.seconds !== null);
-    if (!timed.length) return null;
-    const total = sum(timed.map((stage) => stage.seconds));
-    const bars = endToEnd(timed.map((stage) => [stage.seconds, COLORS[stage.task] || 7]));
-    return Charts.rows({
-      key: "timeline",
-      title: `Stages, ${Format.seconds(total)} in all`,
-      rowHeight: 28,
-      x: { domain: [0, total || 1], ...CLOCK, label: "time in stages, end to end" },
-      rows: timed.map((stage, place) => ({
-        label: stage.name,
-        value: Format.seconds(stage.seconds),
-        marks: [bars[place]],
-        details: [
-          { name: "task", value: stage.task },
-          { name: "time", value: Format.seconds(stage.seconds) },
-          { name: "share", value: Format.percent(stage.seconds / total) },
-        ],
-      })),
-    });
-  }
+function timeByPart() {
+  const order = Data.stages.map((stage) => stage.name);
+  const split = [...Data.training, ...Data.timed_evaluations].filter((one) => one.totals);
+  if (!split.length) return null;
+  split.sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
+  const said = (seconds, total) => `${Format.seconds(seconds || 0)} · ${Format.percent((seconds || 0) / total)}`;
+  return Charts.rows({
+    key: "split",
+    title: "Time by part",
+    legend: PARTS.map(([name, color]) => ({ name, color })),
+    x: { domain: [0, Math.max(...split.map(spent)) * 1.02 || 1], ...CLOCK },
+    rows: split.map((one) => ({
+      label: one.stage,
+      value: Format.seconds(spent(one)),
+      marks: endToEnd(PARTS.map(([name, color]) => [one.totals[name], color])),
+      details: PARTS.map(([name, color]) => ({ name, color, value: said(one.totals[name], spent(one)) })),
+    })),
+  });
+}
 
-  function timeByPart() {
-    const order = data.stages.map((stage) => stage.name);
-    const split = [...data.training, ...data.timed_evaluations].filter((one) => one.totals);
-    if (!split.length) return null;
-    split.sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
-    const said = (seconds, total) => `${Format.seconds(seconds || 0)} · ${Format.percent((seconds || 0) / total)}`;
-    return Charts.rows({
-      key: "split",
-      title: "Time by part",
-      legend: PARTS.map(([name, color]) => ({ name, color })),
-      x: { domain: [0, Math.max(...split.map(spent)) * 1.02 || 1], ...CLOCK },
-      rows: split.map((one) => ({
-        label: one.stage,
-        value: Format.seconds(spent(one)),
-        marks: endToEnd(PARTS.map(([name, color]) => [one.totals[name], color])),
-        details: PARTS.map(([name, color]) => ({ name, color, value: said(one.totals[name], spent(one)) })),
-      })),
-    });
-  }
+function stepCharts({ stage, task, timings }) {
+  const { step, tokens_per_second: rates } = timings;
+  if (!step) return [];
+  const isUsed = (values) => values?.some((value) => value > 0);
+  const width = step.length > 1 ? Math.min(...step.slice(1).map((value, index) => value - step[index])) : 1;
+  const parts = PARTS.filter(([name]) => isUsed(timings[name]));
+  const times = {
+    key: `${stage}-steptime`,
+    title: `Time of a step: ${stage}`,
+    total: true,
+    x: { centers: step, width, ...AXES.step },
+    y: CLOCK,
+    series: parts.map(([name, color]) => ({ name, values: timings[name], color })),
+  };
+  const throughput = {
+    key: `${stage}-throughput`,
+    title: `Tokens per second: ${stage}`,
+    x: AXES.step,
+    y: { format: Format.integer },
+    showLegend: true,
+    smooth: true,
+    group: `training-${stage}`,
+    series: [{ name: task === "rl" ? "sampled tokens/s" : "tokens/s", x: step, y: rates, color: 3 }],
+  };
+  return [...(parts.length ? [Charts.bars(times)] : []), ...(isUsed(rates) ? [Charts.lines(throughput)] : [])];
+}
 
-  function stepCharts({ stage, task, timings }) {
-    const { step, tokens_per_second: rates } = timings;
-    if (!step) return [];
-    const isUsed = (values) => values?.some((value) => value > 0);
-    const width = step.length > 1 ? Math.min(...step.slice(1).map((value, index) => value - step[index])) : 1;
-    const parts = PARTS.filter(([name]) => isUsed(timings[name]));
-    const times = {
-      key: `${stage}-steptime`,
-      title: `Time of a step: ${stage}`,
-      total: true,
-      x: { centers: step, width, ...AXES.step },
-      y: CLOCK,
-      series: parts.map(([name, color]) => ({ name, values: timings[name], color })),
-    };
-    const throughput = {
-      key: `${stage}-throughput`,
-      title: `Tokens per second: ${stage}`,
-      x: AXES.step,
-      y: { format: Format.integer },
-      showLegend: true,
-      smooth: true,
-      group: `training-${stage}`,
-      series: [{ name: task === "rl" ? "sampled tokens/s" : "tokens/s", x: step, y: rates, color: 3 }],
-    };
-    return [...(parts.length ? [Charts.bars(times)] : []), ...(isUsed(rates) ? [Charts.lines(throughput)] : [])];
-  }
+function time() {
+  const overview = [timeline(), timeByPart()].filter(Boolean);
+  const steps = Data.training.flatMap(stepCharts);
+  const hardware = Data.hardware ? hardwareCharts(Data.hardware) : [];
+  if (!overview.length && !steps.length && !hardware.length) return null;
+  return section(
+    "time",
+    "Time and machine",
+    Data.machine_sentence,
+    tiles(overview),
+    Data.placements.length > 0 && machines(),
+    steps.length > 0 && [part("Step by step"), tiles(steps)],
+    hardware.length > 0 && [part("Hardware", Data.hardware.note), tiles(hardware)],
+  );
+}
 
-  function time() {
-    const overview = [timeline(), timeByPart()].filter(Boolean);
-    const steps = data.training.flatMap(stepCharts);
-    const hardware = data.hardware ? hardwareCharts(data.hardware) : [];
-    if (!overview.length && !steps.length && !hardware.length) return null;
-    return section(
-      "time",
-      "Time and machine",
-      data.machine_sentence,
-      tiles(overview),
-      data.placements.length > 0 && machines(),
-      steps.length > 0 && [part("Step by step"), tiles(steps)],
-      hardware.length > 0 && [part("Hardware", data.hardware.note), tiles(hardware)],
-    );
-  }
+// Where each attempt ran and what it has cost.
+function machines() {
+  const columns = [
+    { name: "Stage", header: true, value: (row) => [row.stage, h("small", `attempt ${row.attempt}`)] },
+    { name: "Where", text: true, value: (row) => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)] },
+    { name: "Outcome", text: true, value: (row) => [row.state, h("small", row.cause)] },
+    { name: "Time", value: (row) => Format.seconds(row.seconds) },
+    { name: "Price per hour", value: (row) => Format.number(row.price || null) },
+    { name: "Cost", value: (row) => Format.number(row.cost) },
+  ];
+  return [
+    part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
+    table(columns, Data.placements, "Machines and cost"),
+  ];
+}
 
-  // Where each attempt ran and what it has cost.
-  function machines() {
-    const columns = [
-      { name: "Stage", header: true, value: (row) => [row.stage, h("small", `attempt ${row.attempt}`)] },
-      { name: "Where", text: true, value: (row) => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)] },
-      { name: "Outcome", text: true, value: (row) => [row.state, h("small", row.cause)] },
-      { name: "Time", value: (row) => Format.seconds(row.seconds) },
-      { name: "Price per hour", value: (row) => Format.number(row.price || null) },
-      { name: "Cost", value: (row) => Format.number(row.cost) },
-    ];
-    return [
-      part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
-      table(columns, data.placements, "Machines and cost"),
-    ];
-  }
+function hardwareCharts({ columns, bands }) {
+  const axis = { label: "time in stages, end to end", name: "at", ...CLOCK };
+  const load = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
+  const bytes = { format: Format.bytes };
+  const drawing = { x: axis, bands, group: "hardware", showLegend: true, height: 200 };
+  const chart = (key, title, note, y, names) => {
+    const series = names
+      .filter(([column]) => columns[column])
+      .map(([column, name, color]) => ({ name, x: columns.seconds, y: columns[column], color }));
+    return series.length ? [Charts.lines({ key, title, note, y, series, ...drawing })] : [];
+  };
+  const gpus = Object.keys(columns).filter((name) => name.endsWith("_utilisation")).map((name) => name.replace("_utilisation", ""));
+  const ofGpus = (figure) => gpus.map((name, index) => [`${name}_${figure}`, name, (index % 8) + 1]);
+  const used = "Resident memory of the processes of the run, and the memory that the machine used in total.";
+  return [
+    ...chart("cpu", "Processor", "Percent of all cores. Includes other work of the machine.", load, [
+      ["process_cpu", "this run", 1],
+      ["cpu", "whole machine", 7],
+    ]),
+    ...chart("memory", "Memory", used, bytes, [["rss", "this run", 1], ["memory", "whole machine", 7]]),
+    ...chart("gpu", "GPU use", null, load, ofGpus("utilisation")),
+    ...chart("gpu-memory", "GPU memory", null, bytes, ofGpus("memory")),
+  ];
+}
 
-  function hardwareCharts({ columns, bands }) {
-    const axis = { label: "time in stages, end to end", name: "at", ...CLOCK };
-    const load = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
-    const bytes = { format: Format.bytes };
-    const drawing = { x: axis, bands, group: "hardware", showLegend: true, height: 200 };
-    const chart = (key, title, note, y, names) => {
-      const series = names
-        .filter(([column]) => columns[column])
-        .map(([column, name, color]) => ({ name, x: columns.seconds, y: columns[column], color }));
-      return series.length ? [Charts.lines({ key, title, note, y, series, ...drawing })] : [];
-    };
-    const gpus = Object.keys(columns).filter((name) => name.endsWith("_utilisation")).map((name) => name.replace("_utilisation", ""));
-    const ofGpus = (figure) => gpus.map((name, index) => [`${name}_${figure}`, name, (index % 8) + 1]);
-    const used = "Resident memory of the processes of the run, and the memory that the machine used in total.";
-    return [
-      ...chart("cpu", "Processor", "Percent of all cores. Includes other work of the machine.", load, [
-        ["process_cpu", "this run", 1],
-        ["cpu", "whole machine", 7],
-      ]),
-      ...chart("memory", "Memory", used, bytes, [["rss", "this run", 1], ["memory", "whole machine", 7]]),
-      ...chart("gpu", "GPU use", null, load, ofGpus("utilisation")),
-      ...chart("gpu-memory", "GPU memory", null, bytes, ofGpus("memory")),
-    ];
-  }
-
-  return { curves, mainChart, time, update };
-})(Data);
+globalThis.Course = { curves, mainChart, time, update };

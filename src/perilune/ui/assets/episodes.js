@@ -1,512 +1,508 @@
 // The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
 // token beside the other samples of its group. Each step's episodes are a JSON block parsed when first read.
 // Text of models is shown in text nodes only (`h` in page.js), never as markup.
-"use strict";
+const index = JSON.parse(document.getElementById("episodes-index").textContent);
+const live = Data.live; // where the page finds episodes that it does not contain, or null
+const PAGE = 60; // rows added to the list at a time
+const MOST_FETCHED = 40; // steps to search together in a live page
+const ofStep = (step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
+for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
+const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
+const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
+const { plain, select } = Page;
 
-const Episodes = (() => {
-  const index = JSON.parse(document.getElementById("episodes-index").textContent);
-  const live = Data.live; // where the page finds episodes that it does not contain, or null
-  const PAGE = 60; // rows added to the list at a time
-  const MOST_FETCHED = 40; // steps to search together in a live page
-  const ofStep = (step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
-  for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
-  const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
-  const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
-  const { plain, select } = Page;
+const stageOf = (name) => index.stages.find((one) => one.stage === name);
+const has = (name) => Boolean(stageOf(name)?.sets.length);
 
-  const stageOf = (name) => index.stages.find((one) => one.stage === name);
-  const has = (name) => Boolean(stageOf(name)?.sets.length);
+function load(set, stage) {
+  if (!parsed.has(set)) parsed.set(set, set.script ? embedded(set, stage) : fetched(set, stage));
+  return parsed.get(set);
+}
 
-  function load(set, stage) {
-    if (!parsed.has(set)) parsed.set(set, set.script ? embedded(set, stage) : fetched(set, stage));
-    return parsed.get(set);
+async function embedded(set, stage) {
+  const groups = JSON.parse(document.getElementById(set.script).textContent);
+  return prepared(set, groups, index.vocabularies[stage.vocabulary] || null);
+}
+
+async function fetched(set, stage) {
+  const answer = await fetch(`${live.base}/episodes/${encodeURIComponent(stage.stage)}/${encodeURIComponent(set.name)}`);
+  if (!answer.ok) throw new Error(`the episodes of ${set.label} could not be read`);
+  const found = await answer.json();
+  Object.assign(set, { total: found.total, embedded: found.embedded });
+  const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
+  const names = new Set([...stage.strategies, ...episodes.flatMap((episode) => episode.strategies)]);
+  if (names.size > stage.strategies.length) {
+    stage.strategies = [...names].sort();
+    if (stage === state.stage) drawStrategies();
   }
+  return episodes;
+}
 
-  async function embedded(set, stage) {
-    const groups = JSON.parse(document.getElementById(set.script).textContent);
-    return prepared(set, groups, index.vocabularies[stage.vocabulary] || null);
-  }
+const isStrategy = (name) => name.startsWith("strategy/");
 
-  async function fetched(set, stage) {
-    const answer = await fetch(`${live.base}/episodes/${encodeURIComponent(stage.stage)}/${encodeURIComponent(set.name)}`);
-    if (!answer.ok) throw new Error(`the episodes of ${set.label} could not be read`);
-    const found = await answer.json();
-    Object.assign(set, { total: found.total, embedded: found.embedded });
-    const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
-    const names = new Set([...stage.strategies, ...episodes.flatMap((episode) => episode.strategies)]);
-    if (names.size > stage.strategies.length) {
-      stage.strategies = [...names].sort();
-      if (stage === state.stage) drawStrategies();
-    }
-    return episodes;
-  }
-
-  const isStrategy = (name) => name.startsWith("strategy/");
-
-  function prepared(set, groups, vocabulary) {
-    for (const group of groups) {
-      group.members = group.episodes;
-      for (const episode of group.episodes) {
-        const { metrics, logprobs, masked } = episode;
-        const own = logprobs.filter((_, place) => !masked?.[place]);
-        const strategies = Object.keys(metrics).filter((name) => isStrategy(name) && metrics[name] > 0);
-        Object.assign(episode, {
-          group,
-          set,
-          vocabulary,
-          length: logprobs.length,
-          prompt: group.prompt.map((message) => message.content).join("\n"),
-          strategies: strategies.map((name) => name.slice(9)),
-          sampled: own.length,
-          meanLogprob: sum(own) / (own.length || 1) / 1000,
-        });
-      }
-    }
-    return groups.flatMap((group) => group.members);
-  }
-
-  // ------------------------------------------------------------------------------------- filters
-  const isRight = ({ reward }) => reward !== null && reward >= index.right;
-  const REWARDS = {
-    any: () => true,
-    right: isRight,
-    partial: ({ reward }) => reward > 0 && reward < index.right,
-    wrong: ({ reward }) => reward !== null && reward <= 0,
-    failed: (episode) => episode.failure !== "",
-  };
-  const SORTS = {
-    "as sampled": null,
-    "reward, high first": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
-    "reward, low first": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
-    "advantage, high first": (a, b) => (b.advantage ?? -Infinity) - (a.advantage ?? -Infinity),
-    "longest first": (a, b) => b.length - a.length,
-    "shortest first": (a, b) => a.length - b.length,
-    "least likely first": (a, b) => a.meanLogprob - b.meanLogprob,
-  };
-  const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "aborted" };
-
-  const again = () => refresh(true);
-  const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
-  const view = {
-    stage: select("Stage", index.stages.map((one) => one.stage), () => setStage(view.stage.value)),
-    step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(Number(view.step.value)) }),
-    stepLabel: h("output"),
-    all: h("input", { type: "checkbox", onchange: toggleAll }),
-    parts: h("div.parts", { role: "group", "aria-label": "Part" }),
-    search: input("search", "Search", { placeholder: "Search text, prompt, task" }),
-    reward: select("Reward", [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]], again),
-    strategy: select("Strategy", [["", "any strategy"]], again),
-    finish: select("How it ended", [["", "any ending"], ...Object.entries(ENDINGS)], again),
-    least: input("number", "Shortest length", { min: 0, placeholder: "min" }),
-    most: input("number", "Longest length", { min: 0, placeholder: "max" }),
-    group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
-    sort: select("Order", Object.keys(SORTS), again),
-    count: h("span", { role: "status" }),
-    list: h("ol", { onkeydown: (event) => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
-    detail: h("div.detail"),
-    picker: h("div.picker"),
-    matrix: h("div.matrix"),
-  };
-  view.stepControl = h("label.control", view.step, view.stepLabel);
-  view.allControl = h("label.control", view.all, "all steps");
-
-  function matches(loaded) {
-    const asked = words(view.search);
-    const least = Number(view.least.value) || 0;
-    const most = Number(view.most.value) || Infinity;
-    const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
-    const found = loaded.filter((episode) => {
-      if (!REWARDS[view.reward.value](episode)) return false;
-      if (strategy === "none" ? episode.strategies.length : strategy && !episode.strategies.includes(strategy.slice(2))) return false;
-      if (finish && episode.finish !== finish) return false;
-      if (episode.length < least || episode.length > most) return false;
-      if (group && episode.group.id !== group) return false;
-      const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
-      return asked.every((word) => text.includes(word));
-    });
-    const order = SORTS[view.sort.value];
-    return order ? found.sort(order) : found;
-  }
-
-  function clear() {
-    for (const field of [view.search, view.least, view.most, view.group, view.strategy, view.finish]) field.value = "";
-    view.reward.value = "any";
-    again();
-  }
-
-  // ---------------------------------------------------------------------------------------- list
-  function rewardBadge(episode) {
-    if (episode.failure) return h("span.reward.failure", { title: episode.failure }, "failed");
-    if (episode.reward === null) return h("span.reward.failure", "none");
-    const kind = isRight(episode) ? ".right" : episode.reward <= 0 ? ".wrong" : "";
-    return h(`span.reward${kind}`, Format.number(episode.reward, 3));
-  }
-
-  const shortId = (id) => last(id.split("/"));
-  const lastLine = (text) => last(text.trim().split("\n"));
-  const oneLine = (text) => text.replace(/\s+/g, " ").trim();
-  const begin = (text) => oneLine(text).slice(0, 160) || "(empty)";
-  // The beginning of an answer and its end, where the result stands.
-  const gist = (line) => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
-
-  let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
-  async function refresh(keepSelection = false, wanted = null) {
-    const mine = (turn += 1);
-    const { stage } = state;
-    const sets = state.all ? stage.sets : [stage.sets[state.set]];
-    let loaded = [];
-    try {
-      loaded = (await Promise.all(sets.map((set) => load(set, stage)))).flat();
-    } catch (error) {
-      for (const set of sets) parsed.delete(set);
-      if (mine === turn) view.count.textContent = error.message;
-      return;
-    }
-    if (mine !== turn) return;
-    state.found = matches(loaded);
-    state.shown = PAGE;
-    const [included, total] = [sum(sets.map((set) => set.embedded)), sum(sets.map((set) => set.total))];
-    const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
-    const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
-    view.count.textContent = `${found} · ${coverage} are ${live ? "shown" : "in this file"}`;
-    const place = `${stage.stage}/${state.all ? "" : state.set}`;
-    if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
-    state.drawn = place;
-    drawList();
-    const asked = wanted && state.found.find((episode) => episode.id === wanted);
-    if (asked || !keepSelection || !state.found.includes(state.current))
-      choose(asked || state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
-  }
-
-  function row(episode) {
-    const asked = lastLine(episode.prompt).length <= 24 && h("span.asked", `${begin(lastLine(episode.prompt))} `);
-    const facts = [
-      state.all && episode.set.label,
-      `group ${shortId(episode.group.id)}`,
-      ...episode.strategies,
-      episode.finish === "length" && "truncated",
-    ];
-    const isCurrent = episode === state.current && "true";
-    return h(
-      "button.episode",
-      { type: "button", ariaCurrent: isCurrent, onclick: () => pick(episode) },
-      rewardBadge(episode),
-      h("span.text", asked, gist(oneLine(episode.text))),
-      h("span.meta", episode.length > 0 && `${episode.length} tokens`),
-      h("span.meta", facts.filter(Boolean).join(" · ")),
-      h("span.meta", episode.advantage !== null && `adv. ${Format.signed(episode.advantage)}`),
-    );
-  }
-
-  function drawList() {
-    const { found, shown } = state;
-    const more = () => {
-      state.shown += PAGE * 4;
-      drawList();
-    };
-    view.list.replaceChildren(...found.slice(0, shown).map((episode) => h("li", row(episode))));
-    if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
-    if (found.length > shown)
-      view.list.append(h("li.list-more", plain(`Show more (${Format.integer(found.length - shown)} left)`, more)));
-  }
-
-  // -------------------------------------------------------------------------------------- detail
-  function pick(episode) {
-    touched = true;
-    choose(episode);
-  }
-
-  function choose(episode) {
-    state.current = episode;
-    Charts.hideTooltip();
-    for (const [place, button] of view.list.querySelectorAll("button.episode").entries())
-      button.ariaCurrent = state.found[place] === episode ? "true" : null;
-    requestAnimationFrame(reveal);
-    if (episode && touched) remember(episode);
-    Groups.mark(view.matrix, episode);
-    const beside = state.beside?.episode !== episode && state.beside?.episode;
-    const shown = episode ? detail(episode) : [h("div.card.muted", "No episode is selected.")];
-    view.detail.parentElement.classList.toggle("paired", Boolean(beside));
-    view.detail.replaceChildren(...(beside ? [h("div", detail(beside)[0]), h("div", shown)] : shown));
-  }
-
-  // Keep an episode beside those that are chosen next, or put it away.
-  function keep(episode) {
-    touched = true;
-    state.beside = state.beside?.episode === episode ? null : { episode, stage: state.stage.stage };
-    choose(state.current);
-  }
-
-  // ----------------------------------------------------------------------------------------- link
-  let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
-  function remember(episode) {
-    const { beside } = state;
-    const other = beside && beside.episode !== episode ? [beside.stage, beside.episode.set.label, beside.episode.id] : [];
-    const place = [state.stage.stage, episode.set.label, episode.id, ...other].map(encodeURIComponent).join("/");
-    history.replaceState(null, "", `#episodes/${place}`);
-  }
-
-  // Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
-  function follow() {
-    const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
-    const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex((set) => set.label === parts[1]) ?? -1) : -1;
-    if (place < 0) return false;
-    touched = true;
-    setStage(parts[0], place, parts[2]);
-    const stage = stageOf(parts[3]);
-    const set = stage?.sets.find((one) => one.label === parts[4]);
-    if (set)
-      load(set, stage).then((episodes) => {
-        const episode = episodes.find((one) => one.id === parts[5]);
-        state.beside = episode ? { episode, stage: stage.stage } : null;
-        choose(state.current);
+function prepared(set, groups, vocabulary) {
+  for (const group of groups) {
+    group.members = group.episodes;
+    for (const episode of group.episodes) {
+      const { metrics, logprobs, masked } = episode;
+      const own = logprobs.filter((_, place) => !masked?.[place]);
+      const strategies = Object.keys(metrics).filter((name) => isStrategy(name) && metrics[name] > 0);
+      Object.assign(episode, {
+        group,
+        set,
+        vocabulary,
+        length: logprobs.length,
+        prompt: group.prompt.map((message) => message.content).join("\n"),
+        strategies: strategies.map((name) => name.slice(9)),
+        sampled: own.length,
+        meanLogprob: sum(own) / (own.length || 1) / 1000,
       });
-    requestAnimationFrame(arrive);
-    return true;
-  }
-
-  // Scroll to the episodes, and stay there while the charts above are drawn.
-  function arrive() {
-    const there = document.getElementById("episodes");
-    const follows = new ResizeObserver(() => there.scrollIntoView({ behavior: "instant" }));
-    follows.observe(document.body);
-    setTimeout(() => follows.disconnect(), 1500);
-  }
-
-  // New episode files of a stage, by step.
-  function add(name, steps) {
-    const stage = stageOf(name);
-    if (!stage) return;
-    const known = new Set(stage.sets.map((set) => set.step));
-    const isLast = stage === state.stage && state.set === stage.sets.length - 1;
-    const added = steps.filter((step) => !known.has(step));
-    stage.sets.push(...added.map(ofStep));
-    if (stage !== state.stage || !added.length) return;
-    if (isLast && !touched) setPlace(stage.sets.length - 1);
-    else {
-      view.step.max = stage.sets.length - 1;
-      drawPicker();
     }
   }
+  return groups.flatMap((group) => group.members);
+}
 
-  // Scroll the list, and only the list, to the episode that is shown.
-  function reveal() {
-    const { list } = view;
-    const button = list.querySelector("[aria-current]");
-    if (!button) return;
-    const top = button.offsetTop - list.offsetTop;
-    const isShown = top >= list.scrollTop && top + button.offsetHeight <= list.scrollTop + list.clientHeight;
-    if (!isShown) list.scrollTop = top - 60;
+// ------------------------------------------------------------------------------------- filters
+const isRight = ({ reward }) => reward !== null && reward >= index.right;
+const REWARDS = {
+  any: () => true,
+  right: isRight,
+  partial: ({ reward }) => reward > 0 && reward < index.right,
+  wrong: ({ reward }) => reward !== null && reward <= 0,
+  failed: (episode) => episode.failure !== "",
+};
+const SORTS = {
+  "as sampled": null,
+  "reward, high first": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
+  "reward, low first": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
+  "advantage, high first": (a, b) => (b.advantage ?? -Infinity) - (a.advantage ?? -Infinity),
+  "longest first": (a, b) => b.length - a.length,
+  "shortest first": (a, b) => a.length - b.length,
+  "least likely first": (a, b) => a.meanLogprob - b.meanLogprob,
+};
+const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "aborted" };
+
+const again = () => refresh(true);
+const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
+const view = {
+  stage: select("Stage", index.stages.map((one) => one.stage), () => setStage(view.stage.value)),
+  step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(Number(view.step.value)) }),
+  stepLabel: h("output"),
+  all: h("input", { type: "checkbox", onchange: toggleAll }),
+  parts: h("div.parts", { role: "group", "aria-label": "Part" }),
+  search: input("search", "Search", { placeholder: "Search text, prompt, task" }),
+  reward: select("Reward", [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]], again),
+  strategy: select("Strategy", [["", "any strategy"]], again),
+  finish: select("How it ended", [["", "any ending"], ...Object.entries(ENDINGS)], again),
+  least: input("number", "Shortest length", { min: 0, placeholder: "min" }),
+  most: input("number", "Longest length", { min: 0, placeholder: "max" }),
+  group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
+  sort: select("Order", Object.keys(SORTS), again),
+  count: h("span", { role: "status" }),
+  list: h("ol", { onkeydown: (event) => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
+  detail: h("div.detail"),
+  picker: h("div.picker"),
+  matrix: h("div.matrix"),
+};
+view.stepControl = h("label.control", view.step, view.stepLabel);
+view.allControl = h("label.control", view.all, "all steps");
+
+function matches(loaded) {
+  const asked = words(view.search);
+  const least = Number(view.least.value) || 0;
+  const most = Number(view.most.value) || Infinity;
+  const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
+  const found = loaded.filter((episode) => {
+    if (!REWARDS[view.reward.value](episode)) return false;
+    if (strategy === "none" ? episode.strategies.length : strategy && !episode.strategies.includes(strategy.slice(2))) return false;
+    if (finish && episode.finish !== finish) return false;
+    if (episode.length < least || episode.length > most) return false;
+    if (group && episode.group.id !== group) return false;
+    const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
+    return asked.every((word) => text.includes(word));
+  });
+  const order = SORTS[view.sort.value];
+  return order ? found.sort(order) : found;
+}
+
+function clear() {
+  for (const field of [view.search, view.least, view.most, view.group, view.strategy, view.finish]) field.value = "";
+  view.reward.value = "any";
+  again();
+}
+
+// ---------------------------------------------------------------------------------------- list
+function rewardBadge(episode) {
+  if (episode.failure) return h("span.reward.failure", { title: episode.failure }, "failed");
+  if (episode.reward === null) return h("span.reward.failure", "none");
+  const kind = isRight(episode) ? ".right" : episode.reward <= 0 ? ".wrong" : "";
+  return h(`span.reward${kind}`, Format.number(episode.reward, 3));
+}
+
+const shortId = (id) => last(id.split("/"));
+const lastLine = (text) => last(text.trim().split("\n"));
+const oneLine = (text) => text.replace(/\s+/g, " ").trim();
+const begin = (text) => oneLine(text).slice(0, 160) || "(empty)";
+// The beginning of an answer and its end, where the result stands.
+const gist = (line) => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
+
+let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
+async function refresh(keepSelection = false, wanted = null) {
+  const mine = (turn += 1);
+  const { stage } = state;
+  const sets = state.all ? stage.sets : [stage.sets[state.set]];
+  let loaded = [];
+  try {
+    loaded = (await Promise.all(sets.map((set) => load(set, stage)))).flat();
+  } catch (error) {
+    for (const set of sets) parsed.delete(set);
+    if (mine === turn) view.count.textContent = error.message;
+    return;
   }
+  if (mine !== turn) return;
+  state.found = matches(loaded);
+  state.shown = PAGE;
+  const [included, total] = [sum(sets.map((set) => set.embedded)), sum(sets.map((set) => set.total))];
+  const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
+  const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
+  view.count.textContent = `${found} · ${coverage} are ${live ? "shown" : "in this file"}`;
+  const place = `${stage.stage}/${state.all ? "" : state.set}`;
+  if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
+  state.drawn = place;
+  drawList();
+  const asked = wanted && state.found.find((episode) => episode.id === wanted);
+  if (asked || !keepSelection || !state.found.includes(state.current))
+    choose(asked || state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
+}
 
-  function factsOf(episode) {
-    const { length, sampled, advantage, finish, versions, strategies, group, meanLogprob } = episode;
-    const others = sampled < length ? `, and ${length - sampled} by others` : "";
-    const ends = Array.isArray(versions) ? [versions[0], last(versions)] : [];
-    const range = ends[0] ? `versions ${ends[0][0]} to ${ends[1][0]}` : null;
-    return [
-      ["reward", rewardBadge(episode)],
-      ["advantage", advantage === null ? null : Format.signed(advantage)],
-      ["length", length ? `${sampled} tokens${others}` : null],
-      ["ended by", ENDINGS[finish] || finish],
-      ["weights", typeof versions === "number" ? `version ${versions}` : range],
-      ["strategy", strategies.join(", ")],
-      ["task", group.task],
-      ["mean log-prob", length ? Format.number(meanLogprob, 3) : null],
-    ];
-  }
+function row(episode) {
+  const asked = lastLine(episode.prompt).length <= 24 && h("span.asked", `${begin(lastLine(episode.prompt))} `);
+  const facts = [
+    state.all && episode.set.label,
+    `group ${shortId(episode.group.id)}`,
+    ...episode.strategies,
+    episode.finish === "length" && "truncated",
+  ];
+  const isCurrent = episode === state.current && "true";
+  return h(
+    "button.episode",
+    { type: "button", ariaCurrent: isCurrent, onclick: () => pick(episode) },
+    rewardBadge(episode),
+    h("span.text", asked, gist(oneLine(episode.text))),
+    h("span.meta", episode.length > 0 && `${episode.length} tokens`),
+    h("span.meta", facts.filter(Boolean).join(" · ")),
+    h("span.meta", episode.advantage !== null && `adv. ${Format.signed(episode.advantage)}`),
+  );
+}
 
-  function fields(pairs) {
-    const given = pairs.filter(([, value]) => value !== null && value !== "");
-    return h("dl.fields", given.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
-  }
+function drawList() {
+  const { found, shown } = state;
+  const more = () => {
+    state.shown += PAGE * 4;
+    drawList();
+  };
+  view.list.replaceChildren(...found.slice(0, shown).map((episode) => h("li", row(episode))));
+  if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
+  if (found.length > shown)
+    view.list.append(h("li.list-more", plain(`Show more (${Format.integer(found.length - shown)} left)`, more)));
+}
 
-  const prose = (...content) => h("div.prose", { tabindex: 0 }, content);
+// -------------------------------------------------------------------------------------- detail
+function pick(episode) {
+  touched = true;
+  choose(episode);
+}
 
-  function prompt({ prompt: messages, rendered }) {
-    const role = (message) => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
-    const said = messages.map((message) => [role(message), h("span", message.content), "\n"]);
-    return [
-      said.length > 0 && [h("h4", "Prompt"), prose(said)],
-      rendered && [h("h4", "Prompt as the model saw it"), prose(rendered)],
-    ];
-  }
+function choose(episode) {
+  state.current = episode;
+  Charts.hideTooltip();
+  for (const [place, button] of view.list.querySelectorAll("button.episode").entries())
+    button.ariaCurrent = state.found[place] === episode ? "true" : null;
+  requestAnimationFrame(reveal);
+  if (episode && touched) remember(episode);
+  Groups.mark(view.matrix, episode);
+  const beside = state.beside?.episode !== episode && state.beside?.episode;
+  const shown = episode ? detail(episode) : [h("div.card.muted", "No episode is selected.")];
+  view.detail.parentElement.classList.toggle("paired", Boolean(beside));
+  view.detail.replaceChildren(...(beside ? [h("div", detail(beside)[0]), h("div", shown)] : shown));
+}
 
-  function detail(episode) {
-    const { group, set } = episode;
-    const place = state.found.indexOf(episode);
-    const step = (text, by) => plain(text, () => pick(state.found[place + by]), { disabled: !state.found[place + by] });
-    const steps = place >= 0 && [step("Previous", -1), step("Next", 1)];
-    const compare = plain(state.beside?.episode === episode ? "Put away" : "Compare", () => keep(episode));
-    const isAlone = group.members.length === 1;
-    const names = isAlone ? [shortId(group.id)] : [`group ${shortId(group.id)}`, `sample ${shortId(episode.id)}`];
-    const figures = [
-      ...Object.entries(episode.terms).map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
-      ...Object.entries(episode.metrics).filter(([name]) => !isStrategy(name)).map(([name, value]) => [name, Format.number(value)]),
-    ];
-    const card = h(
-      "div.card",
-      h("div.chart-head", h("h3", [set.label, ...names].join(" · ")), h("div.chart-tools", compare, steps)),
-      fields(factsOf(episode)),
-      episode.failure && h("p.notice", h("b", "No score. "), episode.failure),
-      prompt(group),
-      h("h4", episode.turns ? "Turns" : "Answer"),
-      Tokens.view(episode),
-      Spans.lanes(episode),
-      figures.length > 0 && [h("h4", "Scores and metrics"), fields(figures)],
-    );
-    return isAlone ? [card] : [card, siblings(group, episode)];
-  }
+// Keep an episode beside those that are chosen next, or put it away.
+function keep(episode) {
+  touched = true;
+  state.beside = state.beside?.episode === episode ? null : { episode, stage: state.stage.stage };
+  choose(state.current);
+}
 
-  function advantageBar(value, largest) {
-    const size = (50 * Math.abs(value)) / (largest || 1);
-    const style = { "--from": value < 0 ? `${50 - size}%` : "50%", "--size": `${size}%`, "--bar": value < 0 ? "var(--c2)" : "var(--c3)" };
-    return [
-      h("span.advantage", { "aria-hidden": "true" }, value !== 0 && h("i", style)),
-      h("span.figure", Format.signed(value)),
-    ];
-  }
+// ----------------------------------------------------------------------------------------- link
+let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
+function remember(episode) {
+  const { beside } = state;
+  const other = beside && beside.episode !== episode ? [beside.stage, beside.episode.set.label, beside.episode.id] : [];
+  const place = [state.stage.stage, episode.set.label, episode.id, ...other].map(encodeURIComponent).join("/");
+  history.replaceState(null, "", `#episodes/${place}`);
+}
 
-  function siblings(group, current) {
-    const { members } = group;
-    const isTraining = members.some((episode) => episode.advantage !== null);
-    const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
-    const dead = group.dead ? " A dead group: all rewards are equal, so it gives no gradient." : "";
-    const read = (episode, name) =>
-      h("button", { type: "button", "aria-label": `Read sample ${name}`, onclick: () => pick(episode) }, name);
-    const sample = (episode) =>
-      h(
-        "tr",
-        { ariaCurrent: episode === current && "true" },
-        h("td", read(episode, shortId(episode.id))),
-        h("td", rewardBadge(episode)),
-        isTraining && h("td", episode.advantage === null ? "–" : advantageBar(episode.advantage, largest)),
-        h("td", String(episode.length)),
-        h("td.words", begin(episode.text)),
-      );
-    const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map((name) => h("th", name));
-    return h(
-      "div.card",
-      h("h3", "Its group"),
-      h("p.muted", `${members.length} samples of one task, ${members.filter(isRight).length} right.${dead}`),
-      h(
-        "div.scroll",
-        { tabindex: 0 },
-        h("table.siblings", h("thead", h("tr", heads, h("th.text", "Answer"))), h("tbody", members.map(sample))),
-      ),
-    );
-  }
-
-  // -------------------------------------------------------------------------------------- picker
-  function drawStrategies() {
-    const { strategies } = state.stage;
-    const chosen = view.strategy.value;
-    const options = [["", "any strategy"], ...strategies.map((one) => [`s:${one}`, one]), ["none", "no strategy"]];
-    view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
-    view.strategy.value = chosen;
-    view.strategy.hidden = !strategies.length;
-  }
-
-  function setStage(name, place, episode) {
-    const stage = stageOf(name);
-    if (stage !== state.stage) {
-      state.stage = stage;
-      state.all = false;
-      view.strategy.value = view.group.value = "";
-      drawStrategies();
-    }
-    view.stage.value = name;
-    setPlace(place ?? (stage.task === "rl" ? stage.sets.length - 1 : 0), episode);
-  }
-
-  function setPlace(place, episode = null) {
-    const { sets, task } = state.stage;
-    const isSeries = task !== "evaluate" && task !== "collect" && sets.length > 1;
-    state.set = place;
-    view.step.max = sets.length - 1;
-    view.step.value = place;
-    view.stepLabel.textContent = view.step.ariaValueText = sets[place].label;
-    view.all.checked = state.all;
-    drawPicker();
-    view.stepControl.hidden = !isSeries;
-    view.allControl.hidden = !isSeries || (live !== null && sets.length > MOST_FETCHED);
-    view.parts.hidden = isSeries || sets.length < 2;
-    const part = (one, at) => Page.chip(one.label, () => setPlace(at), { ariaPressed: String(at === place) });
-    view.parts.replaceChildren(...(view.parts.hidden ? [] : sets.map(part)));
-    refresh(false, episode);
-  }
-
-  // Show a step that the reader chose.
-  function browse(place) {
-    state.all = false;
-    touched = true;
-    setPlace(place);
-  }
-
-  function toggleAll() {
-    state.all = view.all.checked;
-    drawPicker();
-    refresh();
-  }
-
-  // Steps with their mean rewards; the curves have those of steps that were not read yet.
-  function ratedSteps({ stage, sets }) {
-    const columns = live && Data.training.find((one) => one.stage === stage)?.columns;
-    const rewards = columns?.reward && new Map(columns.step.map((step, place) => [step, columns.reward[place]]));
-    const rated = sets.map((set) => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
-    return rated.filter(([, reward]) => isNumber(reward));
-  }
-
-  function drawPicker() {
-    const { stage } = state;
-    const rated = ratedSteps(stage);
-    if (rated.length < 4) return view.picker.replaceChildren();
-    const chart = Charts.lines({
-      key: "picker",
-      title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
-      height: 104,
-      x: { name: "step", integer: true },
-      marker: state.all ? undefined : stage.sets[state.set].step,
-      y: { format: (value) => Format.number(value, 3), ticks: 2 },
-      series: [{ name: "mean reward", x: rated.map(([step]) => step), y: rated.map(([, reward]) => reward), color: 1 }],
-      pick: (step) => browse(nearest(stage, step)),
+// Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
+function follow() {
+  const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
+  const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex((set) => set.label === parts[1]) ?? -1) : -1;
+  if (place < 0) return false;
+  touched = true;
+  setStage(parts[0], place, parts[2]);
+  const stage = stageOf(parts[3]);
+  const set = stage?.sets.find((one) => one.label === parts[4]);
+  if (set)
+    load(set, stage).then((episodes) => {
+      const episode = episodes.find((one) => one.id === parts[5]);
+      state.beside = episode ? { episode, stage: stage.stage } : null;
+      choose(state.current);
     });
-    return view.picker.replaceChildren(chart);
-  }
+  requestAnimationFrame(arrive);
+  return true;
+}
 
-  // The place of the step of a stage that is nearest to this one.
-  function nearest({ sets }, step) {
-    const far = sets.map((set) => Math.abs(set.step - step));
-    return far.indexOf(Math.min(...far));
-  }
+// Scroll to the episodes, and stay there while the charts above are drawn.
+function arrive() {
+  const there = document.getElementById("episodes");
+  const follows = new ResizeObserver(() => there.scrollIntoView({ behavior: "instant" }));
+  follows.observe(document.body);
+  setTimeout(() => follows.disconnect(), 1500);
+}
 
-  function open(name, step) {
-    state.all = false;
-    touched = true;
-    setStage(name, nearest(stageOf(name), step));
-    document.getElementById("episodes").scrollIntoView();
+// New episode files of a stage, by step.
+function add(name, steps) {
+  const stage = stageOf(name);
+  if (!stage) return;
+  const known = new Set(stage.sets.map((set) => set.step));
+  const isLast = stage === state.stage && state.set === stage.sets.length - 1;
+  const added = steps.filter((step) => !known.has(step));
+  stage.sets.push(...added.map(ofStep));
+  if (stage !== state.stage || !added.length) return;
+  if (isLast && !touched) setPlace(stage.sets.length - 1);
+  else {
+    view.step.max = stage.sets.length - 1;
+    drawPicker();
   }
+}
 
-  function section() {
-    if (!index.stages.length) return null;
-    const tokens = h("label.control", "tokens", view.least, view.most);
-    const sort = h("label.control.last", "Sort", view.sort);
-    const list = h("div.episode-list", h("div.list-head", view.count), view.list);
-    const element = Page.section(
-      "episodes",
-      "Episodes",
-      index.lead,
-      h("div.toolbar", h("label.control", "Stage", view.stage), view.parts, view.stepControl, view.allControl, sort),
-      view.picker,
-      view.matrix,
-      h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
-      h("div.browser", list, view.detail),
+// Scroll the list, and only the list, to the episode that is shown.
+function reveal() {
+  const { list } = view;
+  const button = list.querySelector("[aria-current]");
+  if (!button) return;
+  const top = button.offsetTop - list.offsetTop;
+  const isShown = top >= list.scrollTop && top + button.offsetHeight <= list.scrollTop + list.clientHeight;
+  if (!isShown) list.scrollTop = top - 60;
+}
+
+function factsOf(episode) {
+  const { length, sampled, advantage, finish, versions, strategies, group, meanLogprob } = episode;
+  const others = sampled < length ? `, and ${length - sampled} by others` : "";
+  const ends = Array.isArray(versions) ? [versions[0], last(versions)] : [];
+  const range = ends[0] ? `versions ${ends[0][0]} to ${ends[1][0]}` : null;
+  return [
+    ["reward", rewardBadge(episode)],
+    ["advantage", advantage === null ? null : Format.signed(advantage)],
+    ["length", length ? `${sampled} tokens${others}` : null],
+    ["ended by", ENDINGS[finish] || finish],
+    ["weights", typeof versions === "number" ? `version ${versions}` : range],
+    ["strategy", strategies.join(", ")],
+    ["task", group.task],
+    ["mean log-prob", length ? Format.number(meanLogprob, 3) : null],
+  ];
+}
+
+function fields(pairs) {
+  const given = pairs.filter(([, value]) => value !== null && value !== "");
+  return h("dl.fields", given.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
+}
+
+const prose = (...content) => h("div.prose", { tabindex: 0 }, content);
+
+function prompt({ prompt: messages, rendered }) {
+  const role = (message) => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
+  const said = messages.map((message) => [role(message), h("span", message.content), "\n"]);
+  return [
+    said.length > 0 && [h("h4", "Prompt"), prose(said)],
+    rendered && [h("h4", "Prompt as the model saw it"), prose(rendered)],
+  ];
+}
+
+function detail(episode) {
+  const { group, set } = episode;
+  const place = state.found.indexOf(episode);
+  const step = (text, by) => plain(text, () => pick(state.found[place + by]), { disabled: !state.found[place + by] });
+  const steps = place >= 0 && [step("Previous", -1), step("Next", 1)];
+  const compare = plain(state.beside?.episode === episode ? "Put away" : "Compare", () => keep(episode));
+  const isAlone = group.members.length === 1;
+  const names = isAlone ? [shortId(group.id)] : [`group ${shortId(group.id)}`, `sample ${shortId(episode.id)}`];
+  const figures = [
+    ...Object.entries(episode.terms).map(([name, value]) => [`reward for ${name}`, Format.number(value)]),
+    ...Object.entries(episode.metrics).filter(([name]) => !isStrategy(name)).map(([name, value]) => [name, Format.number(value)]),
+  ];
+  const card = h(
+    "div.card",
+    h("div.chart-head", h("h3", [set.label, ...names].join(" · ")), h("div.chart-tools", compare, steps)),
+    fields(factsOf(episode)),
+    episode.failure && h("p.notice", h("b", "No score. "), episode.failure),
+    prompt(group),
+    h("h4", episode.turns ? "Turns" : "Answer"),
+    Tokens.view(episode),
+    Spans.lanes(episode),
+    figures.length > 0 && [h("h4", "Scores and metrics"), fields(figures)],
+  );
+  return isAlone ? [card] : [card, siblings(group, episode)];
+}
+
+function advantageBar(value, largest) {
+  const size = (50 * Math.abs(value)) / (largest || 1);
+  const style = { "--from": value < 0 ? `${50 - size}%` : "50%", "--size": `${size}%`, "--bar": value < 0 ? "var(--c2)" : "var(--c3)" };
+  return [
+    h("span.advantage", { "aria-hidden": "true" }, value !== 0 && h("i", style)),
+    h("span.figure", Format.signed(value)),
+  ];
+}
+
+function siblings(group, current) {
+  const { members } = group;
+  const isTraining = members.some((episode) => episode.advantage !== null);
+  const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
+  const dead = group.dead ? " A dead group: all rewards are equal, so it gives no gradient." : "";
+  const read = (episode, name) =>
+    h("button", { type: "button", "aria-label": `Read sample ${name}`, onclick: () => pick(episode) }, name);
+  const sample = (episode) =>
+    h(
+      "tr",
+      { ariaCurrent: episode === current && "true" },
+      h("td", read(episode, shortId(episode.id))),
+      h("td", rewardBadge(episode)),
+      isTraining && h("td", episode.advantage === null ? "–" : advantageBar(episode.advantage, largest)),
+      h("td", String(episode.length)),
+      h("td.words", begin(episode.text)),
     );
-    const first = index.stages.findLast((one) => one.task === "rl") || last(index.stages);
-    if (!follow()) setStage(first.stage);
-    addEventListener("hashchange", follow);
-    return element;
-  }
+  const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map((name) => h("th", name));
+  return h(
+    "div.card",
+    h("h3", "Its group"),
+    h("p.muted", `${members.length} samples of one task, ${members.filter(isRight).length} right.${dead}`),
+    h(
+      "div.scroll",
+      { tabindex: 0 },
+      h("table.siblings", h("thead", h("tr", heads, h("th.text", "Answer"))), h("tbody", members.map(sample))),
+    ),
+  );
+}
 
-  return { add, has, open, section };
-})();
+// -------------------------------------------------------------------------------------- picker
+function drawStrategies() {
+  const { strategies } = state.stage;
+  const chosen = view.strategy.value;
+  const options = [["", "any strategy"], ...strategies.map((one) => [`s:${one}`, one]), ["none", "no strategy"]];
+  view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
+  view.strategy.value = chosen;
+  view.strategy.hidden = !strategies.length;
+}
+
+function setStage(name, place, episode) {
+  const stage = stageOf(name);
+  if (stage !== state.stage) {
+    state.stage = stage;
+    state.all = false;
+    view.strategy.value = view.group.value = "";
+    drawStrategies();
+  }
+  view.stage.value = name;
+  setPlace(place ?? (stage.task === "rl" ? stage.sets.length - 1 : 0), episode);
+}
+
+function setPlace(place, episode = null) {
+  const { sets, task } = state.stage;
+  const isSeries = task !== "evaluate" && task !== "collect" && sets.length > 1;
+  state.set = place;
+  view.step.max = sets.length - 1;
+  view.step.value = place;
+  view.stepLabel.textContent = view.step.ariaValueText = sets[place].label;
+  view.all.checked = state.all;
+  drawPicker();
+  view.stepControl.hidden = !isSeries;
+  view.allControl.hidden = !isSeries || (live !== null && sets.length > MOST_FETCHED);
+  view.parts.hidden = isSeries || sets.length < 2;
+  const part = (one, at) => Page.chip(one.label, () => setPlace(at), { ariaPressed: String(at === place) });
+  view.parts.replaceChildren(...(view.parts.hidden ? [] : sets.map(part)));
+  refresh(false, episode);
+}
+
+// Show a step that the reader chose.
+function browse(place) {
+  state.all = false;
+  touched = true;
+  setPlace(place);
+}
+
+function toggleAll() {
+  state.all = view.all.checked;
+  drawPicker();
+  refresh();
+}
+
+// Steps with their mean rewards; the curves have those of steps that were not read yet.
+function ratedSteps({ stage, sets }) {
+  const columns = live && Data.training.find((one) => one.stage === stage)?.columns;
+  const rewards = columns?.reward && new Map(columns.step.map((step, place) => [step, columns.reward[place]]));
+  const rated = sets.map((set) => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
+  return rated.filter(([, reward]) => isNumber(reward));
+}
+
+function drawPicker() {
+  const { stage } = state;
+  const rated = ratedSteps(stage);
+  if (rated.length < 4) return view.picker.replaceChildren();
+  const chart = Charts.lines({
+    key: "picker",
+    title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
+    height: 104,
+    x: { name: "step", integer: true },
+    marker: state.all ? undefined : stage.sets[state.set].step,
+    y: { format: (value) => Format.number(value, 3), ticks: 2 },
+    series: [{ name: "mean reward", x: rated.map(([step]) => step), y: rated.map(([, reward]) => reward), color: 1 }],
+    pick: (step) => browse(nearest(stage, step)),
+  });
+  return view.picker.replaceChildren(chart);
+}
+
+// The place of the step of a stage that is nearest to this one.
+function nearest({ sets }, step) {
+  const far = sets.map((set) => Math.abs(set.step - step));
+  return far.indexOf(Math.min(...far));
+}
+
+function open(name, step) {
+  state.all = false;
+  touched = true;
+  setStage(name, nearest(stageOf(name), step));
+  document.getElementById("episodes").scrollIntoView();
+}
+
+function section() {
+  if (!index.stages.length) return null;
+  const tokens = h("label.control", "tokens", view.least, view.most);
+  const sort = h("label.control.last", "Sort", view.sort);
+  const list = h("div.episode-list", h("div.list-head", view.count), view.list);
+  const element = Page.section(
+    "episodes",
+    "Episodes",
+    index.lead,
+    h("div.toolbar", h("label.control", "Stage", view.stage), view.parts, view.stepControl, view.allControl, sort),
+    view.picker,
+    view.matrix,
+    h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
+    h("div.browser", list, view.detail),
+  );
+  const first = index.stages.findLast((one) => one.task === "rl") || last(index.stages);
+  if (!follow()) setStage(first.stage);
+  addEventListener("hashchange", follow);
+  return element;
+}
+
+globalThis.Episodes = { add, has, open, section };

@@ -1,82 +1,79 @@
 // Keeps the page of an experiment up to date: new lines, episodes and verdicts arrive as server-sent events.
-"use strict";
+await Report.built;
 
-Built.then(() => {
-  const data = Data;
-  const { base, offsets } = data.live;
-  const source = new EventSource(`${base}/events?offsets=${encodeURIComponent(JSON.stringify(offsets))}`);
-  const sign = h("span.connection", { role: "status" }, "connecting");
-  document.querySelector(".brand").after(sign);
-  const say = (text, kind) => {
-    sign.textContent = text;
-    sign.className = `connection ${kind}`;
-  };
-  source.onopen = () => say("live", "on");
-  source.onerror = () => say("no connection", "off");
+const { base, offsets } = Data.live;
+const source = new EventSource(`${base}/events?offsets=${encodeURIComponent(JSON.stringify(offsets))}`);
+const sign = h("span.connection", { role: "status" }, "connecting");
+document.querySelector(".brand").after(sign);
+const say = (text, kind) => {
+  sign.textContent = text;
+  sign.className = `connection ${kind}`;
+};
+source.onopen = () => say("live", "on");
+source.onerror = () => say("no connection", "off");
 
-  const pending = new Set(); // stages with new lines to draw
-  function draw() {
-    for (const stage of pending) Course.update(stage);
-    pending.clear();
-    readAgain().catch(() => say("no connection", "off"));
-  }
+const pending = new Set(); // stages with new lines to draw
+function draw() {
+  for (const stage of pending) Course.update(stage);
+  pending.clear();
+  readAgain().catch(() => say("no connection", "off"));
+}
 
-  source.addEventListener("steps", (event) => {
-    const news = JSON.parse(event.data);
-    const training = data.training.find((one) => one.stage === news.stage);
-    if (!training) return location.reload(); // the first step of a stage
-    const columns = Object.keys(training.columns).length;
-    append(training.columns, news.metrics);
-    append(training.timings, news.timings);
-    training.steps_total = Math.max(training.steps_total, training.columns.step.length);
-    training.steps_kept = training.steps_total;
-    if (Object.keys(training.columns).length > columns) next = 0; // the server knows their charts
-    Episodes.add(news.stage, news.episodes);
-    if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
-    pending.add(news.stage);
-    return undefined;
-  });
-  source.addEventListener("status", (event) => {
-    const { health, progress } = JSON.parse(event.data);
-    document.getElementById("verdict").replaceWith(Verdict.panel(health));
-    document.getElementById("progress").replaceWith(Verdict.progress(progress));
-  });
-  source.addEventListener("changed", () => location.reload());
-
-  // The rest of the page is read again, seldom enough that it costs the machine little.
-  const SOON = 15_000; // milliseconds
-  const SELDOM = 60; // times as long as reading takes
-  let next = performance.now() + SOON;
-  async function readAgain() {
-    const began = performance.now();
-    if (document.hidden || began < next) return;
-    next = Infinity;
-    try {
-      const answer = await fetch(`${base}/document.json`);
-      const { training, ...rest } = await answer.json();
-      Object.assign(data, rest);
-      for (const one of data.training) {
-        const charts = training.find((fresh) => fresh.stage === one.stage)?.charts || one.charts;
-        if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
-        one.charts = charts;
-        Course.update(one.stage);
-      }
-      Report.refresh();
-    } finally {
-      next = performance.now() + Math.max(SOON, SELDOM * (performance.now() - began));
-    }
-  }
-
-  // Add rows to columns of equal length; a row of a known step replaces it.
-  function append(columns, rows) {
-    columns.step ||= [];
-    for (const row of rows) {
-      if (!Number.isInteger(row.step)) continue;
-      const end = columns.step.length - 1;
-      if (end >= 0 && row.step < columns.step[end]) continue;
-      const place = columns.step[end] === row.step ? end : end + 1;
-      for (const name of Object.keys(row)) if (!Object.hasOwn(columns, name)) columns[name] = Array(place).fill(null);
-      for (const name of Object.keys(columns)) columns[name][place] = isNumber(row[name]) ? row[name] : null;
-    }
-  }
+source.addEventListener("steps", (event) => {
+  const news = JSON.parse(event.data);
+  const training = Data.training.find((one) => one.stage === news.stage);
+  if (!training) return location.reload(); // the first step of a stage
+  const columns = Object.keys(training.columns).length;
+  append(training.columns, news.metrics);
+  append(training.timings, news.timings);
+  training.steps_total = Math.max(training.steps_total, training.columns.step.length);
+  training.steps_kept = training.steps_total;
+  if (Object.keys(training.columns).length > columns) next = 0; // the server knows their charts
+  Episodes.add(news.stage, news.episodes);
+  if (!pending.size) setTimeout(draw, document.hidden ? 2000 : 150);
+  pending.add(news.stage);
+  return undefined;
 });
+source.addEventListener("status", (event) => {
+  const { health, progress } = JSON.parse(event.data);
+  document.getElementById("verdict").replaceWith(Verdict.panel(health));
+  document.getElementById("progress").replaceWith(Verdict.progress(progress));
+});
+source.addEventListener("changed", () => location.reload());
+
+// The rest of the page is read again, seldom enough that it costs the machine little.
+const SOON = 15_000; // milliseconds
+const SELDOM = 60; // times as long as reading takes
+let next = performance.now() + SOON;
+async function readAgain() {
+  const began = performance.now();
+  if (document.hidden || began < next) return;
+  next = Infinity;
+  try {
+    const answer = await fetch(`${base}/document.json`);
+    const { training, ...rest } = await answer.json();
+    Object.assign(Data, rest);
+    for (const one of Data.training) {
+      const charts = training.find((fresh) => fresh.stage === one.stage)?.charts || one.charts;
+      if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
+      one.charts = charts;
+      Course.update(one.stage);
+    }
+    Report.refresh();
+  } finally {
+    next = performance.now() + Math.max(SOON, SELDOM * (performance.now() - began));
+  }
+}
+
+// Add rows to columns of equal length; a row of a known step replaces it.
+function append(columns, rows) {
+  columns.step ||= [];
+  for (const row of rows) {
+    if (!Number.isInteger(row.step)) continue;
+    const end = columns.step.length - 1;
+    if (end >= 0 && row.step < columns.step[end]) continue;
+    const place = columns.step[end] === row.step ? end : end + 1;
+    for (const name of Object.keys(row)) if (!Object.hasOwn(columns, name)) columns[name] = Array(place).fill(null);
+    for (const name of Object.keys(columns)) columns[name][place] = isNumber(row[name]) ? row[name] : null;
+  }
+}

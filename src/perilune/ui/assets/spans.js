@@ -1,54 +1,50 @@
 // The agents of an episode as lanes over its rounds: who worked when, who waited for whom.
-"use strict";
+// A lane: its turns as bars, and a thin bar from its end until its parent used the result.
+function lane(span, total) {
+  const depth = span.id.split(".").length - 1;
+  const { rounds, joined } = span;
+  const end = rounds.length && last(rounds) + 1;
+  const color = (depth % 7) + 1;
+  const tokens = (count) => `${Format.integer(count)} tokens`;
+  return {
+    label: `${"· ".repeat(depth)}${span.name} ${span.id}`,
+    strong: depth === 0,
+    value: tokens(span.tokens),
+    marks: [
+      ...(joined > end ? [{ bar: [end, joined], color, thin: true }] : []),
+      ...rounds.map((round) => ({ bar: [round + 0.06, round + 0.94], color })),
+    ],
+    details: [
+      { name: "turns", value: Format.integer(rounds.length), color },
+      { name: "rounds", value: rounds.length ? `${rounds[0] + 1} to ${end} of ${total}` : "none" },
+      { name: "used in round", value: joined < 0 ? "never" : Format.integer(joined + 1) },
+      { name: "sampled", value: tokens(span.tokens) },
+      { name: "read", value: tokens(span.prompt_tokens) },
+      ...(span.version < 0 ? [] : [{ name: "weights", value: `version ${span.version}` }]),
+    ],
+  };
+}
 
-const Spans = (() => {
-  // A lane: its turns as bars, and a thin bar from its end until its parent used the result.
-  function lane(span, total) {
-    const depth = span.id.split(".").length - 1;
-    const { rounds, joined } = span;
-    const end = rounds.length && last(rounds) + 1;
-    const color = (depth % 7) + 1;
-    const tokens = (count) => `${Format.integer(count)} tokens`;
-    return {
-      label: `${"· ".repeat(depth)}${span.name} ${span.id}`,
-      strong: depth === 0,
-      value: tokens(span.tokens),
-      marks: [
-        ...(joined > end ? [{ bar: [end, joined], color, thin: true }] : []),
-        ...rounds.map((round) => ({ bar: [round + 0.06, round + 0.94], color })),
-      ],
-      details: [
-        { name: "turns", value: Format.integer(rounds.length), color },
-        { name: "rounds", value: rounds.length ? `${rounds[0] + 1} to ${end} of ${total}` : "none" },
-        { name: "used in round", value: joined < 0 ? "never" : Format.integer(joined + 1) },
-        { name: "sampled", value: tokens(span.tokens) },
-        { name: "read", value: tokens(span.prompt_tokens) },
-        ...(span.version < 0 ? [] : [{ name: "weights", value: `version ${span.version}` }]),
-      ],
-    };
-  }
+function conversation({ name, id, messages }) {
+  const said = messages.map((one) => [h("span.role", one.role), h("span", one.content), "\n"]);
+  const title = h("summary", `${name} ${id}`, h("span.muted", `${messages.length} messages`));
+  return h("details", title, h("div.prose", { tabindex: 0 }, said));
+}
 
-  function conversation({ name, id, messages }) {
-    const said = messages.map((one) => [h("span.role", one.role), h("span", one.content), "\n"]);
-    const title = h("summary", `${name} ${id}`, h("span.muted", `${messages.length} messages`));
-    return h("details", title, h("div.prose", { tabindex: 0 }, said));
-  }
+// Lanes and the conversations of sub-agents; null for an episode without.
+function lanes({ spans }) {
+  if (!spans) return null;
+  const rounds = Math.max(1, ...spans.lanes.flatMap((span) => [...span.rounds.map((one) => one + 1), span.joined]));
+  const saved = spans.critical ? spans.total / spans.critical : 1;
+  const chart = Charts.rows({
+    key: "spans",
+    title: `${Format.integer(spans.total)} turns in ${Format.integer(spans.critical)} critical steps`,
+    note: `On average ${Format.number(saved, 2)} turns at a time. Thin lines: finished, and not used yet.`,
+    rowHeight: 24,
+    x: { domain: [0, rounds], format: Format.integer, integer: true, label: "rounds" },
+    rows: spans.lanes.map((span) => lane(span, rounds)),
+  });
+  return h("div.lanes", chart, spans.lanes.filter((span) => span.messages.length).map(conversation));
+}
 
-  // Lanes and the conversations of sub-agents; null for an episode without.
-  function lanes({ spans }) {
-    if (!spans) return null;
-    const rounds = Math.max(1, ...spans.lanes.flatMap((span) => [...span.rounds.map((one) => one + 1), span.joined]));
-    const saved = spans.critical ? spans.total / spans.critical : 1;
-    const chart = Charts.rows({
-      key: "spans",
-      title: `${Format.integer(spans.total)} turns in ${Format.integer(spans.critical)} critical steps`,
-      note: `On average ${Format.number(saved, 2)} turns at a time. Thin lines: finished, and not used yet.`,
-      rowHeight: 24,
-      x: { domain: [0, rounds], format: Format.integer, integer: true, label: "rounds" },
-      rows: spans.lanes.map((span) => lane(span, rounds)),
-    });
-    return h("div.lanes", chart, spans.lanes.filter((span) => span.messages.length).map(conversation));
-  }
-
-  return { lanes };
-})();
+globalThis.Spans = { lanes };

@@ -1,70 +1,66 @@
 // The line at the top: is the experiment healthy, why not, since when, and what to do. And how far it is.
-"use strict";
+const GRAVITY = ["broken", "watch", "healthy"];
 
-const Verdict = ((data) => {
-  const GRAVITY = ["broken", "watch", "healthy"];
+const since = (finding) => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
 
-  const since = (finding) => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
+const findings = (health) =>
+  health.findings.map((finding) =>
+    h(
+      "li",
+      h("b", Format.capital(finding.name)),
+      h("span.muted", `stage ${health.stage}${since(finding)}`),
+      h("span.why", `${Format.capital(finding.why)}.`),
+      h("span.remedy", `${Format.capital(finding.remedy)}.`),
+    ),
+  );
 
-  const findings = (health) =>
-    health.findings.map((finding) =>
-      h(
-        "li",
-        h("b", Format.capital(finding.name)),
-        h("span.muted", `stage ${health.stage}${since(finding)}`),
-        h("span.why", `${Format.capital(finding.why)}.`),
-        h("span.remedy", `${Format.capital(finding.remedy)}.`),
-      ),
-    );
+function calm(healths) {
+  const { steps, stage } = last(healths);
+  const done = `${Format.integer(steps)} ${steps === 1 ? "step" : "steps"}`;
+  return `No alarm in ${healths.length === 1 ? `${done} of stage ${stage}` : `${healths.length} stages`}.`;
+}
 
-  function calm(healths) {
-    const { steps, stage } = last(healths);
-    const done = `${Format.integer(steps)} ${steps === 1 ? "step" : "steps"}`;
-    return `No alarm in ${healths.length === 1 ? `${done} of stage ${stage}` : `${healths.length} stages`}.`;
-  }
+// The panel of the verdicts on all stages; hidden if no stage trained.
+function panel(healths = Data.health) {
+  const statuses = healths.map((one) => one.status);
+  const worst = GRAVITY.find((one) => statuses.includes(one));
+  if (!worst) return h("div", { id: "verdict", hidden: true });
+  const told = healths.filter((one) => one.findings.length);
+  return h(
+    `div.verdict.${worst}`,
+    { id: "verdict", role: "status", "aria-label": "Health" },
+    h("strong", Format.capital(worst)),
+    told.length ? h("ul", told.map(findings)) : h("p", calm(healths)),
+  );
+}
 
-  // The panel of the verdicts on all stages; hidden if no stage trained.
-  function panel(healths = data.health) {
-    const statuses = healths.map((one) => one.status);
-    const worst = GRAVITY.find((one) => statuses.includes(one));
-    if (!worst) return h("div", { id: "verdict", hidden: true });
-    const told = healths.filter((one) => one.findings.length);
-    return h(
-      `div.verdict.${worst}`,
-      { id: "verdict", role: "status", "aria-label": "Health" },
-      h("strong", Format.capital(worst)),
-      told.length ? h("ul", told.map(findings)) : h("p", calm(healths)),
-    );
-  }
+const PARTS = ["sampling", "scoring", "learning", "other", "evaluation"];
+const RECENT = 30; // steps that tell how long the others will take
 
-  const PARTS = ["sampling", "scoring", "learning", "other", "evaluation"];
-  const RECENT = 30; // steps that tell how long the others will take
+// Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
+function left(one) {
+  const timings = Data.training.find((found) => found.stage === one.stage)?.timings;
+  const count = Math.min(RECENT, timings?.step?.length || 0);
+  if (!count || one.unit !== "steps") return null;
+  const spent = sum(PARTS.map((part) => sum((timings[part] || []).slice(-count))));
+  return (spent / count) * (one.total - one.done);
+}
 
-  // Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
-  function left(one) {
-    const timings = data.training.find((found) => found.stage === one.stage)?.timings;
-    const count = Math.min(RECENT, timings?.step?.length || 0);
-    if (!count || one.unit !== "steps") return null;
-    const spent = sum(PARTS.map((part) => sum((timings[part] || []).slice(-count))));
-    return (spent / count) * (one.total - one.done);
-  }
+function bar(one) {
+  const rest = left(one);
+  const share = 100 * (one.total ? Math.min(1, one.done / one.total) : 0);
+  const figures = Object.entries(one.figures || {}).map(([name, value]) => `${name} ${Format.number(value, 3)}`);
+  const meaning = { role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(share)) };
+  const done = `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`;
+  return h(
+    "div.progress",
+    h("b", one.stage),
+    h("span.track", meaning, h("i", { "--share": `${share}%` })),
+    h("span", done, rest !== null && `, ${Format.seconds(rest)} left`),
+    h("span.muted", figures.join(" · ")),
+  );
+}
 
-  function bar(one) {
-    const rest = left(one);
-    const share = 100 * (one.total ? Math.min(1, one.done / one.total) : 0);
-    const figures = Object.entries(one.figures || {}).map(([name, value]) => `${name} ${Format.number(value, 3)}`);
-    const meaning = { role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(share)) };
-    const done = `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`;
-    return h(
-      "div.progress",
-      h("b", one.stage),
-      h("span.track", meaning, h("i", { "--share": `${share}%` })),
-      h("span", done, rest !== null && `, ${Format.seconds(rest)} left`),
-      h("span.muted", figures.join(" · ")),
-    );
-  }
+const progress = (running = []) => h("div", { id: "progress", hidden: !running.length }, running.map(bar));
 
-  const progress = (running = []) => h("div", { id: "progress", hidden: !running.length }, running.map(bar));
-
-  return { panel, progress };
-})(Data);
+globalThis.Verdict = { panel, progress };
