@@ -18,8 +18,8 @@ LOSSES = {
     "distill": "Mean over the tokens that the student sampled.",
 }
 EQUAL = (
-    "Mean over the step's samples. Reward and pass rate are equal here: the reward is 1 for a right answer and 0 "
-    "otherwise."
+    "Mean over the step's samples. Reward and pass rate are equal here: the reward is 1 for a right answer "
+    "and 0 otherwise."
 )
 
 

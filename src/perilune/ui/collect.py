@@ -16,9 +16,18 @@ from perilune.metrics.lineage import parent_evaluation
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
 from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of
-from perilune.ui.distributions import Lengths, Rates, lengths_of, rates_of
 from perilune.ui.episode_sets import index_episodes
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
+from perilune.ui.figures import (
+    Figure,
+    answer_lengths,
+    by_difficulty,
+    by_environment,
+    calibration,
+    implicit_objective,
+    pass_at_k,
+    pass_rates,
+)
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
 from perilune.ui.health import StageHealth, healths_of
 from perilune.ui.overview import (
@@ -43,16 +52,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """The implicit objective of an estimator: weight w(p) of a task with pass rate p."""
-
-    label: str
-    note: str
-    p: list[float]
-    w: list[float]
-
-
-@dataclass(frozen=True, slots=True)
 class TimedEvaluation:
     """The seconds of an evaluation by part."""
 
@@ -70,10 +69,11 @@ class LengthDynamics:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The calibration of process rewards; `found` is the summary of a calibrate stage."""
+    """The calibration of process rewards: its findings as sentences, and its charts."""
 
     stage: str
-    found: Mapping[str, Any]
+    text: str
+    figures: list[Figure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,12 @@ class ReportData:
     evaluations: list[Evaluation]
     comparisons: list[Comparison]
     climb: Comparison | None
-    lengths: Lengths
-    rates: Rates
+    environments: list[Figure]
+    tasks: list[Figure]
+    lengths: list[Figure]
     length_dynamics: list[LengthDynamics]
     calibrations: list[Calibration]
     forgetting: list[Forgetting]
-    objective: Objective | None
     training: list[Training]
     timed_evaluations: list[TimedEvaluation]
     hardware: Hardware | None
@@ -132,7 +132,7 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
     labels = {one.stage: one.label for one in evaluations}
     comparisons = _comparisons(pairs, evaluations)
     climb, trained = _climb(pairs, comparisons, trainings)
-    lengths = lengths_of([(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels])
+    judged = [(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels]
     library = (_embedded if embed else index_episodes)(
         [Source(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
@@ -150,22 +150,27 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
         evaluations=evaluations,
         comparisons=comparisons,
         climb=climb,
-        lengths=lengths,
-        rates=rates_of(evaluations),
+        environments=by_environment(evaluations),
+        tasks=[
+            *by_difficulty(evaluations),
+            *pass_at_k(evaluations),
+            *pass_rates(evaluations),
+            *_objective(pairs),
+        ],
+        lengths=answer_lengths(judged),
         length_dynamics=[
             LengthDynamics(stage.name, found)
             for stage, attempt in pairs
             if isinstance(found := attempt.summary.get("length_dynamics"), Mapping)
         ],
         calibrations=[
-            Calibration(stage.name, attempt.summary)
+            _calibration(stage.name, attempt.summary)
             for stage, attempt in pairs
             if attempt.summary.get("kind") == "calibration"
         ],
         forgetting=_present(
             _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
         ),
-        objective=_objective(pairs),
         training=trainings,
         timed_evaluations=[
             TimedEvaluation(stage.name, totals)
@@ -316,7 +321,12 @@ def _implied(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
     return objective_curve(algorithm, samples) if known else None
 
 
-def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
+def _calibration(stage: str, summary: Mapping[str, Any]) -> Calibration:
+    text = " ".join(f"{one[:1].upper()}{one[1:]}." for one in summary["said"])
+    return Calibration(stage, text, calibration(stage, summary))
+
+
+def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
     """The implicit objective of the last rl stage: recorded, or implied by algorithm and group size."""
     for stage, attempt in reversed(pairs):
         spec = attempt.job.get("spec") or {}
@@ -328,11 +338,5 @@ def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> Objective | None:
         if curve is None:
             curve = _implied(algorithm, samples)
         if curve:
-            label = ALGORITHM_NAMES.get(algorithm, algorithm)
-            note = (
-                "The weight w(p) of a task with pass rate p in the expected gradient, w(p)·∇p, for groups of "
-                f"{samples} and rewards of 0 or 1. A flat line optimizes pass@1 itself. Compare it with the "
-                "histogram of pass rates."
-            )
-            return Objective(label, note, [point[0] for point in curve], [point[1] for point in curve])
-    return None
+            return [implicit_objective(ALGORITHM_NAMES.get(algorithm, algorithm), samples, curve)]
+    return []

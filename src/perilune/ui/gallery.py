@@ -14,6 +14,8 @@ COLUMNS = (
     *("Cache 1k", "32k", "128k", "Next token at 1k", "Concepts", "Runs"),
 )
 
+MAIN = ("parameters", "active", "published", "context", "cache", "concepts", "Perilune")  # figures on a card
+
 
 def gallery_page(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:
     """The HTML page on `models`, as `models.gallery.facts.describe` gives them.
@@ -22,8 +24,60 @@ def gallery_page(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = 
         compared: places of up to two models to show side by side; by default of the first and the last.
     """
     ends = (0, len(models) - 1)
-    document = {"models": models, "concepts": CONCEPTS, "compared": [*compared, *ends[len(compared) :]]}
+    document = {
+        "models": [{**model, "figures": figures_of(model)} for model in models],
+        "main": [name for name, _ in figures_of(models[0]) if name.startswith(MAIN)],
+        "concepts": CONCEPTS,
+        "compared": [*compared, *ends[len(compared) :]],
+    }
     return render_page("Architectures", SCRIPTS, document)
+
+
+def figures_of(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures of a model as (name, text)."""
+    runs, published = model["runs"], model["published"]
+    support = runs["runs"] + (
+        ", unquantised (the published weights are quantised)" if runs["quantised"] else ""
+    )
+    active = f", {published['active']} active" if published.get("active") else ""
+    return [
+        ("parameters", _short(model["parameters"])),
+        ("active for a token", _short(model["active_parameters"])),
+        ("published", published.get("total", "–") + active),
+        ("layers", str(sum(run["count"] for run in model["layers"]))),
+        ("context", f"{model['max_positions']:,} tokens"),
+        *((f"cache, {_tokens(n)}", _size(size)) for n, size in model["cache_bytes"].items()),
+        *((f"next token at {_tokens(n)}", _flops(count)) for n, count in model["token_flops"].items()),
+        *((f"weights, {kind}", _size(size)) for kind, size in model["weight_bytes"].items()),
+        ("concepts", ", ".join(model["concepts"]) or "–"),
+        ("Perilune runs it", support + (f": {runs['reason']}" if runs["reason"] else "")),
+        ("source", model["source"]),
+        ("notes", "; ".join(model["notes"])),
+    ]
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:,.0f}"
+
+
+def _size(value: int | None) -> str:
+    if value is None:
+        return "–"
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value >= 1 << power:
+            return f"{value / (1 << power):.4g} {unit}"
+    return f"{value} B"
+
+
+def _flops(value: int | None) -> str:
+    return "–" if value is None else f"{value / 1e9:.4g} GFLOP"
+
+
+def _tokens(length: str) -> str:
+    return f"{int(length) // 1024}k tokens"
 
 
 def gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:

@@ -92,7 +92,8 @@ def render_page(
         data="\n".join([data_block("report-data", embeddable_json(plain(document))), *blocks]),
         # The first has what all use; the others are modules, so that their names are their own.
         scripts="\n".join(
-            f"<script{' type=module' if place else ''}>{script}</script>" for place, script in enumerate(scripts)
+            f"<script{' type=module' if place else ''}>{script}</script>"
+            for place, script in enumerate(scripts)
         ),
     )
 

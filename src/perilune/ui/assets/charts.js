@@ -11,10 +11,10 @@ function textWidth(text, size, weight = 400) {
   ruler.font = `${weight} ${size}px ${family}`;
   return ruler.measureText(text).width;
 }
-const widest = (texts, ...font) => Math.max(0, ...texts.map((text) => textWidth(text, ...font)));
+const widest = (texts, ...font) => Math.max(0, ...texts.map(text => textWidth(text, ...font)));
 
-const round = (value) => Math.round(value * 100) / 100;
-const color = (index) => `var(--c${index})`;
+const round = value => Math.round(value * 100) / 100;
+const color = index => `var(--c${index})`;
 const line = (name, x1, y1, x2, y2) => s(`line.${name}`, { x1: round(x1), y1: round(y1), x2: round(x2), y2: round(y2) });
 const dot = (x, y, r, fill, stroke) => s("circle.dot", { cx: round(x), cy: round(y), r, fill, stroke });
 const label = (name, x, y, text, anchor, fill) => s(`text.${name}`, { x: round(x), y: round(y), "text-anchor": anchor, fill }, text);
@@ -24,13 +24,13 @@ function box(name, x, y, width, height, fill) {
 }
 const hide = (element, isHidden) => element.setAttribute("visibility", isHidden ? "hidden" : "visible");
 
-// ------------------------------------------------------------------------------------- scales
+// --- scales
 function niceTicks(low, high, count) {
   const span = high - low;
   if (!(span > 0)) return [low];
   const rough = span / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 2.5, 5, 10].find((multiple) => multiple * power >= rough * 0.999) || 10);
+  const step = power * ([1, 2, 2.5, 5, 10].find(multiple => multiple * power >= rough * 0.999) || 10);
   const ticks = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index += 1)
     ticks.push(Number((index * step).toPrecision(12)));
@@ -40,10 +40,10 @@ function niceTicks(low, high, count) {
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
 function timeTicks(low, high, count) {
-  const step = TIME_STEPS.find((one) => (high - low) / one <= count);
+  const step = TIME_STEPS.find(one => (high - low) / one <= count);
   if (!step || high - low <= 4) return niceTicks(low, high, count);
   const whole = niceTicks(low / step, high / step, count).filter(Number.isInteger);
-  return whole.map((tick) => tick * step);
+  return whole.map(tick => tick * step);
 }
 
 function logTicks(low, high, count) {
@@ -52,7 +52,7 @@ function logTicks(low, high, count) {
   const stride = Math.max(1, Math.ceil((end - first) / Math.max(2, count)));
   const ticks = [];
   for (let power = first; power <= end; power += stride) ticks.push(10 ** power);
-  const inside = ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const inside = ticks.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
   return inside.length > 1 ? inside : niceTicks(low, high, count);
 }
 
@@ -64,11 +64,11 @@ function ticksOf(axis, low, high, count, log) {
 }
 
 function scale(low, high, from, to, log = false) {
-  const map = log ? Math.log10 : (value) => value;
+  const map = log ? Math.log10 : value => value;
   const start = map(low);
   const ratio = (to - from) / (map(high) - start || Infinity);
-  const position = (value) => (ratio === 0 ? (from + to) / 2 : from + (map(value) - start) * ratio);
-  position.invert = (pixel) => {
+  const position = value => (ratio === 0 ? (from + to) / 2 : from + (map(value) - start) * ratio);
+  position.invert = pixel => {
     const value = ratio === 0 ? start : start + (pixel - from) / ratio;
     return log ? 10 ** value : value;
   };
@@ -92,12 +92,12 @@ function domainOf(values, axis, log) {
   return [low && low - pad, high && high + pad];
 }
 
-// ------------------------------------------------------------------------------------ tooltip
+// --- tooltip
 const tooltip = h("div.tooltip", { role: "status", hidden: true });
 document.body.append(tooltip);
 
 function showTooltip(x, y, title, rows) {
-  const shown = rows.map((row) => h("div.tooltip-row", swatch(row), h("span", row.name), h("b", row.value)));
+  const shown = rows.map(row => h("div.tooltip-row", swatch(row), h("span", row.name), h("b", row.value)));
   tooltip.replaceChildren(h("div.tooltip-title", title), ...shown);
   tooltip.hidden = false;
   const { width, height } = tooltip.getBoundingClientRect();
@@ -114,18 +114,18 @@ addEventListener("scroll", hideTooltip, { passive: true, capture: true });
 const swatch = ({ color: index, hollow, dash }) =>
   index !== undefined && h(`i.swatch${hollow ? ".hollow" : dash ? ".dashed" : ""}`, { "--swatch": color(index) });
 
-// -------------------------------------------------------------------------------- chart figure
+// --- chart figure
 // The parts that every chart has: title, tools, legend with live values, drawing, caption.
 // `draw(width)` returns an svg element; it is called again whenever the width changes.
-function figure(spec, draw) {
+function framed(spec, draw) {
   const legend = spec.legend || [];
-  const values = new Map(legend.map((one) => [one.name, h("b")]));
+  const values = new Map(legend.map(one => [one.name, h("b")]));
   const tools = h("div.chart-tools");
   const stage = h("div.chart-stage");
   const element = h(
     "figure.chart",
     h("div.chart-head", spec.title && h("h4", spec.title), tools),
-    legend.length > 0 && h("div.legend", legend.map((one) => h("span.legend-item", swatch(one), one.name, values.get(one.name)))),
+    legend.length > 0 && h("div.legend", legend.map(one => h("span.legend-item", swatch(one), one.name, values.get(one.name)))),
     stage,
     spec.note && h("figcaption", spec.note),
   );
@@ -153,7 +153,7 @@ function emptyDrawing(width, height) {
 // Axes with horizontal gridlines; returns the scales of the plotting area.
 function frame(root, width, height, xAxis, xDomain, xTicks, yAxis, yDomain, log) {
   const ticks = ticksOf(yAxis, ...yDomain, height / 48, log);
-  const labels = ticks.map((tick) => (yAxis.tick || yAxis.format)(tick));
+  const labels = ticks.map(tick => (yAxis.tick || yAxis.format)(tick));
   const area = { left: Math.max(22, 10 + widest(labels, 11)), right: width - 8, top: 10, bottom: height - (xAxis.label ? 34 : 22) };
   const y = scale(...yDomain, area.bottom, area.top, log);
   const x = scale(...xDomain, area.left, area.right);
@@ -187,13 +187,13 @@ function interact(root, width, { place, count, start = 0, at, show, anchor, tip,
     if (index === null) hideTooltip();
     else showTooltip(...pointer, ...tip(index));
   };
-  const under = (event) => {
+  const under = event => {
     const { left, top, width: shown } = root.getBoundingClientRect();
     return at(((event.clientX - left) * width) / shown, ((event.clientY - top) * width) / shown);
   };
-  root.addEventListener("pointermove", (event) => read(under(event), event.clientX, event.clientY));
+  root.addEventListener("pointermove", event => read(under(event), event.clientX, event.clientY));
   for (const leaving of ["pointerleave", "blur"]) root.addEventListener(leaving, () => read(null));
-  root.addEventListener("keydown", (event) => {
+  root.addEventListener("keydown", event => {
     if (event.key === "Escape") return read(null);
     if (keys && keys(event)) return undefined;
     const moves = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
@@ -208,11 +208,13 @@ function interact(root, width, { place, count, start = 0, at, show, anchor, tip,
   return under;
 }
 
-// ---------------------------------------------------------------------------------- line chart
+const titleAt = ({ name }, text) => (name ? `${name} ${text}` : text);
+
+// --- line chart
 // Exponential moving average without the pull towards its start.
 function ema(values, weight) {
   let [total, norm] = [0, 0];
-  return values.map((value) => {
+  return values.map(value => {
     if (!isNumber(value)) return null;
     total = weight * total + (1 - weight) * value;
     norm = weight * norm + (1 - weight);
@@ -258,15 +260,15 @@ function pathOf(xs, ys, x, y, width, log) {
 
 // Straight lines between the places of each edge whose ends are known.
 function joined(one, edges, x, y) {
-  const at = (place) => `${round(x(place))},${round(y(one.y[place]))}`;
-  const whole = edges.filter((edge) => edge.every((place) => isNumber(one.y[place])));
+  const at = place => `${round(x(place))},${round(y(one.y[place]))}`;
+  const whole = edges.filter(edge => edge.every(place => isNumber(one.y[place])));
   return whole.map(([from, to]) => `M${at(from)}L${at(to)}`).join("");
 }
 
 // Filled area between `low` and `high`, over the points that have both.
 function areaOf(one, x, y) {
-  const places = one.x.map((_, index) => index).filter((index) => isNumber(one.low[index]) && isNumber(one.high[index]));
-  const edge = (values) => places.map((index) => `${round(x(one.x[index]))},${round(y(values[index]))}`);
+  const places = one.x.map((_, index) => index).filter(index => isNumber(one.low[index]) && isNumber(one.high[index]));
+  const edge = values => places.map(index => `${round(x(one.x[index]))},${round(y(values[index]))}`);
   return places.length ? `M${[...edge(one.high), ...edge(one.low).reverse()].join("L")}Z` : "";
 }
 
@@ -281,17 +283,17 @@ function nearestIndex(xs, target) {
 }
 
 // Whether a chart is still to be drawn: it was not drawn yet, or nothing has taken its place.
-const isOnPage = (chart) => !chart.width || chart.element.isConnected;
+const isOnPage = chart => !chart.width || chart.element.isConnected;
 
 // The points of a series from range[0] to range[1].
 function within(one, [from, to]) {
-  const places = one.x.map((_, place) => place).filter((place) => one.x[place] >= from && one.x[place] <= to);
-  const cut = (values) => values && places.map((place) => values[place]);
+  const places = one.x.map((_, place) => place).filter(place => one.x[place] >= from && one.x[place] <= to);
+  const cut = values => values && places.map(place => values[place]);
   return { ...one, x: cut(one.x), y: cut(one.y), low: cut(one.low), high: cut(one.high) };
 }
 
 // Draw the charts of a group again, with the series that they have now.
-const refresh = (group) => (groups.get(group) || []).forEach((chart) => chart.refresh());
+const refresh = group => (groups.get(group) || []).forEach(chart => chart.refresh());
 
 // Show a range of the x axis in all charts of a group, or the whole axis for null.
 function zoom(group, range) {
@@ -305,14 +307,14 @@ function zoom(group, range) {
 function brush(root, group, area, valueAt) {
   let start = null;
   let selection = null;
-  const pixel = (event) => {
+  const pixel = event => {
     const { left, width } = root.getBoundingClientRect();
     return clamp(area.left, ((event.clientX - left) * root.viewBox.baseVal.width) / width, area.right);
   };
-  root.addEventListener("pointerdown", (event) => {
+  root.addEventListener("pointerdown", event => {
     if (event.pointerType === "mouse" && event.button === 0) start = pixel(event);
   });
-  root.addEventListener("pointermove", (event) => {
+  root.addEventListener("pointermove", event => {
     if (start === null) return;
     const at = pixel(event);
     if (!selection && Math.abs(at - start) < 8) return;
@@ -323,7 +325,7 @@ function brush(root, group, area, valueAt) {
     selection?.remove();
     start = selection = null;
   });
-  const choose = (event) => {
+  const choose = event => {
     const chosen = selection && [start, pixel(event)].sort((a, b) => a - b).map(valueAt);
     start = selection = null;
     if (!chosen) return;
@@ -336,13 +338,13 @@ function brush(root, group, area, valueAt) {
 
 // Values beside the points of each x, moved apart so that none covers another.
 function placeLabels(root, labels, area) {
-  for (const column of Map.groupBy(labels, (one) => one.at).values()) {
+  for (const column of Map.groupBy(labels, one => one.at).values()) {
     column.sort((a, b) => a.y - b.y);
     column.forEach((one, index) => {
       one.top = Math.max(area.top + 4, one.y, index ? column[index - 1].top + 13 : 0);
     });
     const excess = Math.max(0, last(column).top - (area.bottom - 5));
-    const right = Math.max(...column.map((one) => one.x)) + 10;
+    const right = Math.max(...column.map(one => one.x)) + 10;
     for (const one of column)
       root.append(label(`value-label${one.strong ? ".strong" : ""}`, right, one.top - excess + 4, one.text, undefined, one.stroke));
   }
@@ -363,14 +365,14 @@ function lines(spec) {
   let [series, xs, log, state] = [[], [], false, null];
   const measure = () => {
     const range = zooms.get(spec.group);
-    series = read().map((one) => (range ? within(one, range) : one));
-    series = series.filter((one) => one.y.some(isNumber));
-    xs = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+    series = read().map(one => (range ? within(one, range) : one));
+    series = series.filter(one => one.y.some(isNumber));
+    xs = [...new Set(series.flatMap(one => one.x))].sort((a, b) => a - b);
     return range;
   };
   measure();
-  const formatX = (value) => (categories ? categories[value] : (spec.x.format || Format.integer)(value));
-  const chart = figure({ ...spec, legend: series.length > 1 || spec.showLegend ? series : [] }, draw);
+  const formatX = value => (categories ? categories[value] : (spec.x.format || Format.integer)(value));
+  const chart = framed({ ...spec, legend: series.length > 1 || spec.showLegend ? series : [] }, draw);
 
   function draw(width) {
     if (!xs.length) return emptyDrawing(width, Math.min(height, 90));
@@ -378,7 +380,7 @@ function lines(spec) {
     const pad = categories ? 0.35 : 0;
     const ends = [xs[0] - pad, last(xs) + (spec.valueLabels ? 1.7 : 1) * pad];
     const ticks = categories ? xs : ticksOf({ ...spec.x }, xs[0], last(xs), width / 64);
-    const values = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]);
+    const values = series.flatMap(one => [...one.y, ...(one.low || []), ...(one.high || [])]);
     const axes = frame(root, width, height, { format: formatX, ...spec.x }, ends, ticks, y, domainOf(values, y, log), log);
     const { x, area } = axes;
     for (const [index, band] of (spec.bands || []).entries()) {
@@ -407,8 +409,8 @@ function lines(spec) {
     const isSmooth = spec.smooth && smoothing > 0;
     const values = isSmooth ? ema(one.y, smoothing) : one.y;
     const dodge = categories && one.low ? (position - (series.length - 1) / 2) * 7 : 0;
-    const xOf = (value) => x(value) + dodge;
-    const path = (ys) => pathOf(one.x, ys, xOf, toY, width, log);
+    const xOf = value => x(value) + dodge;
+    const path = ys => pathOf(one.x, ys, xOf, toY, width, log);
     if (one.area) root.append(s("path.area", { d: areaOf(one, xOf, toY), fill: stroke }));
     if (isSmooth) root.append(s("path.line.raw", { d: path(one.y), stroke }));
     const d = spec.edges ? joined(one, spec.edges, xOf, toY) : path(values);
@@ -430,13 +432,13 @@ function lines(spec) {
   }
 
   function noteHidden(root, area) {
-    const hidden = series.flatMap((one) => one.y).filter((value) => isNumber(value) && value <= 0).length;
+    const hidden = series.flatMap(one => one.y).filter(value => isNumber(value) && value <= 0).length;
     const text = `${hidden} values at or below 0 are not on this scale`;
     if (hidden) root.append(label("axis-label", area.right, area.top + 2, text, "end"));
   }
 
   function describe() {
-    const parts = series.map((one) => {
+    const parts = series.map(one => {
       const values = one.y.filter(isNumber);
       return `${one.name} from ${y.format(values[0])} to ${y.format(last(values))}`;
     });
@@ -444,7 +446,7 @@ function lines(spec) {
   }
 
   function rowsAt(index) {
-    return series.flatMap((one) => {
+    return series.flatMap(one => {
       const at = one.x.length === xs.length ? index : one.x.indexOf(xs[index]);
       if (!isNumber(one.y[at])) return [];
       const range = one.low && isNumber(one.low[at]) ? ` (${y.format(one.low[at])} to ${y.format(one.high[at])})` : "";
@@ -460,7 +462,7 @@ function lines(spec) {
     const { crosshair, dots, x, y: toY } = state;
     const rows = xs.length ? rowsAt(index ?? xs.length - 1) : [];
     for (const [name, element] of chart.legend) {
-      const row = rows.find((one) => one.name === name);
+      const row = rows.find(one => one.name === name);
       element.textContent = row && !spec.quietLegend ? row.value.split(" (")[0] : "";
     }
     dots.replaceChildren();
@@ -473,7 +475,7 @@ function lines(spec) {
       if (!(log && row.y <= 0)) dots.append(dot(at, toY(row.y), 3.2, color(row.color), "var(--surface)"));
   }
 
-  chart.showAt = (value) => show(value === null || !xs.length ? null : nearestIndex(xs, value));
+  chart.showAt = value => show(value === null || !xs.length ? null : nearestIndex(xs, value));
 
   function keys(event) {
     const { index } = place;
@@ -492,17 +494,17 @@ function lines(spec) {
       place,
       count: xs.length,
       start: xs.length - 1,
-      at: (pixel) => nearestIndex(xs, state.x.invert(pixel)),
-      show: (index) => {
+      at: pixel => nearestIndex(xs, state.x.invert(pixel)),
+      show: index => {
         for (const other of spec.group ? groups.get(spec.group) : [chart]) other.showAt(index === null ? null : xs[index]);
       },
-      anchor: (index) => state.x(xs[index]),
-      tip: (index) => [`${spec.x.name ? `${spec.x.name} ` : ""}${formatX(xs[index])}`, rowsAt(index)],
+      anchor: index => state.x(xs[index]),
+      tip: index => [titleAt(spec.x, formatX(xs[index])), rowsAt(index)],
       keys,
     });
     if (!spec.pick) return;
     root.classList.add("pickable");
-    root.addEventListener("click", (event) => spec.pick(xs[under(event)]));
+    root.addEventListener("click", event => spec.pick(xs[under(event)]));
   }
 
   const whole = Page.chip("whole range", () => zoom(spec.group, null), { hidden: true });
@@ -514,7 +516,7 @@ function lines(spec) {
     chart.tools.append(whole);
     groups.set(spec.group, [...(groups.get(spec.group) || []).filter(isOnPage), chart]);
   }
-  if (y.log && series.some((one) => one.y.some((value) => value > 0))) {
+  if (y.log && series.some(one => one.y.some(value => value > 0))) {
     const toggle = () => {
       log = !log;
       button.ariaPressed = String(log);
@@ -527,24 +529,24 @@ function lines(spec) {
   return chart.element;
 }
 
-// ----------------------------------------------------------------------------------- bar chart
+// --- bar chart
 /* bars(spec): series {name, values, color} over x.centers, mode "stacked", "grouped" or "mirrored"
    (the second series hangs below zero). x: {label, centers, width, format}; y: {format}. */
 function bars(spec) {
   const { centers, width: span } = spec.x;
   const height = spec.height || 180;
-  const y = { tick: (value) => spec.y.format(Math.abs(value)), ...spec.y };
+  const y = { tick: value => spec.y.format(Math.abs(value)), ...spec.y };
   const isMirrored = spec.mode === "mirrored";
   const isGrouped = spec.mode === "grouped";
   const isStacked = !isMirrored && !isGrouped;
-  const sums = centers.map((_, index) => spec.series.map((one) => one.values[index] || 0));
+  const sums = centers.map((_, index) => spec.series.map(one => one.values[index] || 0));
 
   function draw(width) {
     if (!centers.length) return emptyDrawing(width, Math.min(height, 90));
-    const names = spec.series.map((one) => one.name).join(", ");
+    const names = spec.series.map(one => one.name).join(", ");
     const root = canvas(width, height, `${spec.title || ""}: ${names} by ${spec.x.label || "group"}`, { tabindex: 0 });
-    const tops = sums.map((row) => (isStacked ? sum(row) : isMirrored ? row[0] : Math.max(...row)));
-    const depth = isMirrored ? Math.max(...sums.map((row) => row[1])) : 0;
+    const tops = sums.map(row => (isStacked ? sum(row) : isMirrored ? row[0] : Math.max(...row)));
+    const depth = isMirrored ? Math.max(...sums.map(row => row[1])) : 0;
     const domain = y.domain || [-depth * 1.05, Math.max(...tops, depth ? 0 : 1e-9) * 1.05];
     const ends = [centers[0] - span / 2, last(centers) + span / 2];
     const ticks = ticksOf({ ...spec.x, time: false }, centers[0], last(centers), width / 80);
@@ -560,18 +562,18 @@ function bars(spec) {
     interact(root, width, {
       place: { index: null },
       count: centers.length,
-      at: (pixel) => nearestIndex(centers, x.invert(pixel)),
-      show: (index) => {
+      at: pixel => nearestIndex(centers, x.invert(pixel)),
+      show: index => {
         hide(highlight, index === null);
         if (index !== null) highlight.setAttribute("x", round(x(centers[index] - span / 2)));
       },
-      anchor: (index) => x(centers[index]),
-      tip: (index) => [`${spec.x.name ? `${spec.x.name} ` : ""}${spec.x.format(centers[index])}`, rowsAt(index)],
+      anchor: index => x(centers[index]),
+      tip: index => [titleAt(spec.x, spec.x.names ? spec.x.names[index] : spec.x.format(centers[index])), rowsAt(index)],
     });
     return root;
   }
 
-  const rowsAt = (index) => [
+  const rowsAt = index => [
     ...spec.series.map(({ name, color }, position) => ({ name, color, value: y.format(sums[index][position]) })),
     ...(spec.total ? [{ name: "total", value: y.format(sum(sums[index])) }] : []),
   ];
@@ -603,10 +605,10 @@ function bars(spec) {
       base = top;
     });
   }
-  return figure({ ...spec, legend: spec.series }, draw).element;
+  return framed({ ...spec, legend: spec.series }, draw).element;
 }
 
-// ----------------------------------------------------------------------------------- row chart
+// --- row chart
 /* rows(spec): one line per row {label, marks, value, details}; a mark is {bar: [from, to]},
    {dot: at} or {whisker: [low, high]} with a color. x: {domain, format, label, zero}. */
 function rows(spec) {
@@ -616,10 +618,10 @@ function rows(spec) {
   function draw(width) {
     if (!spec.rows.length) return emptyDrawing(width, 70);
     const height = spec.rows.length * rowHeight + (spec.x.label ? 40 : 28);
-    const told = spec.rows.map((row) => `${row.label} ${row.value || ""}`).join("; ");
+    const told = spec.rows.map(row => `${row.label} ${row.value || ""}`).join("; ");
     const root = canvas(width, height, `${spec.title || ""}: ${told}`, { tabindex: 0 });
-    const left = Math.min(width * 0.42, 14 + widest(spec.rows.map((row) => row.label), 12.5, 620));
-    const right = width - 16 - widest(spec.rows.map((row) => row.value || ""), 12.5, 560);
+    const left = Math.min(width * 0.42, 14 + widest(spec.rows.map(row => row.label), 12.5, 620));
+    const right = width - 16 - widest(spec.rows.map(row => row.value || ""), 12.5, 560);
     const x = scale(...domain, left, right);
     const bottom = spec.rows.length * rowHeight + 4;
     const highlight = box("highlight", 0, 0, width, rowHeight);
@@ -635,18 +637,18 @@ function rows(spec) {
       const middle = 2 + rowHeight * (index + 0.5);
       root.append(label(`row-label${row.strong ? ".strong" : ""}`, left - 10, middle + 4, clip(row.label, left - 10), "end"));
       if (row.value) root.append(label("row-value", width - 2, middle + 4, row.value, "end"));
-      root.append(...row.marks.map((mark) => drawMark(mark, middle, x)).filter(Boolean));
+      root.append(...row.marks.map(mark => drawMark(mark, middle, x)).filter(Boolean));
     });
     interact(root, width, {
       place: { index: null },
       count: spec.rows.length,
       at: (_, pixel) => clamp(0, Math.floor((pixel - 2) / rowHeight), spec.rows.length - 1),
-      show: (index) => {
+      show: index => {
         hide(highlight, index === null);
         if (index !== null) highlight.setAttribute("y", 2 + index * rowHeight);
       },
       anchor: () => left,
-      tip: (index) => [spec.rows[index].label, spec.rows[index].details],
+      tip: index => [spec.rows[index].label, spec.rows[index].details],
     });
     return root;
   }
@@ -662,7 +664,7 @@ function rows(spec) {
     const thickness = mark.thin ? 3 : rowHeight * 0.6;
     return box(mark.thin ? "mark.thin" : "mark", from, middle - thickness / 2, Math.max(1, to - from), thickness, paint);
   }
-  return figure(spec, draw).element;
+  return framed(spec, draw).element;
 }
 
 function clip(text, pixels) {
@@ -671,6 +673,10 @@ function clip(text, pixels) {
   while (end > 1 && textWidth(`${text.slice(0, end)}…`, 12.5, 620) > pixels) end -= 1;
   return `${text.slice(0, end)}…`;
 }
+
+// A chart as the server describes it: its kind, and the names of the formats of its axes.
+const figure = ({ kind, x, y, ...spec }) =>
+  ({ lines, bars })[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
 
 // Drop the charts of a group, because others take their place.
 function forget(group) {
@@ -685,4 +691,4 @@ function smooth(weight) {
     else smoothed.delete(chart);
 }
 
-globalThis.Charts = { lines, bars, rows, showTooltip, hideTooltip, zoom, refresh, forget, smooth };
+globalThis.Charts = { figure, lines, bars, rows, showTooltip, hideTooltip, zoom, refresh, forget, smooth };

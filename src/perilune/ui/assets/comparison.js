@@ -1,30 +1,30 @@
 // The page of a comparison: arms, differences from the baseline, and curves.
 const { section, part, table } = Page;
 const shown = Data.isShare ? Format.percent : Format.number;
-const change = Data.isShare ? (value) => `${Format.points(value)} points` : Format.number;
+const change = Data.isShare ? value => `${Format.points(value)} points` : Format.number;
 const COLORS = 8;
-const color = (place) => (place % COLORS) + 1;
-const mark = (place) => (place === Data.baseline ? "baseline" : place === Data.best ? "best" : "");
+const color = place => (place % COLORS) + 1;
+const mark = place => (place === Data.baseline ? "baseline" : place === Data.best ? "best" : "");
 
-const hasEnds = (interval) => interval[1] !== null && interval[2] !== null;
+const hasEnds = interval => interval[1] !== null && interval[2] !== null;
 const ends = (interval, format) => `${format(interval[1])} to ${format(interval[2])}`;
-const within = (interval) => [shown(interval[0]), hasEnds(interval) && h("small", ends(interval, shown))];
+const within = interval => [shown(interval[0]), hasEnds(interval) && h("small", ends(interval, shown))];
 
 function hero() {
-  const experiments = sum(Data.arms.map((arm) => arm.seeds.length));
+  const experiments = sum(Data.arms.map(arm => arm.seeds.length));
   const text = h(
     "div",
     h("p.eyebrow", h("b", Data.title), `${experiments} experiments`),
     h("h1", `${Data.arms.length} arms compared by ${Data.metric}`),
-    Data.notes.map((note) => h("p.lead", note)),
+    Data.notes.map(note => h("p.lead", note)),
   );
-  return h("div.hero", { id: "top" }, text, forest("final", `Final ${Data.metric}`, shown, (arm) => arm.figure, {}));
+  return h("div.hero", { id: "top" }, text, forest("final", `Final ${Data.metric}`, shown, arm => arm.figure, {}));
 }
 
 // One row for each arm that has this interval.
 function forest(key, title, format, intervalOf, { note, zero }) {
   const found = Data.arms.map((arm, place) => [arm, place, intervalOf(arm)]).filter(([, , interval]) => interval);
-  const values = found.flatMap(([, , interval]) => interval.filter((value) => value !== null));
+  const values = found.flatMap(([, , interval]) => interval.filter(value => value !== null));
   if (zero) values.push(0);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const pad = (high - low || Math.abs(high) || 1) * 0.06;
@@ -46,16 +46,16 @@ function forest(key, title, format, intervalOf, { note, zero }) {
 }
 
 function arms() {
-  const seed = (one) => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
+  const seed = one => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
   const columns = [
-    { name: "Arm", header: true, value: ([arm, place]) => [arm.label, h("small", mark(place))] },
-    ...Data.keys.map((key, index) => ({ name: key, value: ([arm]) => h("span.mono", arm.settings[index]) })),
-    { name: Data.metric, value: ([arm]) => (arm.figure ? within(arm.figure) : "–") },
-    { name: "By seed", text: true, value: ([arm]) => arm.seeds.map(seed) },
-    { name: "Difference from the baseline", text: true, value: ([arm]) => (arm.difference ? arm.difference.text : "–") },
+    ["Arm", ([arm, place]) => [arm.label, h("small", mark(place))], "header"],
+    ...Data.keys.map((key, index) => [key, ([arm]) => h("span.mono", arm.settings[index])]),
+    [Data.metric, ([arm]) => (arm.figure ? within(arm.figure) : "–")],
+    ["By seed", ([arm]) => arm.seeds.map(seed), "text"],
+    ["Difference from the baseline", ([arm]) => (arm.difference ? arm.difference.text : "–"), "text"],
   ];
   const note = "95% intervals before correction. An interval over tasks, where seeds are few, supports no claim about settings.";
-  const intervalOf = (arm) => arm.difference?.interval;
+  const intervalOf = arm => arm.difference?.interval;
   return section(
     "arms",
     "Arms",
@@ -86,19 +86,19 @@ const chartOf = ({ stage, metric, title, curves: found }) =>
   });
 
 function curves() {
-  const stages = Map.groupBy(Data.charts, (chart) => chart.stage);
+  const stages = Map.groupBy(Data.charts, chart => chart.stage);
   if (!stages.size) return null;
   const lead = `Means over the seeds of each arm; areas are ${Data.area}. Stages that all arms share are left out.`;
   return section("curves", "Curves", lead, [...stages].map(([stage, charts]) => [part(stage), h("div.tiles", charts.map(chartOf))]));
 }
 
 function experiments() {
-  const rows = Data.arms.flatMap((arm) => arm.seeds.map((one) => [arm, one]));
+  const rows = Data.arms.flatMap(arm => arm.seeds.map(one => [arm, one]));
   const columns = [
-    { name: "Arm", header: true, value: ([arm]) => arm.label },
-    { name: "Seed", value: ([, one]) => Format.integer(one.seed) },
-    { name: Data.metric, value: ([, one]) => (one.figure ? within(one.figure) : one.problem) },
-    { name: "Experiment", text: true, value: ([, one]) => h("span.mono", one.experiment) },
+    ["Arm", ([arm]) => arm.label, "header"],
+    ["Seed", ([, one]) => Format.integer(one.seed)],
+    [Data.metric, ([, one]) => (one.figure ? within(one.figure) : one.problem)],
+    ["Experiment", ([, one]) => h("span.mono", one.experiment), "text"],
   ];
   const lead = "The figure of each seed, with its interval over tasks. perilune report EXPERIMENT writes its own page.";
   return section("experiments", "Experiments", lead, table(columns, rows, "Experiments"));

@@ -1,21 +1,20 @@
 // Training curves, time and hardware.
 const { section, part, table } = Page;
-const Y = { share: SHARE, percent: PERCENT, count: { format: Format.integer, integer: true }, log: { log: true } };
 
-// -------------------------------------------------------------------------------- horizontal axis
-const AXES = {
+// --- horizontal axis
+const UNITS = {
   step: { label: "step", name: "step", integer: true, time: false, format: Format.integer },
   tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
   seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
 };
-const x = { ...AXES.step };
+const x = { ...UNITS.step };
 let axis = "step";
 
 // Where each step lies on the axis. The server counts; rows that arrived since are added here.
 function reached({ columns, timings }) {
   const counted = columns[`reached/${axis}`];
   if (axis === "step" || !counted) return columns.step;
-  const spent = (place) => {
+  const spent = place => {
     if (axis === "tokens") return columns.tokens?.[place] || 0;
     const row = timings.step ? timings.step.indexOf(columns.step[place]) : -1;
     return row < 0 ? 0 : sum(PARTS.map(([name]) => timings[name]?.[row]));
@@ -26,19 +25,19 @@ function reached({ columns, timings }) {
 const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
 
 function axisControl() {
-  const isOffered = (name) => name === "step" || Data.training.every((one) => one.columns[`reached/${name}`]);
-  const offered = Object.keys(AXES).filter(isOffered);
+  const isOffered = name => name === "step" || Data.training.every(one => one.columns[`reached/${name}`]);
+  const offered = Object.keys(UNITS).filter(isOffered);
   if (offered.length === 1) return null;
   const choice = Page.select("Horizontal axis", offered, () => {
     axis = choice.value;
-    Object.assign(x, AXES[axis]);
+    Object.assign(x, UNITS[axis]);
     for (const { stage } of Data.training) for (const group of [`training-${stage}`, `main-${stage}`]) Charts.zoom(group, null);
   });
   return h("label.control", "Axis", choice);
 }
 
-// -------------------------------------------------------------------------------------- curves
-const isPresent = (value) => !isNothing(value);
+// --- curves
+const isPresent = value => !isNothing(value);
 
 function seriesOf(training, names) {
   const { columns } = training;
@@ -47,8 +46,8 @@ function seriesOf(training, names) {
     const column = columns[key];
     if (!key.startsWith("eval/")) return { name, x: reached(training), y: column, color };
     // Evaluations are rare: their line joins them across the steps between.
-    const places = [...column.keys()].filter((place) => isPresent(column[place]));
-    const at = (values) => values && places.map((place) => values[place]);
+    const places = [...column.keys()].filter(place => isPresent(column[place]));
+    const at = values => values && places.map(place => values[place]);
     const [low, high] = [at(columns[`${key}/low`]), at(columns[`${key}/high`])];
     return { name, x: at(reached(training)), y: at(column), low, high, color, points: true };
   });
@@ -57,25 +56,25 @@ function seriesOf(training, names) {
 // The series of a chart, and whether they never change, so that one number says all.
 function chosen(training, chart) {
   const series = seriesOf(training, chart.series);
-  const isSteady = training.steps_total > 1 && series.every((one) => one.y.every((value) => value === one.y[0]));
+  const isSteady = training.steps_total > 1 && series.every(one => one.y.every(value => value === one.y[0]));
   return { chart, series, isSteady };
 }
-const chosenOf = (training) => training.charts.map((chart) => chosen(training, chart)).filter((one) => one.series.length);
+const chosenOf = training => training.charts.map(chart => chosen(training, chart)).filter(one => one.series.length);
 
 // A text that changes when a stage needs other charts.
-const shapeOf = (training) => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
+const shapeOf = training => chosenOf(training).map(({ chart, series, isSteady }) => `${chart.key} ${isSteady} ${series.length}`).join("\n");
 
 function steadyFigure(training, { chart: { key, title, note, y }, series }) {
-  const format = Y[y]?.format || Format.number;
-  const said = (one) => (series.length > 1 ? `${one.name}, at every step` : "at every step");
-  const values = series.map((one) => h("p", format(one.y[0]), h("small", said(one))));
+  const format = AXES[y]?.format || Format.number;
+  const said = one => (series.length > 1 ? `${one.name}, at every step` : "at every step");
+  const values = series.map(one => h("p", format(one.y[0]), h("small", said(one))));
   return h("figure.chart.steady", { "data-chart": `${training.stage}-${key}` }, h("h4", title), values, h("figcaption", note));
 }
 
 function curve(training, { chart: { key, title, note, y, series } }) {
   const { stage } = training;
-  const pick = Episodes.has(stage) ? (value) => Episodes.open(stage, stepAt(training, value)) : undefined;
-  const drawn = { x, y: Y[y], series: () => seriesOf(training, series), group: `training-${stage}`, smooth: true, pick };
+  const pick = Episodes.has(stage) ? value => Episodes.open(stage, stepAt(training, value)) : undefined;
+  const drawn = { x, y: AXES[y], series: () => seriesOf(training, series), group: `training-${stage}`, smooth: true, pick };
   return Charts.lines({ key: `${stage}-${key}`, title, note, ...drawn, showLegend: true });
 }
 
@@ -84,8 +83,8 @@ function block(training) {
   const { stage, steps_kept: kept, steps_total: total } = training;
   drawn.set(stage, shapeOf(training));
   const all = chosenOf(training);
-  const charts = all.filter((one) => !one.isSteady).map((one) => curve(training, one));
-  const steady = all.filter((one) => one.isSteady).map((one) => steadyFigure(training, one));
+  const charts = all.filter(one => !one.isSteady).map(one => curve(training, one));
+  const steady = all.filter(one => one.isSteady).map(one => steadyFigure(training, one));
   const thinned = kept < total ? ` Shown: every ${Math.round(total / kept)}th of ${total} steps.` : "";
   const hint = Episodes.has(stage) ? " Click a chart to read that step's episodes." : "";
   return h(
@@ -98,32 +97,32 @@ function block(training) {
 }
 
 // The main curve of the last training, for a head without evaluations; null without training.
-function mainChart(height) {
+function mainChart() {
   const training = [...Data.training].reverse().sort((a, b) => (b.task === "rl") - (a.task === "rl"))[0];
   if (!training) return null;
   const { columns, stage } = training;
-  const sets = Object.keys(columns).filter((key) => /^eval\/[^/]+\/pass@1$/.test(key));
+  const sets = Object.keys(columns).filter(key => /^eval\/[^/]+\/pass@1$/.test(key));
   const names = columns.reward
-    ? [["reward", "reward", 1], ...sets.map((key) => [key, key.split("/")[1], 3])]
+    ? [["reward", "reward", 1], ...sets.map(key => [key, key.split("/")[1], 3])]
     : [["loss", "loss", 1], ["validation_loss", "held out", 3]];
   const title = `${columns.reward ? "Reward" : "Loss"} in stage ${stage}`;
   const note = "All steps as they were recorded, without smoothing.";
   const series = () => seriesOf(training, names);
-  return Charts.lines({ key: "main", title, note, height, x, series, group: `main-${stage}`, showLegend: true });
+  return Charts.lines({ key: "main", title, note, height: 200, x, series, group: `main-${stage}`, showLegend: true });
 }
 
 // Draw the curves of a stage again after its columns have grown.
 function update(stage) {
-  const training = Data.training.find((one) => one.stage === stage);
+  const training = Data.training.find(one => one.stage === stage);
   Charts.refresh(`main-${stage}`);
   if (drawn.get(stage) === shapeOf(training)) return Charts.refresh(`training-${stage}`);
-  const old = [...document.querySelectorAll("#curves [data-stage]")].find((one) => one.dataset.stage === stage);
+  const old = [...document.querySelectorAll("#curves [data-stage]")].find(one => one.dataset.stage === stage);
   Charts.forget(`training-${stage}`);
   return old?.replaceWith(block(training));
 }
 
 function curves() {
-  const trained = Data.training.filter((training) => chosenOf(training).length);
+  const trained = Data.training.filter(training => chosenOf(training).length);
   if (!trained.length) return null;
   const shown = h("output", "off");
   const slider = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: 0, "aria-label": "Smoothing" });
@@ -142,11 +141,11 @@ function curves() {
   );
 }
 
-// ------------------------------------------------------------------------------ time, hardware
+// --- time, hardware
 const PARTS = [["sampling", 1], ["scoring", 5], ["learning", 2], ["other", 7]];
 const COLORS = { sft: 1, rl: 2, evaluate: 3 }; // of the bars of stages
 const spent = ({ totals }) => sum(PARTS.map(([name]) => totals[name]));
-const tiles = (charts) => h("div.tiles.two", charts);
+const tiles = charts => h("div.tiles.two", charts);
 
 // The bars of consecutive spans of time: [seconds, colour] each.
 function endToEnd(spans) {
@@ -155,10 +154,10 @@ function endToEnd(spans) {
 }
 
 function timeline() {
-  const timed = Data.stages.filter((stage) => stage.seconds !== null);
+  const timed = Data.stages.filter(stage => stage.seconds !== null);
   if (!timed.length) return null;
-  const total = sum(timed.map((stage) => stage.seconds));
-  const bars = endToEnd(timed.map((stage) => [stage.seconds, COLORS[stage.task] || 7]));
+  const total = sum(timed.map(stage => stage.seconds));
+  const bars = endToEnd(timed.map(stage => [stage.seconds, COLORS[stage.task] || 7]));
   return Charts.rows({
     key: "timeline",
     title: `Stages, ${Format.seconds(total)} in all`,
@@ -178,8 +177,8 @@ function timeline() {
 }
 
 function timeByPart() {
-  const order = Data.stages.map((stage) => stage.name);
-  const split = [...Data.training, ...Data.timed_evaluations].filter((one) => one.totals);
+  const order = Data.stages.map(stage => stage.name);
+  const split = [...Data.training, ...Data.timed_evaluations].filter(one => one.totals);
   if (!split.length) return null;
   split.sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
   const said = (seconds, total) => `${Format.seconds(seconds || 0)} · ${Format.percent((seconds || 0) / total)}`;
@@ -188,7 +187,7 @@ function timeByPart() {
     title: "Time by part",
     legend: PARTS.map(([name, color]) => ({ name, color })),
     x: { domain: [0, Math.max(...split.map(spent)) * 1.02 || 1], ...CLOCK },
-    rows: split.map((one) => ({
+    rows: split.map(one => ({
       label: one.stage,
       value: Format.seconds(spent(one)),
       marks: endToEnd(PARTS.map(([name, color]) => [one.totals[name], color])),
@@ -200,21 +199,21 @@ function timeByPart() {
 function stepCharts({ stage, task, timings }) {
   const { step, tokens_per_second: rates } = timings;
   if (!step) return [];
-  const isUsed = (values) => values?.some((value) => value > 0);
+  const isUsed = values => values?.some(value => value > 0);
   const width = step.length > 1 ? Math.min(...step.slice(1).map((value, index) => value - step[index])) : 1;
   const parts = PARTS.filter(([name]) => isUsed(timings[name]));
   const times = {
     key: `${stage}-steptime`,
     title: `Time of a step: ${stage}`,
     total: true,
-    x: { centers: step, width, ...AXES.step },
+    x: { centers: step, width, ...UNITS.step },
     y: CLOCK,
     series: parts.map(([name, color]) => ({ name, values: timings[name], color })),
   };
   const throughput = {
     key: `${stage}-throughput`,
     title: `Tokens per second: ${stage}`,
-    x: AXES.step,
+    x: UNITS.step,
     y: { format: Format.integer },
     showLegend: true,
     smooth: true,
@@ -243,12 +242,12 @@ function time() {
 // Where each attempt ran and what it has cost.
 function machines() {
   const columns = [
-    { name: "Stage", header: true, value: (row) => [row.stage, h("small", `attempt ${row.attempt}`)] },
-    { name: "Where", text: true, value: (row) => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)] },
-    { name: "Outcome", text: true, value: (row) => [row.state, h("small", row.cause)] },
-    { name: "Time", value: (row) => Format.seconds(row.seconds) },
-    { name: "Price per hour", value: (row) => Format.number(row.price || null) },
-    { name: "Cost", value: (row) => Format.number(row.cost) },
+    ["Stage", row => [row.stage, h("small", `attempt ${row.attempt}`)], "header"],
+    ["Where", row => [row.placement, row.machines > 1 && h("small", `${row.machines} machines`)], "text"],
+    ["Outcome", row => [row.state, h("small", row.cause)], "text"],
+    ["Time", row => Format.seconds(row.seconds)],
+    ["Price per hour", row => Format.number(row.price || null)],
+    ["Cost", row => Format.number(row.cost)],
   ];
   return [
     part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
@@ -258,7 +257,7 @@ function machines() {
 
 function hardwareCharts({ columns, bands }) {
   const axis = { label: "time in stages, end to end", name: "at", ...CLOCK };
-  const load = { format: (value) => `${Format.number(value, 3)}%`, domain: [0, 112] };
+  const load = { format: value => `${Format.number(value, 3)}%`, domain: [0, 112] };
   const bytes = { format: Format.bytes };
   const drawing = { x: axis, bands, group: "hardware", showLegend: true, height: 200 };
   const chart = (key, title, note, y, names) => {
@@ -267,8 +266,8 @@ function hardwareCharts({ columns, bands }) {
       .map(([column, name, color]) => ({ name, x: columns.seconds, y: columns[column], color }));
     return series.length ? [Charts.lines({ key, title, note, y, series, ...drawing })] : [];
   };
-  const gpus = Object.keys(columns).filter((name) => name.endsWith("_utilisation")).map((name) => name.replace("_utilisation", ""));
-  const ofGpus = (figure) => gpus.map((name, index) => [`${name}_${figure}`, name, (index % 8) + 1]);
+  const gpus = Object.keys(columns).filter(name => name.endsWith("_utilisation")).map(name => name.replace("_utilisation", ""));
+  const ofGpus = figure => gpus.map((name, index) => [`${name}_${figure}`, name, (index % 8) + 1]);
   const used = "Resident memory of the processes of the run, and the memory that the machine used in total.";
   return [
     ...chart("cpu", "Processor", "Percent of all cores. Includes other work of the machine.", load, [

@@ -5,14 +5,14 @@ const index = JSON.parse(document.getElementById("episodes-index").textContent);
 const live = Data.live; // where the page finds episodes that it does not contain, or null
 const PAGE = 60; // rows added to the list at a time
 const MOST_FETCHED = 40; // steps to search together in a live page
-const ofStep = (step) => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
+const ofStep = step => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
 for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
 const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
 const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
 const { plain, select } = Page;
 
-const stageOf = (name) => index.stages.find((one) => one.stage === name);
-const has = (name) => Boolean(stageOf(name)?.sets.length);
+const stageOf = name => index.stages.find(one => one.stage === name);
+const has = name => Boolean(stageOf(name)?.sets.length);
 
 function load(set, stage) {
   if (!parsed.has(set)) parsed.set(set, set.script ? embedded(set, stage) : fetched(set, stage));
@@ -30,7 +30,7 @@ async function fetched(set, stage) {
   const found = await answer.json();
   Object.assign(set, { total: found.total, embedded: found.embedded });
   const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
-  const names = new Set([...stage.strategies, ...episodes.flatMap((episode) => episode.strategies)]);
+  const names = new Set([...stage.strategies, ...episodes.flatMap(episode => episode.strategies)]);
   if (names.size > stage.strategies.length) {
     stage.strategies = [...names].sort();
     if (stage === state.stage) drawStrategies();
@@ -38,7 +38,7 @@ async function fetched(set, stage) {
   return episodes;
 }
 
-const isStrategy = (name) => name.startsWith("strategy/");
+const isStrategy = name => name.startsWith("strategy/");
 
 function prepared(set, groups, vocabulary) {
   for (const group of groups) {
@@ -46,30 +46,30 @@ function prepared(set, groups, vocabulary) {
     for (const episode of group.episodes) {
       const { metrics, logprobs, masked } = episode;
       const own = logprobs.filter((_, place) => !masked?.[place]);
-      const strategies = Object.keys(metrics).filter((name) => isStrategy(name) && metrics[name] > 0);
+      const strategies = Object.keys(metrics).filter(name => isStrategy(name) && metrics[name] > 0);
       Object.assign(episode, {
         group,
         set,
         vocabulary,
         length: logprobs.length,
-        prompt: group.prompt.map((message) => message.content).join("\n"),
-        strategies: strategies.map((name) => name.slice(9)),
+        prompt: group.prompt.map(message => message.content).join("\n"),
+        strategies: strategies.map(name => name.slice(9)),
         sampled: own.length,
         meanLogprob: sum(own) / (own.length || 1) / 1000,
       });
     }
   }
-  return groups.flatMap((group) => group.members);
+  return groups.flatMap(group => group.members);
 }
 
-// ------------------------------------------------------------------------------------- filters
+// --- filters
 const isRight = ({ reward }) => reward !== null && reward >= index.right;
 const REWARDS = {
   any: () => true,
   right: isRight,
   partial: ({ reward }) => reward > 0 && reward < index.right,
   wrong: ({ reward }) => reward !== null && reward <= 0,
-  failed: (episode) => episode.failure !== "",
+  failed: episode => episode.failure !== "",
 };
 const SORTS = {
   "as sampled": null,
@@ -85,7 +85,7 @@ const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "abor
 const again = () => refresh(true);
 const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
 const view = {
-  stage: select("Stage", index.stages.map((one) => one.stage), () => setStage(view.stage.value)),
+  stage: select("Stage", index.stages.map(one => one.stage), () => setStage(view.stage.value)),
   step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(Number(view.step.value)) }),
   stepLabel: h("output"),
   all: h("input", { type: "checkbox", onchange: toggleAll }),
@@ -99,7 +99,7 @@ const view = {
   group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
   sort: select("Order", Object.keys(SORTS), again),
   count: h("span", { role: "status" }),
-  list: h("ol", { onkeydown: (event) => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
+  list: h("ol", { onkeydown: event => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
   detail: h("div.detail"),
   picker: h("div.picker"),
   matrix: h("div.matrix"),
@@ -112,14 +112,14 @@ function matches(loaded) {
   const least = Number(view.least.value) || 0;
   const most = Number(view.most.value) || Infinity;
   const [strategy, finish, group] = [view.strategy.value, view.finish.value, view.group.value.trim()];
-  const found = loaded.filter((episode) => {
+  const found = loaded.filter(episode => {
     if (!REWARDS[view.reward.value](episode)) return false;
     if (strategy === "none" ? episode.strategies.length : strategy && !episode.strategies.includes(strategy.slice(2))) return false;
     if (finish && episode.finish !== finish) return false;
     if (episode.length < least || episode.length > most) return false;
     if (group && episode.group.id !== group) return false;
     const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
-    return asked.every((word) => text.includes(word));
+    return asked.every(word => text.includes(word));
   });
   const order = SORTS[view.sort.value];
   return order ? found.sort(order) : found;
@@ -131,7 +131,7 @@ function clear() {
   again();
 }
 
-// ---------------------------------------------------------------------------------------- list
+// --- list
 function rewardBadge(episode) {
   if (episode.failure) return h("span.reward.failure", { title: episode.failure }, "failed");
   if (episode.reward === null) return h("span.reward.failure", "none");
@@ -139,12 +139,12 @@ function rewardBadge(episode) {
   return h(`span.reward${kind}`, Format.number(episode.reward, 3));
 }
 
-const shortId = (id) => last(id.split("/"));
-const lastLine = (text) => last(text.trim().split("\n"));
-const oneLine = (text) => text.replace(/\s+/g, " ").trim();
-const begin = (text) => oneLine(text).slice(0, 160) || "(empty)";
+const shortId = id => last(id.split("/"));
+const lastLine = text => last(text.trim().split("\n"));
+const oneLine = text => text.replace(/\s+/g, " ").trim();
+const begin = text => oneLine(text).slice(0, 160) || "(empty)";
 // The beginning of an answer and its end, where the result stands.
-const gist = (line) => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
+const gist = line => (line.length > 90 ? `${line.slice(0, 40)} … ${line.slice(-45)}` : line || "(empty)");
 
 let turn = 0; // of the latest refresh: an older one that waits for its episodes draws nothing
 async function refresh(keepSelection = false, wanted = null) {
@@ -153,7 +153,7 @@ async function refresh(keepSelection = false, wanted = null) {
   const sets = state.all ? stage.sets : [stage.sets[state.set]];
   let loaded = [];
   try {
-    loaded = (await Promise.all(sets.map((set) => load(set, stage)))).flat();
+    loaded = (await Promise.all(sets.map(set => load(set, stage)))).flat();
   } catch (error) {
     for (const set of sets) parsed.delete(set);
     if (mine === turn) view.count.textContent = error.message;
@@ -162,7 +162,7 @@ async function refresh(keepSelection = false, wanted = null) {
   if (mine !== turn) return;
   state.found = matches(loaded);
   state.shown = PAGE;
-  const [included, total] = [sum(sets.map((set) => set.embedded)), sum(sets.map((set) => set.total))];
+  const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
   const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
   const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
   view.count.textContent = `${found} · ${coverage} are ${live ? "shown" : "in this file"}`;
@@ -170,9 +170,9 @@ async function refresh(keepSelection = false, wanted = null) {
   if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
   state.drawn = place;
   drawList();
-  const asked = wanted && state.found.find((episode) => episode.id === wanted);
+  const asked = wanted && state.found.find(episode => episode.id === wanted);
   if (asked || !keepSelection || !state.found.includes(state.current))
-    choose(asked || state.found.find((episode) => !episode.group.dead) || state.found[0] || null);
+    choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
 }
 
 function row(episode) {
@@ -201,13 +201,13 @@ function drawList() {
     state.shown += PAGE * 4;
     drawList();
   };
-  view.list.replaceChildren(...found.slice(0, shown).map((episode) => h("li", row(episode))));
+  view.list.replaceChildren(...found.slice(0, shown).map(episode => h("li", row(episode))));
   if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
   if (found.length > shown)
     view.list.append(h("li.list-more", plain(`Show more (${Format.integer(found.length - shown)} left)`, more)));
 }
 
-// -------------------------------------------------------------------------------------- detail
+// --- detail
 function pick(episode) {
   touched = true;
   choose(episode);
@@ -234,7 +234,7 @@ function keep(episode) {
   choose(state.current);
 }
 
-// ----------------------------------------------------------------------------------------- link
+// --- link
 let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
 function remember(episode) {
   const { beside } = state;
@@ -246,15 +246,15 @@ function remember(episode) {
 // Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
 function follow() {
   const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
-  const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex((set) => set.label === parts[1]) ?? -1) : -1;
+  const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex(set => set.label === parts[1]) ?? -1) : -1;
   if (place < 0) return false;
   touched = true;
   setStage(parts[0], place, parts[2]);
   const stage = stageOf(parts[3]);
-  const set = stage?.sets.find((one) => one.label === parts[4]);
+  const set = stage?.sets.find(one => one.label === parts[4]);
   if (set)
-    load(set, stage).then((episodes) => {
-      const episode = episodes.find((one) => one.id === parts[5]);
+    load(set, stage).then(episodes => {
+      const episode = episodes.find(one => one.id === parts[5]);
       state.beside = episode ? { episode, stage: stage.stage } : null;
       choose(state.current);
     });
@@ -274,9 +274,9 @@ function arrive() {
 function add(name, steps) {
   const stage = stageOf(name);
   if (!stage) return;
-  const known = new Set(stage.sets.map((set) => set.step));
+  const known = new Set(stage.sets.map(set => set.step));
   const isLast = stage === state.stage && state.set === stage.sets.length - 1;
-  const added = steps.filter((step) => !known.has(step));
+  const added = steps.filter(step => !known.has(step));
   stage.sets.push(...added.map(ofStep));
   if (stage !== state.stage || !added.length) return;
   if (isLast && !touched) setPlace(stage.sets.length - 1);
@@ -321,8 +321,8 @@ function fields(pairs) {
 const prose = (...content) => h("div.prose", { tabindex: 0 }, content);
 
 function prompt({ prompt: messages, rendered }) {
-  const role = (message) => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
-  const said = messages.map((message) => [role(message), h("span", message.content), "\n"]);
+  const role = message => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
+  const said = messages.map(message => [role(message), h("span", message.content), "\n"]);
   return [
     said.length > 0 && [h("h4", "Prompt"), prose(said)],
     rendered && [h("h4", "Prompt as the model saw it"), prose(rendered)],
@@ -366,12 +366,12 @@ function advantageBar(value, largest) {
 
 function siblings(group, current) {
   const { members } = group;
-  const isTraining = members.some((episode) => episode.advantage !== null);
-  const largest = Math.max(0, ...members.map((episode) => Math.abs(episode.advantage || 0)));
+  const isTraining = members.some(episode => episode.advantage !== null);
+  const largest = Math.max(0, ...members.map(episode => Math.abs(episode.advantage || 0)));
   const dead = group.dead ? " A dead group: all rewards are equal, so it gives no gradient." : "";
   const read = (episode, name) =>
     h("button", { type: "button", "aria-label": `Read sample ${name}`, onclick: () => pick(episode) }, name);
-  const sample = (episode) =>
+  const sample = episode =>
     h(
       "tr",
       { ariaCurrent: episode === current && "true" },
@@ -381,7 +381,7 @@ function siblings(group, current) {
       h("td", String(episode.length)),
       h("td.words", begin(episode.text)),
     );
-  const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map((name) => h("th", name));
+  const heads = ["Sample", "Reward", ...(isTraining ? ["Advantage"] : []), "Tokens"].map(name => h("th", name));
   return h(
     "div.card",
     h("h3", "Its group"),
@@ -394,11 +394,11 @@ function siblings(group, current) {
   );
 }
 
-// -------------------------------------------------------------------------------------- picker
+// --- picker
 function drawStrategies() {
   const { strategies } = state.stage;
   const chosen = view.strategy.value;
-  const options = [["", "any strategy"], ...strategies.map((one) => [`s:${one}`, one]), ["none", "no strategy"]];
+  const options = [["", "any strategy"], ...strategies.map(one => [`s:${one}`, one]), ["none", "no strategy"]];
   view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
   view.strategy.value = chosen;
   view.strategy.hidden = !strategies.length;
@@ -448,9 +448,9 @@ function toggleAll() {
 
 // Steps with their mean rewards; the curves have those of steps that were not read yet.
 function ratedSteps({ stage, sets }) {
-  const columns = live && Data.training.find((one) => one.stage === stage)?.columns;
+  const columns = live && Data.training.find(one => one.stage === stage)?.columns;
   const rewards = columns?.reward && new Map(columns.step.map((step, place) => [step, columns.reward[place]]));
-  const rated = sets.map((set) => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
+  const rated = sets.map(set => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
   return rated.filter(([, reward]) => isNumber(reward));
 }
 
@@ -464,16 +464,16 @@ function drawPicker() {
     height: 104,
     x: { name: "step", integer: true },
     marker: state.all ? undefined : stage.sets[state.set].step,
-    y: { format: (value) => Format.number(value, 3), ticks: 2 },
+    y: { format: value => Format.number(value, 3), ticks: 2 },
     series: [{ name: "mean reward", x: rated.map(([step]) => step), y: rated.map(([, reward]) => reward), color: 1 }],
-    pick: (step) => browse(nearest(stage, step)),
+    pick: step => browse(nearest(stage, step)),
   });
   return view.picker.replaceChildren(chart);
 }
 
 // The place of the step of a stage that is nearest to this one.
 function nearest({ sets }, step) {
-  const far = sets.map((set) => Math.abs(set.step - step));
+  const far = sets.map(set => Math.abs(set.step - step));
   return far.indexOf(Math.min(...far));
 }
 
@@ -499,7 +499,7 @@ function section() {
     h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
     h("div.browser", list, view.detail),
   );
-  const first = index.stages.findLast((one) => one.task === "rl") || last(index.stages);
+  const first = index.stages.findLast(one => one.task === "rl") || last(index.stages);
   if (!follow()) setStage(first.stage);
   addEventListener("hashchange", follow);
   return element;

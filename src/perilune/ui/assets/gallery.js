@@ -1,26 +1,11 @@
 // The gallery of architectures: a drawing and the numbers of each model, two side by side, and the concepts.
 const COLOURS = { full: "var(--c1)", window: "var(--c3)", linear: "var(--c5)", experts: "var(--c2)", dense: "var(--zero)" };
 const KINDS = { full: "attention to all tokens", window: "sliding window", linear: "linear attention", dense: "one feed-forward network", experts: "mixture of experts" };
-const LENGTHS = Object.keys(Data.models[0].cache_bytes);
-const tokens = (length) => `${length / 1024}k tokens`;
-const short = (value) => {
-  for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"]])
-    if (value >= size) return `${Number((value / size).toPrecision(4))}${letter}`;
-  return Format.integer(value);
-};
-const bytes = (value) => {
-  if (value === null) return "–";
-  for (const [power, unit] of [[40, "TiB"], [30, "GiB"], [20, "MiB"], [10, "KiB"]])
-    if (value >= 2 ** power) return `${Number((value / 2 ** power).toPrecision(4))} ${unit}`;
-  return `${value} B`;
-};
-const flops = (value) => (value === null ? "–" : `${Number((value / 1e9).toPrecision(4))} GFLOP`);
-
 // The layers as a strip, first to last, and below it one block for each different layer, input at the bottom.
 function drawing(model) {
   const width = 320;
   const parts = [];
-  const cells = model.layers.flatMap((run) => Array(run.count).fill(run));
+  const cells = model.layers.flatMap(run => Array(run.count).fill(run));
   const step = width / cells.length;
   cells.forEach((run, place) => {
     const shape = { x: (step * place).toFixed(2), width: (step * 0.88).toFixed(2) };
@@ -57,49 +42,27 @@ function drawing(model) {
   return s("svg.plot", { viewBox: `0 0 ${width} ${y}`, role: "img", "aria-label": `Layers of ${model.name}` }, parts);
 }
 
-const runs = (model) =>
-  [`${model.runs.runs}${model.runs.quantised ? ", unquantised (the published weights are quantised)" : ""}`, model.runs.reason]
-    .filter(Boolean)
-    .join(": ");
-const ROWS = [
-  ["parameters", (model) => short(model.parameters)],
-  ["active for a token", (model) => short(model.active_parameters)],
-  ["published", (model) => [model.published.total, model.published.active && `${model.published.active} active`].filter(Boolean).join(", ") || "–"],
-  ["layers", (model) => model.layers.reduce((sum, run) => sum + run.count, 0)],
-  ["context", (model) => `${Format.integer(model.max_positions)} tokens`],
-  ...LENGTHS.map((length) => [`cache, ${tokens(length)}`, (model) => bytes(model.cache_bytes[length])]),
-  ...LENGTHS.map((length) => [`next token at ${tokens(length)}`, (model) => flops(model.token_flops[length])]),
-  ...Object.keys(Data.models[0].weight_bytes).map((kind) => [`weights, ${kind}`, (model) => bytes(model.weight_bytes[kind])]),
-  ["concepts", (model) => model.concepts.join(", ") || "–"],
-  ["Perilune runs it", runs],
-  ["source", (model) => model.source],
-  ["notes", (model) => model.notes.join("; ")],
-];
-const figures = (model, rows) => Page.definitions(rows.map(([name, value]) => [name, String(value(model))]));
-
 const swatch = ([kind, text]) => h("span.legend-item", h("span.swatch", { "--swatch": COLOURS[kind] }), text);
 const legend = h("div.legend", Object.entries(KINDS).map(swatch));
 
-function card(model) {
-  const main = [...ROWS.slice(0, 5 + LENGTHS.length), ...ROWS.slice(-4, -2)].filter(([name]) => name !== "layers");
-  return h(
+const card = model =>
+  h(
     "figure.card",
     h("h3", model.name),
     h("p.muted", model.id),
     drawing(model),
-    figures(model, main),
-    h("details", h("summary", "All figures"), figures(model, ROWS)),
+    Page.definitions(model.figures.filter(([name]) => Data.main.includes(name))),
+    h("details", h("summary", "All figures"), Page.definitions(model.figures)),
   );
-}
 
 const search = h("input", { type: "search", placeholder: "Name, concept or support", "aria-label": "Search models", oninput: show });
 const count = h("span.muted", { role: "status" });
 const tiles = h("div.tiles");
 function show() {
   const asked = words(search);
-  const shown = Data.models.filter((model) => {
+  const shown = Data.models.filter(model => {
     const text = [model.name, model.id, model.model_type, model.runs.runs, ...model.concepts].join(" ").toLowerCase();
-    return asked.every((word) => text.includes(word));
+    return asked.every(word => text.includes(word));
   });
   tiles.replaceChildren(...shown.map(card));
   count.textContent = `${shown.length} of ${Data.models.length} models`;
@@ -110,18 +73,18 @@ const sides = Data.compared.map((place, side) =>
 );
 const compared = h("div");
 function compare() {
-  const pair = sides.map((select) => Data.models[Number(select.value)]);
+  const pair = sides.map(select => Data.models[Number(select.value)]);
   const columns = [
-    { name: "", header: true, text: true, value: (row) => row[0] },
-    ...pair.map((model) => ({ name: model.name, text: true, value: (row) => h("span.wrapped", String(row[1](model))) })),
+    ["", place => pair[0].figures[place][0], "header"],
+    ...pair.map(model => [model.name, place => h("span.wrapped", model.figures[place][1]), "text"]),
   ];
   compared.replaceChildren(
-    h("div.tiles.two", pair.map((model) => h("figure.card", h("h3", model.name), drawing(model)))),
-    Page.table(columns, ROWS, "The two models side by side"),
+    h("div.tiles.two", pair.map(model => h("figure.card", h("h3", model.name), drawing(model)))),
+    Page.table(columns, [...pair[0].figures.keys()], "The two models side by side"),
   );
 }
 
-const concept = (one) =>
+const concept = one =>
   h(
     "div.card",
     h("h3", `${one.name}: ${one.title.toLowerCase()}`),
@@ -129,7 +92,7 @@ const concept = (one) =>
     Page.definitions([
       ["in our decoder", one.code ? h("code", one.code) : "not implemented"],
       ["source", one.source],
-      ["models here", `${Data.models.filter((model) => model.concepts.includes(one.name)).length} of ${Data.models.length}`],
+      ["models here", `${Data.models.filter(model => model.concepts.includes(one.name)).length} of ${Data.models.length}`],
     ]),
   );
 

@@ -2,9 +2,9 @@
 const MOST = 96; // strips before the reader asks for more
 let order = "as sampled"; // of the strips, for all steps
 
-const rewards = (group) => group.members.map((one) => one.reward).filter((one) => one !== null);
-const mean = (group) => sum(rewards(group)) / (rewards(group).length || 1);
-const spread = (group) => sum(rewards(group).map((one) => (one - mean(group)) ** 2)) / group.members.length;
+const rewards = group => group.members.map(one => one.reward).filter(one => one !== null);
+const mean = group => sum(rewards(group)) / (rewards(group).length || 1);
+const spread = group => sum(rewards(group).map(one => (one - mean(group)) ** 2)) / group.members.length;
 const ORDERS = {
   "as sampled": null,
   "most spread first": (a, b) => spread(b) - spread(a),
@@ -12,7 +12,7 @@ const ORDERS = {
   "highest reward first": (a, b) => mean(b) - mean(a),
 };
 
-const isDead = (group) => new Set(rewards(group)).size < 2;
+const isDead = group => new Set(rewards(group)).size < 2;
 
 function cell(episode, low, high, pick) {
   const { reward } = episode;
@@ -29,13 +29,13 @@ const strip = (group, ...given) =>
     `div.strip${isDead(group) ? ".dead" : ""}`,
     { role: "group", "aria-label": `group ${group.id}`, title: `task ${group.task}` },
     h("span.name", group.id.split("/").pop()),
-    group.members.map((episode) => cell(episode, ...given)),
+    group.members.map(episode => cell(episode, ...given)),
     h("span.mean", rewards(group).length ? Format.number(mean(group), 2) : "–"),
   );
 
 // The matrix of the groups of these episodes; nothing for episodes that have no siblings.
 function matrix(episodes, pick) {
-  const groups = [...new Set(episodes.map((one) => one.group))].filter((group) => group.members.length > 1);
+  const groups = [...new Set(episodes.map(one => one.group))].filter(group => group.members.length > 1);
   if (groups.length < 2) return [];
   const scores = groups.flatMap(rewards);
   const [low, high] = [Math.min(0, ...scores), Math.max(1, ...scores)];
@@ -44,11 +44,11 @@ function matrix(episodes, pick) {
   const select = Page.select("Order of groups", Object.keys(ORDERS), () => draw(MOST, (order = select.value)), order);
   function draw(most) {
     const sorted = ORDERS[order] ? groups.toSorted(ORDERS[order]) : groups;
-    body.replaceChildren(...sorted.slice(0, most).map((group) => strip(group, low, high, pick)));
+    body.replaceChildren(...sorted.slice(0, most).map(group => strip(group, low, high, pick)));
     body.querySelector(".cell").tabIndex = 0;
     more.hidden = sorted.length <= most;
   }
-  body.addEventListener("keydown", (event) => {
+  body.addEventListener("keydown", event => {
     const row = document.activeElement.parentElement.querySelectorAll(".cell").length;
     Page.moveFocus(event, ".cell", { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row });
   });

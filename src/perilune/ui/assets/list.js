@@ -9,33 +9,33 @@ const state = Page.select("State", [["", "any state"], ...STATES], draw, wanted)
 const compare = h("a.plain", { hidden: true });
 const count = h("span.muted", { role: "status" });
 const list = h("ol.experiments");
-list.onkeydown = (event) => Page.moveFocus(event, "a.experiment", { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 });
+list.onkeydown = event => Page.moveFocus(event, "a.experiment", { ArrowDown: 1, ArrowUp: -1, j: 1, k: -1 });
 const hint = "perilune quickstart makes one in a few minutes; it appears here.";
 const empty = h("p.notice", h("b", "No experiments yet. "), hint);
 
 function spark({ step, value }) {
   const [width, height] = [132, 30];
-  const numbers = value.filter((one) => one !== null);
+  const numbers = value.filter(one => one !== null);
   const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
-  const x = (one) => (2 + ((width - 4) * (one - step[0])) / (last(step) - step[0] || 1)).toFixed(1);
-  const y = (one) => (height - 3 - ((height - 6) * (one - low)) / (high - low || 1)).toFixed(1);
+  const x = one => (2 + ((width - 4) * (one - step[0])) / (last(step) - step[0] || 1)).toFixed(1);
+  const y = one => (height - 3 - ((height - 6) * (one - low)) / (high - low || 1)).toFixed(1);
   const d = `M${step.map((one, place) => `${x(one)},${y(value[place])}`).join("L")}`;
   const end = s("circle", { cx: x(last(step)), cy: y(last(value)), r: 2.6, fill: "var(--c1)" });
   const size = { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" };
   return s("svg", size, s("path.line", { d, stroke: "var(--c1)" }), end);
 }
 
-const date = (seconds) =>
+const date = seconds =>
   new Date(1000 * seconds).toLocaleString(undefined, { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
 
 // The last figure of an experiment, and where it is from.
 function figure({ stages }) {
-  const judged = stages.findLast((stage) => stage["pass@1"]);
+  const judged = stages.findLast(stage => stage["pass@1"]);
   if (judged) {
     const { mean, low, high } = judged["pass@1"];
     return [`pass@1 ${Format.percent(mean)}`, `${Format.percent(low)} to ${Format.percent(high)}, ${judged.stage}`];
   }
-  const trained = stages.findLast((stage) => stage.curve);
+  const trained = stages.findLast(stage => stage.curve);
   if (!trained) return ["", ""];
   const { name, value } = trained.curve;
   const format = /pass|accuracy/.test(name) ? Format.percent : Format.number;
@@ -43,14 +43,14 @@ function figure({ stages }) {
 }
 
 function progress({ stages }) {
-  const running = stages.find((stage) => stage.state === "active");
-  if (!running) return `${stages.filter((stage) => stage.state === "succeeded").length} of ${stages.length} stages`;
+  const running = stages.find(stage => stage.state === "active");
+  if (!running) return `${stages.filter(stage => stage.state === "succeeded").length} of ${stages.length} stages`;
   const { done, total } = running.progress || {};
   return total ? `${running.stage} ${Format.integer(done)}/${Format.integer(total)}` : running.stage;
 }
 
 function row(one) {
-  const drawn = one.stages.findLast((stage) => stage.curve && stage.task !== "evaluate");
+  const drawn = one.stages.findLast(stage => stage.curve && stage.task !== "evaluate");
   const [value, more] = figure(one);
   const { health } = one;
   const first = health && health.findings[0];
@@ -84,10 +84,10 @@ function row(one) {
 
 function draw() {
   const asked = words(search);
-  const shown = Data.experiments.filter((one) => {
+  const shown = Data.experiments.filter(one => {
     if (state.value && one.state !== state.value) return false;
-    const text = [one.name, one.id, ...one.overrides, ...one.stages.map((stage) => stage.stage)].join(" ").toLowerCase();
-    return asked.every((word) => text.includes(word));
+    const text = [one.name, one.id, ...one.overrides, ...one.stages.map(stage => stage.stage)].join(" ").toLowerCase();
+    return asked.every(word => text.includes(word));
   });
   const focused = document.activeElement?.closest("a.experiment")?.getAttribute("href");
   list.replaceChildren(...shown.map(row));
@@ -106,7 +106,7 @@ document.getElementById("main").append(h("h1.small", { id: "top" }, "Experiments
 draw();
 Page.finish(Data.home);
 
-new EventSource("/events").addEventListener("list", (event) => {
+new EventSource("/events").addEventListener("list", event => {
   Object.assign(Data, JSON.parse(event.data));
   draw();
 });

@@ -19,9 +19,9 @@ function draw() {
   readAgain().catch(() => say("no connection", "off"));
 }
 
-source.addEventListener("steps", (event) => {
+source.addEventListener("steps", event => {
   const news = JSON.parse(event.data);
-  const training = Data.training.find((one) => one.stage === news.stage);
+  const training = Data.training.find(one => one.stage === news.stage);
   if (!training) return location.reload(); // the first step of a stage
   const columns = Object.keys(training.columns).length;
   append(training.columns, news.metrics);
@@ -34,7 +34,7 @@ source.addEventListener("steps", (event) => {
   pending.add(news.stage);
   return undefined;
 });
-source.addEventListener("status", (event) => {
+source.addEventListener("status", event => {
   const { health, progress } = JSON.parse(event.data);
   document.getElementById("verdict").replaceWith(Verdict.panel(health));
   document.getElementById("progress").replaceWith(Verdict.progress(progress));
@@ -54,7 +54,7 @@ async function readAgain() {
     const { training, ...rest } = await answer.json();
     Object.assign(Data, rest);
     for (const one of Data.training) {
-      const charts = training.find((fresh) => fresh.stage === one.stage)?.charts || one.charts;
+      const charts = training.find(fresh => fresh.stage === one.stage)?.charts || one.charts;
       if (JSON.stringify(charts) === JSON.stringify(one.charts)) continue;
       one.charts = charts;
       Course.update(one.stage);

@@ -2,42 +2,41 @@
 // null if the experiment has no data for it.
 const { section, part, table } = Page;
 const tiles = (...nodes) => h("div.tiles.two", nodes);
-const whole = (name, label) => ({ name, label, format: Format.integer, integer: true });
 
-// --------------------------------------------------------------------------------- evaluations
-const colorOf = (measure) => ({ "pass@1": 1, greedy: 3 })[measure] || 2;
-const passes = [...new Set(Data.evaluations.flatMap((evaluation) => Object.keys(evaluation.measures)))]
-  .filter((name) => name !== "greedy")
+// --- evaluations
+const colorOf = measure => ({ "pass@1": 1, greedy: 3 })[measure] || 2;
+const passes = [...new Set(Data.evaluations.flatMap(evaluation => Object.keys(evaluation.measures)))]
+  .filter(name => name !== "greedy")
   .sort((a, b) => a.slice(5) - b.slice(5));
-const measures = [...new Set([passes[0], last(passes), "greedy"])].filter((name) =>
-  Data.evaluations.some((evaluation) => evaluation.measures[name]),
+const measures = [...new Set([passes[0], last(passes), "greedy"])].filter(name =>
+  Data.evaluations.some(evaluation => evaluation.measures[name]),
 );
 
 // [mean, low, high] of each point as the columns of a series.
-const spread = (values) => {
-  const column = (place) => values.map((value) => (value ? value[place] : null));
+const spread = values => {
+  const column = place => values.map(value => (value ? value[place] : null));
   return { y: column(0), low: column(1), high: column(2) };
 };
 
-function climbChart(height, key) {
+function climbChart() {
   if (!Data.evaluations.length) return null;
   const place = new Map(Data.evaluations.map((evaluation, index) => [evaluation.stage, index]));
-  const series = measures.map((name) => ({
+  const series = measures.map(name => ({
     name,
     x: [...Data.evaluations.keys()],
-    ...spread(Data.evaluations.map((evaluation) => evaluation.measures[name])),
+    ...spread(Data.evaluations.map(evaluation => evaluation.measures[name])),
     color: colorOf(name),
     points: true,
     hollow: name !== "pass@1",
     dash: name !== "pass@1",
   }));
   return Charts.lines({
-    key,
+    key: "climb",
     title: "Held-out accuracy at each evaluation",
     note: "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from resampling tasks.",
-    height,
-    edges: Data.comparisons.map((comparison) => [place.get(comparison.before), place.get(comparison.after)]),
-    x: { categories: Data.evaluations.map((evaluation) => evaluation.label) },
+    height: 240,
+    edges: Data.comparisons.map(comparison => [place.get(comparison.before), place.get(comparison.after)]),
+    x: { categories: Data.evaluations.map(evaluation => evaluation.label) },
     y: { ...SHARE, ticks: 5 },
     series,
     valueLabels: true,
@@ -51,28 +50,28 @@ const within = ([mean, low, high]) => [
 ];
 
 function evaluationsTable() {
-  const asked = (row) => `${row.stage === row.label ? "" : `${row.stage} · `}${row.tasks} tasks × ${row.samples}`;
+  const asked = row => `${row.stage === row.label ? "" : `${row.stage} · `}${row.tasks} tasks × ${row.samples}`;
   const columns = [
-    { name: "Evaluation", header: true, value: (row) => [row.label, h("small", asked(row))] },
-    ...measures.map((name) => ({ name, value: (row) => (row.measures[name] ? within(row.measures[name]) : "–") })),
-    { name: "Mean tokens", value: (row) => Format.number(row.mean_length, 3) },
-    { name: "Truncated", value: (row) => Format.percent(row.truncated) },
-    { name: "Failures", value: (row) => Format.integer(row.failures) },
-    { name: "Tokens/s", value: (row) => Format.integer(row.tokens_per_second) },
-    { name: "Time", value: (row) => Format.seconds(row.seconds) },
+    ["Evaluation", row => [row.label, h("small", asked(row))], "header"],
+    ...measures.map(name => [name, row => (row.measures[name] ? within(row.measures[name]) : "–")]),
+    ["Mean tokens", row => Format.number(row.mean_length, 3)],
+    ["Truncated", row => Format.percent(row.truncated)],
+    ["Failures", row => Format.integer(row.failures)],
+    ["Tokens/s", row => Format.integer(row.tokens_per_second)],
+    ["Time", row => Format.seconds(row.seconds)],
   ];
   return table(columns, Data.evaluations, "Evaluations in stage order");
 }
 
 // One chart of paired differences for each pair of evaluations, all on one scale.
 function differences(compared) {
-  const bounds = compared.flatMap((one) => Object.values(one.differences).flatMap(([, low, high]) => [low, high]));
+  const bounds = compared.flatMap(one => Object.values(one.differences).flatMap(([, low, high]) => [low, high]));
   const [lowest, highest] = [Math.min(0, ...bounds), Math.max(0, ...bounds)];
   const pad = 0.06 * Math.max(0.05, highest, -lowest);
   const x = {
     domain: [lowest && lowest - pad, highest && highest + pad],
     format: Format.points,
-    tick: (value) => minus(`${Number((100 * value).toFixed(2))}`),
+    tick: value => minus(`${Number((100 * value).toFixed(2))}`),
     label: "points",
     zero: true,
   };
@@ -94,47 +93,23 @@ function differences(compared) {
       title: `${after} minus ${before}`,
       note: `${tasks} shared tasks, paired.`,
       x,
-      rows: measures.filter((name) => found[name]).map((name) => row(name, found[name])),
+      rows: measures.filter(name => found[name]).map(name => row(name, found[name])),
     }),
   );
 }
 
-function byEnvironment() {
-  const mixtures = Data.evaluations.filter((one) => Object.keys(one.by_environment).length);
-  if (!mixtures.length) return null;
-  const names = [...new Set(mixtures.flatMap((one) => Object.keys(one.by_environment)))].sort();
-  const chart = Charts.lines({
-    key: "environments",
-    title: "pass@1 on held-out tasks by environment",
-    note: "The environments of the mixture, with 95% intervals from resampling tasks.",
-    height: 260,
-    x: { categories: mixtures.map((one) => one.label) },
-    y: { ...SHARE, ticks: 5 },
-    series: names.map((name, index) => ({
-      name,
-      x: [...mixtures.keys()],
-      ...spread(mixtures.map((one) => one.by_environment[name])),
-      color: (index % 6) + 1,
-      points: true,
-    })),
-    valueLabels: true,
-    showLegend: true,
-  });
-  return h("div.tiles", chart);
-}
-
 function evaluations() {
   if (!Data.evaluations.length) return null;
-  const isPaired = (comparison) => Object.keys(comparison.differences).length > 0;
+  const isPaired = comparison => Object.keys(comparison.differences).length > 0;
   const forest = differences(Data.comparisons.filter(isPaired));
-  const unpaired = Data.comparisons.filter((comparison) => !isPaired(comparison));
+  const unpaired = Data.comparisons.filter(comparison => !isPaired(comparison));
   const hint = "Paired differences, task by task. An interval that excludes zero is a significant change.";
   return section(
     "evaluations",
     "Evaluations",
     "The same held-out tasks before and after each stage. pass@1 is the chance that one sample is right; pass@k that at least one of k is; greedy takes the likeliest token each time. A model that only becomes surer raises pass@1 towards pass@k; one that learns something new raises pass@k too.",
     evaluationsTable(),
-    byEnvironment(),
+    Data.environments.length > 0 && h("div.tiles", Data.environments.map(Charts.figure)),
     forest.length > 0 && [part("Changes between evaluations", hint), h(forest.length > 1 ? "div.tiles.two" : "div.tiles", forest)],
     unpaired.map(({ before_label: before, after_label: after }) =>
       h("p.muted", `${before} and ${after} judged different tasks, so there is no paired difference.`),
@@ -147,14 +122,14 @@ function evaluations() {
 function tree() {
   if (Data.stages.length < 3) return null;
   const result = ({ name }) => {
-    const evaluation = Data.evaluations.find((one) => one.stage === name);
-    const comparison = Data.comparisons.findLast((one) => one.after === name);
+    const evaluation = Data.evaluations.find(one => one.stage === name);
+    const comparison = Data.comparisons.findLast(one => one.after === name);
     const change = comparison?.differences["pass@1"];
     const versus = change ? `, ${Format.points(change[0])} points against ${comparison.before}` : "";
     return evaluation && h("b", `pass@1 ${Format.percent(evaluation.measures["pass@1"][0])}${versus}`);
   };
-  const below = (parent) => {
-    const children = Data.stages.filter((stage) => stage.parent === parent);
+  const below = parent => {
+    const children = Data.stages.filter(stage => stage.parent === parent);
     const item = ({ name, state, task, uses }) =>
       h(
         "li",
@@ -168,7 +143,7 @@ function tree() {
   return [part("Stages", "Each stage stands below the one whose checkpoint it starts from."), below("")];
 }
 
-// ------------------------------------------------------------------------------- what climbed
+// --- what climbed
 function waterfall({ contributions, accuracy: [before, after], before_label, after_label }, fromShare, fromAccuracy) {
   const middle = before + fromShare;
   const low = Math.min(0, before, middle, after);
@@ -183,7 +158,7 @@ function waterfall({ contributions, accuracy: [before, after], before_label, aft
     label,
     value: `${Format.points(value)} points`,
     marks: [{ bar: [from, from + value], color: value < 0 ? 2 : color }],
-    details: contributions.map((one) => ({ name: one.strategy, value: `${Format.points(one[part])} points` })),
+    details: contributions.map(one => ({ name: one.strategy, value: `${Format.points(one[part])} points` })),
   });
   return Charts.rows({
     key: "waterfall",
@@ -225,17 +200,17 @@ function dumbbell({ contributions, before_label, after_label }, key, title, fiel
 function climb() {
   const comparison = Data.climb;
   if (!comparison || !comparison.contributions.length) return null;
-  const from_share = sum(comparison.contributions.map((one) => one.from_share));
-  const from_accuracy = sum(comparison.contributions.map((one) => one.from_accuracy));
+  const from_share = sum(comparison.contributions.map(one => one.from_share));
+  const from_accuracy = sum(comparison.contributions.map(one => one.from_accuracy));
   const all = { strategy: "all", share: [null, null], accuracy: comparison.accuracy, from_share, from_accuracy };
   const columns = [
-    { name: "Strategy", header: true, value: (row) => row.strategy },
-    { name: "Share before", value: (row) => Format.percent(row.share[0]) },
-    { name: "after", value: (row) => Format.percent(row.share[1]) },
-    { name: "Accuracy before", value: (row) => Format.percent(row.accuracy[0]) },
-    { name: "after", value: (row) => Format.percent(row.accuracy[1]) },
-    { name: "From its share", value: (row) => Format.points(row.from_share) },
-    { name: "From its accuracy", value: (row) => Format.points(row.from_accuracy) },
+    ["Strategy", row => row.strategy, "header"],
+    ["Share before", row => Format.percent(row.share[0])],
+    ["after", row => Format.percent(row.share[1])],
+    ["Accuracy before", row => Format.percent(row.accuracy[0])],
+    ["after", row => Format.percent(row.accuracy[1])],
+    ["From its share", row => Format.points(row.from_share)],
+    ["From its accuracy", row => Format.points(row.from_accuracy)],
   ];
   const dumbbells = [
     dumbbell(comparison, "shares", "How often each strategy is chosen", "share"),
@@ -250,157 +225,39 @@ function climb() {
   );
 }
 
-// -------------------------------------------------------------------- difficulty, length, odds
-// The last evaluation stands out, then the one before it.
-const palette = (index, total) => (index === total - 1 ? 1 : index === total - 2 ? 2 : 7);
-
-// A chart with one series of points for each evaluation; `points` gives its x and its y.
-function byEvaluation(key, title, note, x, shown, points) {
-  const series = shown.map((evaluation, index) => ({
-    name: evaluation.label,
-    ...points(evaluation),
-    color: palette(index, shown.length),
-    points: true,
-    hollow: index !== shown.length - 1,
-  }));
-  return Charts.lines({ key, title, note, height: 230, x, y: SHARE, quietLegend: true, showLegend: true, series });
-}
-
-function difficulty() {
-  const shown = Data.evaluations.filter((evaluation) => evaluation.by_difficulty.length);
-  if (!shown.length) return null;
-  const grades = [...new Set(shown.flatMap((one) => one.by_difficulty.map((row) => row[0])))].sort((a, b) => a - b);
-  const x = { label: "difficulty", name: "difficulty", format: Format.number, ticks: grades.length <= 12 ? grades : undefined };
-  const note = "Difficulty as given by the environment; each point is the mean over the tasks of that difficulty.";
-  return byEvaluation("difficulty", "pass@1 by difficulty", note, x, shown, ({ by_difficulty: rows }) => ({
-    x: rows.map((row) => row[0]),
-    y: rows.map((row) => row[2]),
-  }));
-}
-
-function passAtK() {
-  if (passes.length <= 2) return null;
-  const count = (name) => Number(name.slice(5));
-  const note = "pass@k: the chance that at least one of k samples is right, by the unbiased estimator.";
-  const x = { label: "k", name: "k =", format: Format.integer, ticks: passes.map(count) };
-  return byEvaluation("passk", "pass@k for more samples", note, x, Data.evaluations, (evaluation) => {
-    const found = passes.filter((name) => evaluation.measures[name]);
-    return { x: found.map(count), ...spread(found.map((name) => evaluation.measures[name])) };
-  });
-}
-
-function rates({ values, width, evaluations: shown }) {
-  if (!shown.length) return null;
-  return Charts.bars({
-    key: "rates",
-    title: "Histogram of pass rates",
-    note: "Each task's share of right samples. Tasks near 0% or 100% mostly give dead groups: equal rewards give no gradient.",
-    height: 230,
-    mode: "grouped",
-    x: {
-      centers: values,
-      width,
-      ticks: values.length <= 21 ? values : undefined,
-      label: "share of samples that are right",
-      format: Format.percent,
-      tick: (value) => `${Math.round(100 * value)}%`,
-      name: "solved in",
-    },
-    y: { format: Format.integer },
-    series: shown.map((one, index) => ({ name: one.label, values: one.counts, color: palette(index, shown.length) })),
-  });
-}
-
-const objective = ({ label, note, p, w }) =>
-  Charts.lines({
-    key: "objective",
-    title: `Implicit objective of ${label}`,
-    note,
-    height: 230,
-    x: { label: "pass rate p of a task", name: "p =", ...PERCENT },
-    y: { format: (value) => Format.number(value, 3), log: true },
-    series: [{ name: "w(p)", x: p, y: w, color: 4 }],
-    showLegend: true,
-  });
-
-function lengths({ centers, width, domain, evaluations: shown }) {
-  if (!shown.length) return null;
-  const bin = (center) =>
-    `${width <= 1 ? Format.integer(center) : `${Math.ceil(center - width / 2)} to ${Math.ceil(center + width / 2) - 1}`} tokens`;
-  const charts = shown.map((one) =>
-    Charts.bars({
-      key: "lengths",
-      title: one.label,
-      height: 200,
-      mode: "mirrored",
-      x: { centers, width, label: "tokens", format: bin, tick: Format.integer },
-      y: { format: Format.integer, domain },
-      series: [
-        { name: "right", values: one.right, color: 1 },
-        { name: "wrong", values: one.wrong, color: 2 },
-      ],
-    }),
-  );
+// --- difficulty, length, odds
+function tasksSection() {
+  const { tasks, lengths } = Data;
+  const dynamics = Data.length_dynamics.map(lengthDynamics);
+  const calibrations = Data.calibrations.map(({ stage, text, figures }) => [
+    part(`Can process rewards be trusted? ${stage}`, text),
+    tiles(figures.map(Charts.figure)),
+  ]);
+  if (![tasks, lengths, dynamics, calibrations].some(one => one.length)) return null;
   const hint =
     "Right answers upwards, wrong ones downwards, on one scale. Long wrong answers at the right edge were truncated by the token limit.";
-  return [part("Length of right and wrong answers", hint), h("div.tiles", charts)];
-}
-
-function tasksSection() {
-  const charts = [difficulty(), passAtK(), rates(Data.rates), Data.objective && objective(Data.objective)].filter(Boolean);
-  const more = [lengths(Data.lengths), ...Data.length_dynamics.map(lengthDynamics), ...Data.calibrations.map(calibration)];
-  if (!charts.length && !more.some(Boolean)) return null;
   return section(
     "tasks",
     "Tasks and answers",
     "Pass rates by difficulty, the weights of the learning rule, and the lengths of right and wrong answers.",
-    tiles(charts),
-    more,
+    tiles(tasks.map(Charts.figure)),
+    lengths.length > 0 && [part("Length of right and wrong answers", hint), h("div.tiles", lengths.map(Charts.figure))],
+    dynamics,
+    calibrations,
   );
 }
 
-function calibration({ stage, found }) {
-  const isBelow = found.by_place.some((row) => row.value < 0); // values on a scale of their own
-  const y = isBelow ? { format: (value) => Format.number(value, 2), zero: false } : SHARE;
-  const chart = (key, title, note, x, rows, at) => {
-    const series = (name, field, color) => ({ name, x: rows.map(at), y: rows.map((row) => row[field]), color, points: true });
-    const sides = [series("estimated value", "value", 1), series("Monte Carlo value", "played", 2)];
-    return Charts.lines({ key: `${stage}-${key}`, title, note, height: 230, x, y, showLegend: true, series: sides });
-  };
-  return [
-    part(`Can process rewards be trusted? ${stage}`, found.said.map((one) => `${Format.capital(one)}.`).join(" ")),
-    tiles(
-      chart(
-        "places",
-        "Value of the prefixes of answers",
-        "Mean over answers with that many segments. If the estimate falls and the Monte Carlo value does not, the estimate may have been requested at a prefix where the policy never answers.",
-        whole("after", "segments written"),
-        found.by_place,
-        (row) => row.place,
-      ),
-      chart(
-        "reliability",
-        "Estimated and Monte Carlo values, by decile of the estimate",
-        "Where the lines agree, the estimate is a calibrated probability of being right.",
-        whole("decile", "decile of the estimate"),
-        found.reliability,
-        (_, index) => index + 1,
-      ),
-    ),
-  ];
-}
-
 function lengthDynamics({ stage, found }) {
-  const cell = (side, key, format) => (row) => (row[side] ? format(row[side][key]) : "–");
-  const short = (value) => Format.number(value, 3);
-  const sides = ["before", "after"].flatMap((side) => [
-    { name: `Answers ${side}`, value: cell(side, "count", Format.integer) },
-    { name: "length", value: cell(side, "length", short) },
-    { name: "truncated", value: cell(side, "truncated", Format.percent) },
+  const cell = (side, key, format) => row => (row[side] ? format(row[side][key]) : "–");
+  const short = value => Format.number(value, 3);
+  const sides = ["before", "after"].flatMap(side => [
+    [`Answers ${side}`, cell(side, "count", Format.integer)],
+    ["length", cell(side, "length", short)],
+    ["truncated", cell(side, "truncated", Format.percent)],
   ]);
   const columns = [
-    { name: "Difficulty", header: true, value: (row) => row.difficulty },
-    { name: "Verdict", text: true, value: (row) => (row.correct ? "right" : "wrong") },
+    ["Difficulty", row => row.difficulty, "header"],
+    ["Verdict", row => (row.correct ? "right" : "wrong"), "text"],
     ...sides,
   ];
   return [
@@ -415,10 +272,10 @@ function lengthDynamics({ stage, found }) {
 function forgetting() {
   if (!Data.forgetting.length) return null;
   const columns = [
-    { name: "Measure", header: true, value: ([measure]) => measure },
-    { name: "Before", value: ([, before]) => before },
-    { name: "After", value: ([, , after]) => after },
-    { name: "Change", value: ([, , , change]) => change || "–" },
+    ["Measure", ([measure]) => measure, "header"],
+    ["Before", ([, before]) => before],
+    ["After", ([, , after]) => after],
+    ["Change", ([, , , change]) => change || "–"],
   ];
   return section(
     "forgetting",

@@ -4,9 +4,9 @@
 
 // Create an element: h("p.lead", { title: "…" }, "text", child, …). Names that begin with -- are custom properties of
 // its style. Strings among the children become text nodes; null, undefined and false are skipped.
-const h = (name, ...rest) => fill((tag) => document.createElement(tag), name, rest);
-const s = (name, ...rest) => fill((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag), name, rest);
-const isNothing = (value) => value === null || value === undefined || value === false;
+const h = (name, ...rest) => fill(tag => document.createElement(tag), name, rest);
+const s = (name, ...rest) => fill(tag => document.createElementNS("http://www.w3.org/2000/svg", tag), name, rest);
+const isNothing = value => value === null || value === undefined || value === false;
 
 function fill(create, name, rest) {
   const [tag, ...classes] = name.split(".");
@@ -19,19 +19,19 @@ function fill(create, name, rest) {
     else element.setAttribute(key, value);
   }
   for (const one of classes) element.classList.add(one);
-  element.append(...rest.flat(Infinity).filter((child) => !isNothing(child)));
+  element.append(...rest.flat(Infinity).filter(child => !isNothing(child)));
   return element;
 }
 
-const minus = (text) => text.replaceAll("-", "−");
-const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
-const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
-const last = (values) => values[values.length - 1];
+const minus = text => text.replaceAll("-", "−");
+const isNumber = value => typeof value === "number" && Number.isFinite(value);
+const sum = values => values.reduce((total, value) => total + (value || 0), 0);
+const last = values => values[values.length - 1];
 const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
-const words = (input) => input.value.toLowerCase().split(/\s+/).filter(Boolean);
+const words = input => input.value.toLowerCase().split(/\s+/).filter(Boolean);
 
 // Let a format say "–" for a value that is not known.
-const known = (format) => (value, ...more) => (isNothing(value) || Number.isNaN(value) ? "–" : format(value, ...more));
+const known = format => (value, ...more) => (isNothing(value) || Number.isNaN(value) ? "–" : format(value, ...more));
 
 const Format = {
   number: known((value, digits = 4) => {
@@ -43,17 +43,17 @@ const Format = {
     }
     return size >= 1000 ? Format.integer(value) : minus(String(Number(value.toPrecision(digits))));
   }),
-  integer: known((value) => minus(Math.round(value).toLocaleString("en-US"))),
+  integer: known(value => minus(Math.round(value).toLocaleString("en-US"))),
   // With its sign, which 0 has not.
-  signed: (value) => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
-  capital: (text) => text.charAt(0).toUpperCase() + text.slice(1),
-  percent: known((value) => minus(`${(100 * value).toFixed(1)}%`)),
-  percentTick: (value) => minus(`${Number((100 * value).toFixed(4))}%`),
-  points: known((value) => {
+  signed: value => (value === 0 ? "0" : `${value > 0 ? "+" : "−"}${Format.number(Math.abs(value), 3)}`),
+  capital: text => text.charAt(0).toUpperCase() + text.slice(1),
+  percent: known(value => minus(`${(100 * value).toFixed(1)}%`)),
+  percentTick: value => minus(`${Number((100 * value).toFixed(4))}%`),
+  points: known(value => {
     const size = Math.abs(100 * value).toFixed(1);
     return size === "0.0" ? size : `${value < 0 ? "−" : "+"}${size}`;
   }),
-  seconds: known((value) => {
+  seconds: known(value => {
     if (value < 1) return `${Format.number(1000 * value, 3)} ms`;
     if (value < 60) return `${Format.number(value, 3)} s`;
     const whole = Math.round(value);
@@ -69,22 +69,32 @@ const Format = {
 };
 const PERCENT = { format: Format.percent, tick: Format.percentTick };
 const SHARE = { domain: [0, 1], ...PERCENT };
-const CLOCK = { time: true, format: Format.seconds, tick: (value) => (value ? Format.seconds(value) : "0") };
+// Formats of axes, by the names that the server gives them.
+const AXES = {
+  number: { format: Format.number },
+  short: { format: value => Format.number(value, 3) },
+  integer: { format: Format.integer, integer: true },
+  percent: PERCENT,
+  share: SHARE,
+  rate: { format: Format.percent, tick: value => `${Math.round(100 * value)}%` },
+  log: { log: true },
+};
+const CLOCK = { time: true, format: Format.seconds, tick: value => (value ? Format.seconds(value) : "0") };
 
 const Page = (() => {
-  const lead = (text) => text && h("p.lead", text);
+  const lead = text => text && h("p.lead", text);
   const section = (id, title, text, ...nodes) =>
     h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), lead(text), nodes);
 
   // Heading and lead of a part of a section.
   const part = (title, text) => [h("h3.part", title), lead(text)];
 
-  // A table of `rows`; a column is {name, value: row -> content, text: left-aligned?, header: names its row?}.
+  // A table of `rows`; a column is [name, row => content, kind]: kind "text" is aligned left, "header" names its row.
   function table(columns, rows, caption) {
-    const heads = columns.map((one) => h("th", { scope: "col", class: one.text && "text" }, one.name));
-    const cell = (one, row) =>
-      h(one.header ? "th" : "td", { class: one.text && "text", scope: one.header && "row" }, one.value(row));
-    const body = rows.map((row) => h("tr", columns.map((one) => cell(one, row))));
+    const heads = columns.map(([name, , kind]) => h("th", { scope: "col", class: kind }, name));
+    const cell = (row, [, value, kind]) =>
+      kind === "header" ? h("th", { scope: "row" }, value(row)) : h("td", { class: kind }, value(row));
+    const body = rows.map(row => h("tr", columns.map(column => cell(row, column))));
     const frame = { tabindex: 0, role: "region", "aria-label": caption };
     return h("div.scroll", frame, h("table", h("thead", h("tr", heads)), h("tbody", body)));
   }
@@ -95,7 +105,7 @@ const Page = (() => {
 
   // A choice; an option is a text, or a pair of its value and its text.
   function select(label, options, onchange, value) {
-    const pairs = options.map((one) => (Array.isArray(one) ? one : [one, one]));
+    const pairs = options.map(one => (Array.isArray(one) ? one : [one, one]));
     const element = h("select", { "aria-label": label, onchange }, pairs.map(([key, text]) => h("option", { value: key }, text)));
     if (value !== undefined) element.value = value;
     return element;
@@ -127,9 +137,9 @@ const Page = (() => {
   }
 
   const isGiven = ([, value]) => !isNothing(value) && value !== "";
-  const definitions = (pairs) => h("dl.keyvalue", pairs.filter(isGiven).map(([key, value]) => [h("dt", key), h("dd", value)]));
+  const definitions = pairs => h("dl.keyvalue", pairs.filter(isGiven).map(([key, value]) => [h("dt", key), h("dd", value)]));
 
-  // --------------------------------------------------------------------------------- page chrome
+  // --- page chrome
   function theme() {
     const element = document.getElementById("theme");
     const order = ["auto", "light", "dark"];
@@ -158,10 +168,10 @@ const Page = (() => {
 
   function navigation() {
     const sections = [...document.querySelectorAll("main > section")];
-    const links = sections.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
+    const links = sections.map(one => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
     document.getElementById("nav").append(...links);
     const mark = () => {
-      const current = sections.findLastIndex((one) => one.getBoundingClientRect().top < 130);
+      const current = sections.findLastIndex(one => one.getBoundingClientRect().top < 130);
       for (const [place, link] of links.entries()) link.ariaCurrent = place === current ? "true" : null;
     };
     addEventListener("scroll", () => requestAnimationFrame(mark), { passive: true });

@@ -1,11 +1,11 @@
 // Lays out the report: head, facts, notices and provenance. The other files draw the other sections.
 const { section, part, table, copyable, definitions } = Page;
-const state = (row) => h("span", { class: `state ${row.state}` }, row.state);
+const state = row => h("span", { class: `state ${row.state}` }, row.state);
 const mono = (text, title) => h("span.mono", { title }, text || "–");
 
 function hero() {
   const { experiment, headline } = Data;
-  const chart = Outcome.climbChart(240, "climb") || Course.mainChart(200);
+  const chart = Outcome.climbChart() || Course.mainChart();
   return h(
     "div.hero",
     { id: "top" },
@@ -13,7 +13,7 @@ function hero() {
       "div",
       h("p.eyebrow", h("b", experiment.name), state(experiment)),
       h("h1", headline.title),
-      headline.paragraphs.map((text) => h("p.lead", text)),
+      headline.paragraphs.map(text => h("p.lead", text)),
     ),
     chart && h("div", chart),
   );
@@ -23,13 +23,13 @@ const facts = () =>
   h("dl.facts", Data.facts.map(([name, value, more]) => h("div", h("dt", name), h("dd", value, more && h("small", more)))));
 
 function notices() {
-  const told = Data.notices.filter((notice) => !(Data.live && notice.kind === "active")); // the bars tell it
+  const told = Data.notices.filter(notice => !(Data.live && notice.kind === "active")); // the bars tell it
   return told.map(({ kind, title, text, log }) =>
     h(`div.notice.${kind}`, { role: "note" }, h("b", title), text && ` ${text}`, log && h("pre", { tabindex: 0 }, log)),
   );
 }
 
-// ---------------------------------------------------------------------------------- provenance
+// --- provenance
 const block = (title, hint, ...nodes) => h("details", h("summary", title, hint && h("span.muted", hint)), h("div", nodes));
 const titled = (title, node) => [h("h3.part", title), node];
 
@@ -39,7 +39,7 @@ function software(source) {
   return block("Software", source.software_name, definitions(source.software), listed);
 }
 
-const ofRun = (stage) =>
+const ofRun = stage =>
   block(
     `Run of ${stage.name}`,
     stage.task,
@@ -51,12 +51,12 @@ const ofRun = (stage) =>
 
 function provenance() {
   const columns = [
-    { name: "Stage", header: true, value: (row) => [row.name, h("small", row.task)] },
-    { name: "Run", text: true, value: (row) => mono(row.run_id) },
-    { name: "State", text: true, value: (row) => [state(row), row.cause && h("small", row.cause)] },
-    { name: "Attempts", value: (row) => Format.integer(row.attempts) },
-    { name: "Bundle digest", text: true, value: (row) => mono(row.digest?.slice(0, 16), row.digest) },
-    { name: "Time", value: (row) => Format.seconds(row.seconds) },
+    ["Stage", row => [row.name, h("small", row.task)], "header"],
+    ["Run", row => mono(row.run_id), "text"],
+    ["State", row => [state(row), row.cause && h("small", row.cause)], "text"],
+    ["Attempts", row => Format.integer(row.attempts)],
+    ["Bundle digest", row => mono(row.digest?.slice(0, 16), row.digest), "text"],
+    ["Time", row => Format.seconds(row.seconds)],
   ];
   const source = Data.provenance;
   const what =
@@ -89,7 +89,7 @@ function details() {
 // The browser paints the head before the rest is drawn. A hidden page is not painted, so it does not wait.
 async function build() {
   add(Verdict.panel(), Verdict.progress(), hero(), facts(), notices());
-  if (!document.hidden) await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));
+  if (!document.hidden) await new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)));
   details();
 }
 

@@ -5,14 +5,14 @@ function lane(span, total) {
   const { rounds, joined } = span;
   const end = rounds.length && last(rounds) + 1;
   const color = (depth % 7) + 1;
-  const tokens = (count) => `${Format.integer(count)} tokens`;
+  const tokens = count => `${Format.integer(count)} tokens`;
   return {
     label: `${"· ".repeat(depth)}${span.name} ${span.id}`,
     strong: depth === 0,
     value: tokens(span.tokens),
     marks: [
       ...(joined > end ? [{ bar: [end, joined], color, thin: true }] : []),
-      ...rounds.map((round) => ({ bar: [round + 0.06, round + 0.94], color })),
+      ...rounds.map(round => ({ bar: [round + 0.06, round + 0.94], color })),
     ],
     details: [
       { name: "turns", value: Format.integer(rounds.length), color },
@@ -26,7 +26,7 @@ function lane(span, total) {
 }
 
 function conversation({ name, id, messages }) {
-  const said = messages.map((one) => [h("span.role", one.role), h("span", one.content), "\n"]);
+  const said = messages.map(one => [h("span.role", one.role), h("span", one.content), "\n"]);
   const title = h("summary", `${name} ${id}`, h("span.muted", `${messages.length} messages`));
   return h("details", title, h("div.prose", { tabindex: 0 }, said));
 }
@@ -34,7 +34,7 @@ function conversation({ name, id, messages }) {
 // Lanes and the conversations of sub-agents; null for an episode without.
 function lanes({ spans }) {
   if (!spans) return null;
-  const rounds = Math.max(1, ...spans.lanes.flatMap((span) => [...span.rounds.map((one) => one + 1), span.joined]));
+  const rounds = Math.max(1, ...spans.lanes.flatMap(span => [...span.rounds.map(one => one + 1), span.joined]));
   const saved = spans.critical ? spans.total / spans.critical : 1;
   const chart = Charts.rows({
     key: "spans",
@@ -42,9 +42,9 @@ function lanes({ spans }) {
     note: `On average ${Format.number(saved, 2)} turns at a time. Thin lines: finished, and not used yet.`,
     rowHeight: 24,
     x: { domain: [0, rounds], format: Format.integer, integer: true, label: "rounds" },
-    rows: spans.lanes.map((span) => lane(span, rounds)),
+    rows: spans.lanes.map(span => lane(span, rounds)),
   });
-  return h("div.lanes", chart, spans.lanes.filter((span) => span.messages.length).map(conversation));
+  return h("div.lanes", chart, spans.lanes.filter(span => span.messages.length).map(conversation));
 }
 
 globalThis.Spans = { lanes };

@@ -17,18 +17,18 @@ const stepAt = (episode, place) => episode.steps?.find(([end]) => place <= end)?
 // Entropy in nats of the recorded alternatives, with all other tokens counted as one.
 function entropyAt(episode, place) {
   const shares = episode.top[place].map(([, logprob]) => Math.exp(logprob / 1000));
-  return sum([...shares, 1 - sum(shares)].map((one) => (one > 0 ? -one * Math.log(one) : 0)));
+  return sum([...shares, 1 - sum(shares)].map(one => (one > 0 ? -one * Math.log(one) : 0)));
 }
 
 // The log-prob of a token minus its log-prob under the reference: its sample of the KL, in nats.
 const klAt = (episode, place) => (episode.logprobs[place] - episode.reference[place]) / 1000;
 
 // Depth of colour of a token: none when it was certain, full at a probability of one in a thousand.
-const heat = (logprob) => clamp(0, -logprob / 6.9, 1) ** 0.7 * 0.72;
-const uncertain = (nats) => Math.min(0.72, nats / 3);
+const heat = logprob => clamp(0, -logprob / 6.9, 1) ** 0.7 * 0.72;
+const uncertain = nats => Math.min(0.72, nats / 3);
 const signed = (value, most) => [value < 0 ? "var(--c2)" : "var(--c3)", (0.6 * Math.abs(value)) / (most || 1)];
-const versioned = (version) => [`var(--c${(Math.max(0, version) % 8) + 1})`, 0.35];
-const largest = (values) => Math.max(...values.map((value) => Math.abs(value || 0)));
+const versioned = version => [`var(--c${(Math.max(0, version) % 8) + 1})`, 0.35];
+const largest = values => Math.max(...values.map(value => Math.abs(value || 0)));
 
 // Ways to colour: [colour, depth from 0 to 1] of a token, for the episodes that have what it shows; and the samples
 // of its key: [text, colour, depth].
@@ -36,32 +36,32 @@ const MODES = {
   probability: {
     has: () => true,
     of: (episode, place) => [null, heat(episode.logprobs[place] / 1000)],
-    key: () => [1, 0.5, 0.1, 0.01, 0.001].map((one) => [one === 1 ? "certain" : Format.percentTick(one), null, heat(Math.log(one))]),
+    key: () => [1, 0.5, 0.1, 0.01, 0.001].map(one => [one === 1 ? "certain" : Format.percentTick(one), null, heat(Math.log(one))]),
   },
   entropy: {
-    has: (episode) => episode.top,
+    has: episode => episode.top,
     of: (episode, place) => [null, uncertain(entropyAt(episode, place))],
-    key: () => [0, 0.5, 1, 2].map((one) => [`${one} nats`, null, uncertain(one)]),
+    key: () => [0, 0.5, 1, 2].map(one => [`${one} nats`, null, uncertain(one)]),
   },
   "KL to the reference": {
-    has: (episode) => episode.reference,
+    has: episode => episode.reference,
     of: (episode, place) => signed(clamp(-2, klAt(episode, place), 2), 2),
   },
   advantage: {
-    has: (episode) => episode.advantage,
-    of: (episode) => signed(episode.advantage, largest(episode.group.members.map((one) => one.advantage))),
+    has: episode => episode.advantage,
+    of: episode => signed(episode.advantage, largest(episode.group.members.map(one => one.advantage))),
   },
   "step reward": {
-    has: (episode) => episode.steps?.length,
+    has: episode => episode.steps?.length,
     of: (episode, place) => signed(stepAt(episode, place) || 0, largest(episode.steps.map(([, value]) => value))),
   },
   "policy version": {
     has: ({ versions }) => Array.isArray(versions) && versions.length > 1,
     of: (episode, place) => versioned(versionAt(episode, place)),
-    key: (episode) =>
+    key: episode =>
       [...new Set(episode.versions.map(([version]) => version))]
-        .filter((version) => version >= 0)
-        .map((version) => [`version ${version}`, ...versioned(version)]),
+        .filter(version => version >= 0)
+        .map(version => [`version ${version}`, ...versioned(version)]),
   },
 };
 const SIGNS = [["made likelier", "var(--c3)", 0.5], ["made less likely", "var(--c2)", 0.5]];
@@ -96,7 +96,7 @@ function details(episode, text, place) {
 
 function asText(episode) {
   const why = episode.vocabulary ? "The tokens of this group were too large to include" : "The tokenizer of this run was not found";
-  const turns = episode.turns?.map((turn) => [h("span.role", turn.role), h("span", turn.text), "\n"]);
+  const turns = episode.turns?.map(turn => [h("span.role", turn.role), h("span", turn.text), "\n"]);
   return [
     h("div.prose", { tabindex: 0 }, turns || episode.text || "(empty)"),
     episode.length > 0 && h("p.heat-key", `${why}, so only the text is shown.`),
@@ -112,14 +112,14 @@ function tokenOf([text, special], masked) {
 // The answer as elements, with the key of its colours.
 function view(episode) {
   if (!episode.tokens) return asText(episode);
-  const pieces = episode.tokens.map((token) => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
+  const pieces = episode.tokens.map(token => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
   const elements = pieces.map((piece, place) => tokenOf(piece, isMasked(episode, place)));
-  const starts = new Map(episode.turns?.map((turn) => [turn.start, turn.role]));
+  const starts = new Map(episode.turns?.map(turn => [turn.start, turn.role]));
   const meaning = { tabindex: 0, role: "group", "aria-label": "Answer, token by token; arrow keys move" };
   const content = elements.map((element, place) => [starts.has(place) && h("span.role", starts.get(place)), element]);
   const holder = h("div.tokens", meaning, content);
   const key = h("p.heat-key");
-  const modes = Object.keys(MODES).filter((mode) => MODES[mode].has(episode));
+  const modes = Object.keys(MODES).filter(mode => MODES[mode].has(episode));
   const select = Page.select("Colour of tokens", modes, () => draw((chosen = select.value)), modes.includes(chosen) ? chosen : modes[0]);
   function draw(mode) {
     for (const [place, element] of elements.entries())
@@ -129,14 +129,14 @@ function view(episode) {
     key.replaceChildren("Colour: ", modes.length > 1 ? select : "probability under the policy", ...painted);
   }
   draw(select.value);
-  readable(holder, elements, (place) => [`token ${place + 1} of ${pieces.length}`, details(episode, pieces[place][0], place)]);
+  readable(holder, elements, place => [`token ${place + 1} of ${pieces.length}`, details(episode, pieces[place][0], place)]);
   return [holder, key];
 }
 
 // Let the pointer and the arrow keys read single tokens.
 function readable(holder, elements, tell) {
   let current = null;
-  const show = (place) => {
+  const show = place => {
     elements[current]?.classList.remove("current");
     current = place;
     if (place === null) return Charts.hideTooltip();
@@ -145,12 +145,12 @@ function readable(holder, elements, tell) {
     const box = element.getClientRects()[0] || element.getBoundingClientRect();
     return Charts.showTooltip(box.left + box.width / 2, box.top, ...tell(place));
   };
-  holder.onpointerover = (event) => {
+  holder.onpointerover = event => {
     const place = elements.indexOf(event.target.closest(".token"));
     show(place < 0 ? null : place);
   };
   holder.onpointerleave = holder.onblur = () => show(null);
-  holder.onkeydown = (event) => {
+  holder.onkeydown = event => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (event.key === "Escape") show(null);
     if (!by) return;

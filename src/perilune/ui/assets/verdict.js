@@ -1,10 +1,10 @@
 // The line at the top: is the experiment healthy, why not, since when, and what to do. And how far it is.
 const GRAVITY = ["broken", "watch", "healthy"];
 
-const since = (finding) => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
+const since = finding => (finding.since === null ? "" : `, since step ${Format.integer(finding.since)}`);
 
-const findings = (health) =>
-  health.findings.map((finding) =>
+const findings = health =>
+  health.findings.map(finding =>
     h(
       "li",
       h("b", Format.capital(finding.name)),
@@ -22,10 +22,10 @@ function calm(healths) {
 
 // The panel of the verdicts on all stages; hidden if no stage trained.
 function panel(healths = Data.health) {
-  const statuses = healths.map((one) => one.status);
-  const worst = GRAVITY.find((one) => statuses.includes(one));
+  const statuses = healths.map(one => one.status);
+  const worst = GRAVITY.find(one => statuses.includes(one));
   if (!worst) return h("div", { id: "verdict", hidden: true });
-  const told = healths.filter((one) => one.findings.length);
+  const told = healths.filter(one => one.findings.length);
   return h(
     `div.verdict.${worst}`,
     { id: "verdict", role: "status", "aria-label": "Health" },
@@ -39,10 +39,10 @@ const RECENT = 30; // steps that tell how long the others will take
 
 // Seconds that the rest of a stage takes at the pace of its latest steps; null if that is not known.
 function left(one) {
-  const timings = Data.training.find((found) => found.stage === one.stage)?.timings;
+  const timings = Data.training.find(found => found.stage === one.stage)?.timings;
   const count = Math.min(RECENT, timings?.step?.length || 0);
   if (!count || one.unit !== "steps") return null;
-  const spent = sum(PARTS.map((part) => sum((timings[part] || []).slice(-count))));
+  const spent = sum(PARTS.map(part => sum((timings[part] || []).slice(-count))));
   return (spent / count) * (one.total - one.done);
 }
 

@@ -1,0 +1,231 @@
+"""Charts of tasks and answers: pass rates, lengths, objectives and calibrations.
+
+A figure is what `Charts` in charts.js takes, as JSON; `as` names the format of an axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perilune.ui.attempt import Attempt
+from perilune.ui.comparisons import Evaluation
+from perilune.ui.episodes import RIGHT
+
+Figure = dict[str, Any]
+
+MOST_BINS = 40
+RATE_BINS = 20
+MOST_TICKS = 12
+
+
+def by_environment(evaluations: Sequence[Evaluation]) -> list[Figure]:
+    """pass@1 of each part of a mixture at each evaluation."""
+    mixtures = [one for one in evaluations if one.by_environment]
+    series = []
+    for place, name in enumerate(sorted({name for one in mixtures for name in one.by_environment})):
+        bounds = [one.by_environment.get(name, (None, None, None)) for one in mixtures]
+        y, low, high = zip(*bounds, strict=True)
+        points = {"x": list(range(len(mixtures))), "y": y, "low": low, "high": high, "points": True}
+        series.append({"name": name, "color": place % 6 + 1, **points})
+    figure = {
+        "kind": "lines",
+        "key": "environments",
+        "title": "pass@1 on held-out tasks by environment",
+        "note": "The environments of the mixture, with 95% intervals from resampling tasks.",
+        "height": 260,
+        "x": {"categories": [one.label for one in mixtures]},
+        "y": {"as": "share", "ticks": 5},
+        "valueLabels": True,
+        "showLegend": True,
+        "series": series,
+    }
+    return [figure] if series else []
+
+
+def by_difficulty(evaluations: Sequence[Evaluation]) -> list[Figure]:
+    """pass@1 over the difficulty of tasks, if an environment grades them."""
+    graded = [one for one in evaluations if one.by_difficulty]
+    grades = sorted({row[0] for one in graded for row in one.by_difficulty})
+    points = [
+        {"x": [row[0] for row in one.by_difficulty], "y": [row[2] for row in one.by_difficulty]}
+        for one in graded
+    ]
+    ticks = {"ticks": grades} if len(grades) <= MOST_TICKS else {}
+    return _of_evaluations(
+        graded,
+        points,
+        key="difficulty",
+        title="pass@1 by difficulty",
+        note="Difficulty as given by the environment. Each point is the mean over tasks of one difficulty.",
+        x={"label": "difficulty", "name": "difficulty", "as": "number", **ticks},
+    )
+
+
+def pass_at_k(evaluations: Sequence[Evaluation]) -> list[Figure]:
+    """pass@k over k, if more than two k were measured."""
+    ks = sorted({int(name[5:]) for one in evaluations for name in one.measures if name.startswith("pass@")})
+    points = []
+    for one in evaluations:
+        known = [k for k in ks if f"pass@{k}" in one.measures]
+        y, low, high = (
+            zip(*(one.measures[f"pass@{k}"] for k in known), strict=True) if known else ((), (), ())
+        )
+        points.append({"x": known, "y": y, "low": low, "high": high})
+    return _of_evaluations(
+        evaluations if len(ks) > 2 else (),
+        points,
+        key="passk",
+        title="pass@k for more samples",
+        note="pass@k: the chance that at least one of k samples is right, by the unbiased estimator.",
+        x={"label": "k", "name": "k =", "as": "integer", "ticks": ks},
+    )
+
+
+def _of_evaluations(evaluations: Sequence[Evaluation], points: Sequence[Figure], **more: Any) -> list[Figure]:
+    """A line chart with one series of points for each evaluation; the last one is filled."""
+    series = [
+        {"name": one.label, "color": color, "points": True, "hollow": one is not evaluations[-1], **given}
+        for one, color, given in zip(evaluations, _colors(len(evaluations)), points, strict=False)
+    ]
+    look = {"kind": "lines", "height": 230, "y": {"as": "share"}, "quietLegend": True, "showLegend": True}
+    return [{**look, **more, "series": series}] if series else []
+
+
+def _colors(count: int) -> list[int]:
+    """Colours of evaluations: the last stands out, then the one before it."""
+    return [7] * (count - 2) + [2, 1][-count:]
+
+
+def pass_rates(evaluations: Sequence[Evaluation]) -> list[Figure]:
+    """Tasks by share of right samples: one bar for each possible share, or bins for many samples."""
+    known = [one for one in evaluations if one.solved]
+    if not known:
+        return []
+    steps = min(RATE_BINS, max(n for one in known for n, _ in one.solved.values()))
+    centers = [place / steps for place in range(steps + 1)]
+    series = []
+    for one, color in zip(known, _colors(len(known)), strict=True):
+        counts = [0] * (steps + 1)
+        for n, right in one.solved.values():
+            if n:
+                counts[round(right / n * steps)] += 1
+        series.append({"name": one.label, "values": counts, "color": color})
+    axis = {"label": "share of samples that are right", "name": "solved in", "as": "rate", "ticks": centers}
+    return [
+        {
+            "kind": "bars",
+            "key": "rates",
+            "title": "Histogram of pass rates",
+            "note": "Each task's share of right samples. Tasks near 0% or 100% mostly give dead groups: "
+            "equal rewards give no gradient.",
+            "height": 230,
+            "mode": "grouped",
+            "x": {**axis, "centers": centers, "width": 1 / steps},
+            "y": {"as": "integer"},
+            "series": series,
+        }
+    ]
+
+
+def implicit_objective(label: str, samples: int, curve: Sequence[Sequence[float]]) -> Figure:
+    """The weight w(p) that an estimator gives to a task with pass rate p; `curve` has (p, w)."""
+    p, w = zip(*curve, strict=True)
+    return {
+        "kind": "lines",
+        "key": "objective",
+        "title": f"Implicit objective of {label}",
+        "note": "The weight w(p) of a task with pass rate p in the expected gradient, w(p)·∇p, for groups of "
+        f"{samples} and rewards of 0 or 1. A flat line optimizes pass@1 itself. Compare it with the "
+        "histogram of pass rates.",
+        "height": 230,
+        "x": {"label": "pass rate p of a task", "name": "p =", "as": "percent"},
+        "y": {"as": "short", "log": True},
+        "showLegend": True,
+        "series": [{"name": "w(p)", "x": p, "y": w, "color": 4}],
+    }
+
+
+def answer_lengths(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
+    """Histograms of the lengths of right and wrong answers of each (label, attempt), on one scale."""
+    samples: list[tuple[str, list[int], list[int]]] = []
+    for label, attempt in evaluated:
+        right: list[int] = []
+        wrong: list[int] = []
+        for path in attempt.episode_files:
+            for one in attempt.scores(path):
+                if one.reward is not None:
+                    (right if one.reward >= RIGHT else wrong).append(one.tokens)
+        if right or wrong:
+            samples.append((label, right, wrong))
+    longest = max((length for _, *both in samples for lengths in both for length in lengths), default=0)
+    width = max(1, math.ceil((longest + 1) / MOST_BINS))
+    bins = longest // width + 1
+
+    def count(lengths: list[int]) -> list[int]:
+        counts = [0] * bins
+        for length in lengths:
+            counts[length // width] += 1
+        return counts
+
+    counted = [(label, count(right), count(wrong)) for label, right, wrong in samples]
+    starts = [place * width for place in range(bins)]
+    x = {
+        "label": "tokens",
+        "as": "integer",
+        "centers": [start + (width - 1) / 2 for start in starts],
+        "width": width,
+        "names": [f"{start:,}{f' to {start + width - 1:,}' if width > 1 else ''} tokens" for start in starts],
+    }
+    highest = max((max(right) for _, right, _ in counted), default=0)
+    lowest = max((max(wrong) for _, _, wrong in counted), default=0)
+    y = {"as": "integer", "domain": (-1.05 * lowest, 1.05 * highest)}
+    look = {"kind": "bars", "key": "lengths", "mode": "mirrored", "height": 200, "x": x, "y": y}
+    return [
+        {
+            **look,
+            "title": label,
+            "series": [
+                {"name": "right", "values": right, "color": 1},
+                {"name": "wrong", "values": wrong, "color": 2},
+            ],
+        }
+        for label, right, wrong in counted
+    ]
+
+
+def calibration(stage: str, found: Mapping[str, Any]) -> list[Figure]:
+    """Estimated and Monte Carlo values; `found` is the summary of a calibrate stage."""
+    places, reliability = found["by_place"], found["reliability"]
+    is_below = any(row["value"] < 0 for row in places)  # values on a scale of their own
+    y = {"as": "short", "zero": False} if is_below else {"as": "share"}
+    sides = (("estimated value", "value", 1), ("Monte Carlo value", "played", 2))
+
+    def chart(rows: Sequence[Figure], at: Sequence[int], x: Figure, **more: str) -> Figure:
+        series = [
+            {"name": name, "x": at, "y": [row[field] for row in rows], "color": color, "points": True}
+            for name, field, color in sides
+        ]
+        look = {"kind": "lines", "height": 230, "y": y, "showLegend": True, "series": series}
+        return {**look, **more, "x": {"as": "integer", **x}}
+
+    return [
+        chart(
+            places,
+            [row["place"] for row in places],
+            {"label": "segments written", "name": "after"},
+            key=f"{stage}-places",
+            title="Value of the prefixes of answers",
+            note="Mean over answers with that many segments. If the estimate falls and the Monte Carlo value "
+            "does not, the estimate may have been requested at a prefix where the policy never answers.",
+        ),
+        chart(
+            reliability,
+            list(range(1, len(reliability) + 1)),
+            {"label": "decile of the estimate", "name": "decile"},
+            key=f"{stage}-reliability",
+            title="Estimated and Monte Carlo values, by decile of the estimate",
+            note="Where the lines agree, the estimate is a calibrated probability of being right.",
+        ),
+    ]
