@@ -282,7 +282,7 @@ function nearestIndex(xs, target) {
   return Math.abs(xs[low] - target) <= Math.abs(xs[high] - target) ? low : high;
 }
 
-// Whether a chart is still to be drawn: it was not drawn yet, or nothing has taken its place.
+// Whether a chart is not drawn yet, or still in the page.
 const isOnPage = chart => !chart.width || chart.element.isConnected;
 
 // The points of a series from range[0] to range[1].
@@ -292,7 +292,6 @@ function within(one, [from, to]) {
   return { ...one, x: cut(one.x), y: cut(one.y), low: cut(one.low), high: cut(one.high) };
 }
 
-// Draw the charts of a group again, with the series that they have now.
 const refresh = group => (groups.get(group) || []).forEach(chart => chart.refresh());
 
 // Show a range of the x axis in all charts of a group, or the whole axis for null.
@@ -350,8 +349,7 @@ function placeLabels(root, labels, area) {
   }
 }
 
-/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?} over one x axis.
-   series may be a function that returns them, for charts that are refreshed.
+/* lines(spec): series {name, x, y, low?, high?, color, dash?, points?, area?}, or a function that returns them.
    low and high are whiskers, or with `area` the edges of a filled area.
    edges: with categories, the pairs of places that a line joins; by default each and the next.
    x: {label, categories?, format?}; y: {format, tick, zero, domain, log: offer a log scale?}.

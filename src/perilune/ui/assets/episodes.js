@@ -1,6 +1,5 @@
 // The browser of episodes: choose a stage and a step, search, filter, sort, and read one episode token by
-// token beside the other samples of its group. Each step's episodes are a JSON block parsed when first read.
-// Text of models is shown in text nodes only (`h` in page.js), never as markup.
+// token beside the other samples of its group. Each step's episodes are parsed when first read.
 const index = JSON.parse(document.getElementById("episodes-index").textContent);
 const live = Data.live; // where the page finds episodes that it does not contain, or null
 const PAGE = 60; // rows added to the list at a time

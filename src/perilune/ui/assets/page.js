@@ -111,7 +111,7 @@ const Page = (() => {
     return element;
   }
 
-  // Arrow keys and others move the focus among the elements that match: {key: how far}.
+  // Keys move the focus among the elements that match: {key: how far}.
   function moveFocus(event, selector, steps) {
     const all = [...event.currentTarget.querySelectorAll(selector)];
     const next = steps[event.key] && all[Math.max(-1, all.indexOf(document.activeElement)) + steps[event.key]];
