@@ -115,7 +115,7 @@ const swatch = ({ color: index, hollow, dash }) =>
   index !== undefined && h(`i.swatch${hollow ? ".hollow" : dash ? ".dashed" : ""}`, { "--swatch": color(index) });
 
 // --- chart figure
-// The parts that every chart has: title, tools, legend with live values, drawing, caption.
+// What every chart has: title, tools, legend with live values, drawing, caption.
 // `draw(width)` returns an svg element; it is called again whenever the width changes.
 function framed(spec, draw) {
   const legend = spec.legend || [];
@@ -177,9 +177,9 @@ function frame(root, width, height, xAxis, xDomain, xTicks, yAxis, yDomain, log)
   return { x, y, area };
 }
 
-// Let the pointer and the keyboard read the numbered places of a drawing. `place.index` is the one that is read, or
-// null. at(x, y): the place of a pixel; anchor(index): its x; tip(index): title and rows of the tooltip; start: the
-// place that arrow keys begin with; keys(event): returns true if it handled another key.
+// Let the pointer and the keyboard read the numbered places of a drawing. `place.index` is the one that is read.
+// at(x, y): the place of a pixel; anchor(index): its x; tip(index): title and rows of the tooltip; start: where arrow
+// keys begin; keys(event): whether it handled another key.
 function interact(root, width, { place, count, start = 0, at, show, anchor, tip, keys }) {
   const read = (index, ...pointer) => {
     place.index = index;

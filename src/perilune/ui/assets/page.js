@@ -2,8 +2,8 @@
 // Data reaches the page as text nodes and numbers only: nothing here parses HTML.
 "use strict";
 
-// Create an element: h("p.lead", { title: "…" }, "text", child, …). Names that begin with -- are custom properties of
-// its style. Strings among the children become text nodes; null, undefined and false are skipped.
+// Create an element: h("p.lead", { title: "…" }, "text", child, …). Properties that begin with -- go to its style.
+// Strings become text nodes; null, undefined and false are skipped.
 const h = (name, ...rest) => fill(tag => document.createElement(tag), name, rest);
 const s = (name, ...rest) => fill(tag => document.createElementNS("http://www.w3.org/2000/svg", tag), name, rest);
 const isNothing = value => value === null || value === undefined || value === false;
