@@ -1,4 +1,4 @@
-// Keeps the page of an experiment up to date: new lines, episodes and verdicts arrive as server-sent events.
+// Keeps the page of an experiment up to date from server-sent events.
 await Report.built;
 
 const { base, offsets } = Data.live;
