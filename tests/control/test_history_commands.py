@@ -72,7 +72,7 @@ def test_the_end_is_explained_and_is_the_exit_code_of_wait(
         assert f"counts as {kind}: at most 0 retries" in told.because[-1]
         assert told.commands[0].startswith("perilune logs")
     else:
-        assert told.because == ("attempt 1 succeeded", "its evidence is in place")
+        assert told.because == ("attempt 1 succeeded", "its artifacts are complete and intact")
         (control.directory(only_run(control)) / "artifacts" / "manifest.json").unlink()
         assert "damaged or missing" in explain(control, only_run(control).id).because[-1]
 

@@ -1,6 +1,7 @@
 """`perilune environments`, as a user runs it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,14 +48,16 @@ def test_list_names_every_family_and_its_compact_prompt():
 
 def test_list_counts_families_and_games_and_names_them_when_asked(monkeypatch):
     lines = run("list").splitlines()
-    counts = {line.split()[0]: line.split()[1:3] for line in lines[:-1] if len(line.split()) > 2}
     for name, kind, least in (
         ("open_spiel", "games", 60),
         ("textarena", "games", 60),
         ("reasoning_gym", "tasks", 90),
     ):
-        assert int(counts[name][0]) > least and counts[name][1].rstrip(",") == kind
-    assert "calculator" in lines and lines[-1].endswith("perilune environments list NAME")
+        (line,) = (line for line in lines if line.startswith(f"{name} "))
+        counted = re.search(rf"\. (\d+) {kind}\b", line)
+        assert counted and int(counted[1]) > least
+    assert any(line.startswith("calculator  ") and line.endswith(".") for line in lines)
+    assert lines[-1].endswith("perilune environments list NAME")
     assert "open_spiel/tic_tac_toe" in run("list", "open_spiel").splitlines()
     assert {"name": "textarena/Nim-v0", "compact_prompt": False, "missing": None} in json.loads(
         run("list", "textarena", "--json")

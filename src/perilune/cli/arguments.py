@@ -125,6 +125,18 @@ def reason(fields: dict[str, Any]) -> str:
     return f" ({fields['cause']}: {first})" if fields["cause"] else ""
 
 
+def bundle_folder(target: str) -> Path:
+    """The folder of a bundle that is given by its path, or of the latest attempt of a run."""
+    given = Path(target).expanduser()
+    if given.exists() or target.startswith((".", "/")):
+        return given
+    from perilune.control.queries.lookup import find_run
+    from perilune.control.runs.experiments import Control
+
+    control = Control()
+    return control.directory(find_run(control, target))
+
+
 def checkpoint_folder(checkpoint: str) -> Path:
     """The folder of a checkpoint that is given by its path, its name in the home or its run.
 

@@ -81,6 +81,8 @@ def load_command(name: str) -> Any:
         command = typer.main.get_command(single)
     for one in (command, *getattr(command, "commands", {}).values()):
         one.help, one.epilog = with_program(one.help or ""), with_program(one.epilog or "")
+        paragraph = " ".join(one.help.partition("\n\n")[0].split())
+        one.short_help = paragraph.partition(". ")[0]  # the whole sentence, which the parser would cut
     return command
 
 

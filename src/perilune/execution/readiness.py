@@ -185,12 +185,16 @@ def _programs() -> Iterator[Finding]:
         yield Finding("Chromium", "advice", "absent; with it the tests of the report run", remedy)
 
 
+NAMED = 4  # packages of an extra that a finding names
+
+
 def _extras() -> Iterator[Finding]:
     """Check the extras for working on Perilune itself. (`_gpu` covers the extra `gpu`.)"""
     for extra, purpose in (("dev", "run the tests"), ("docs", "build the documentation")):
         absent = [need.name for need in _requirements(extra) if _version(need.name) is None]
         if absent:
-            found = f"absent: {', '.join(absent)}; with them you can {purpose}"
+            more = f" and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
+            found = f"absent: {', '.join(absent[:NAMED])}{more}; needed only to {purpose}"
             yield Finding(f"extra {extra}", "advice", found, _pip_install(f"perilune[{extra}]"))
         else:
             yield Finding(f"extra {extra}", "ok", "complete")

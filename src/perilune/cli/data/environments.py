@@ -42,9 +42,14 @@ def list_environments(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List environments and the number of their families and games; with NAME or --json, list all of them."""
+    """List environments; with NAME or --json, also their families and games."""
     from perilune.environments.adapters.compact import PROMPTS
-    from perilune.environments.core.registry import environment_families, environment_ids, family_field
+    from perilune.environments.core.registry import (
+        environment_families,
+        environment_ids,
+        environment_summary,
+        family_field,
+    )
 
     rows = []
     for identifier in environment_ids() if name is None else (name,):
@@ -63,8 +68,8 @@ def list_environments(
             ]
         else:
             short = f", {sum(compact)} with a compact prompt" if any(compact) else ""
-            counted = f"{len(families)} {family_field(identifier)}s{short}" if families else missing or ""
-            echo(f"{identifier:16} {counted}".rstrip())
+            counted = f" {len(families)} {family_field(identifier)}s{short}." if families else ""
+            echo(f"{identifier:16} {missing or environment_summary(identifier) + counted}")
     if as_json:
         print_json(rows)
     elif name is None:

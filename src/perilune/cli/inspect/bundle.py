@@ -8,19 +8,26 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import Json, bundle_folder, command_group, run_names
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import plural
 from perilune.errors import RequestError
 
 app = command_group("Freeze, verify and inspect bundles.")
 
-BundlePath = Annotated[Path, typer.Argument(metavar="PATH", help="Folder with job.json.")]
+Bundle = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH|RUN",
+        help="A folder with job.json. Or a run: its id, EXPERIMENT/STAGE, or a stage of the last experiment.",
+        autocompletion=run_names,
+    ),
+]
 
 
-@app.command(epilog="Example: perilune bundle verify ~/.perilune/runs/01J9.../attempts/1")
+@app.command(epilog="Example: perilune bundle verify quickstart/rl")
 def verify(
-    path: BundlePath,
+    bundle: Bundle,
     digest: Annotated[str | None, typer.Option(help="The digest that the bundle must have.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -32,6 +39,7 @@ def verify(
     from perilune.bundle.attested import stated_removals
     from perilune.bundle.verify import verify as differences_of
 
+    path = bundle_folder(bundle)
     removed = stated_removals(path)
     differences = differences_of(path, digest, removed)
     if as_json:
@@ -49,12 +57,12 @@ def verify(
     raise typer.Exit(1 if differences else 0)
 
 
-@app.command(epilog="Example: perilune bundle inspect ~/.perilune/runs/01J9.../bundle --json")
-def inspect(path: BundlePath, as_json: Json = False) -> None:
+@app.command(epilog="Example: perilune bundle inspect quickstart/rl --json")
+def inspect(bundle: Bundle, as_json: Json = False) -> None:
     """Show what a bundle runs, its inputs and its files."""
     from perilune.bundle.inspection import inspect as summary_of
 
-    summary = summary_of(path)
+    summary = summary_of(bundle_folder(bundle))
     if as_json:
         print_json(summary)
         return
@@ -72,7 +80,7 @@ def inspect(path: BundlePath, as_json: Json = False) -> None:
 
 
 @app.command(
-    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage collect --out /tmp/bundle",
+    epilog="Example: perilune bundle freeze recipes/quickstart.yaml --stage traces --out /tmp/bundle",
 )
 def freeze(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],

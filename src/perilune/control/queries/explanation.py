@@ -46,7 +46,7 @@ AHEAD = {
     Step.START: "a worker is started",
     Step.START_FAILED: "the attempt fails, because its worker did not start",
     Step.ADOPT: "it is recorded as running",
-    Step.FINALIZE: "its evidence is checked and its result committed",
+    Step.FINALIZE: "its artifacts are checked and its result committed",
     Step.DIED: "the attempt is recorded as failed, and another starts if the retry budget allows",
     Step.LOSE: "the attempt is abandoned",
     Step.STOP: "it is stopped",
@@ -119,9 +119,9 @@ def _explain(control: Control, run: Run) -> Explanation:
         case RunState.ACTIVE:
             return _active(control, run, attempts[-1], history)
         case RunState.SUCCEEDED:
-            evidence, ahead = "its evidence is damaged or missing", "a recipe runs the stage again"
+            evidence, ahead = "its artifacts are damaged or missing", "a recipe runs the stage again"
             if control.intact(run):
-                evidence = "its evidence is in place"
+                evidence = "its artifacts are complete and intact"
                 ahead = "nothing; a recipe with the same stage reuses it"
             commands = (f"perilune show {run_id}", f"perilune reproduce {run_id}")
             return Explanation(run.state, (*history, evidence), ahead, commands)

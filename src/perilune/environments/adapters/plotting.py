@@ -7,6 +7,7 @@ long as the rest of reasoning-gym.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -32,7 +33,11 @@ class _DeferredModule(ModuleType):
 
 @contextmanager
 def deferred_plotting() -> Iterator[None]:
-    """Modules imported in this context load matplotlib on first use. No effect if it is already loaded."""
+    """Modules imported in this context load matplotlib on first use. No effect if it is already loaded.
+
+    Python warns about the syntax of cellpylib when it compiles it. Users of Perilune cannot change that.
+    """
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=".*cellpylib")
     if "matplotlib" in sys.modules:
         yield
         return

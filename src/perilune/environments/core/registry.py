@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -116,6 +117,17 @@ def environment_families(name: str) -> tuple[str, ...]:
         return ()
     families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
     return families
+
+
+def environment_summary(name: str) -> str:
+    """What an environment is, in one line: that of its module's docstring.
+
+    Raises:
+        RequestError: if the environment is not installed.
+    """
+    module = sys.modules[_factory({"id": name}).__module__]
+    line = (module.__doc__ or "").partition("\n")[0].removeprefix(f"The environment `{name}`: ")
+    return line[:1].upper() + line[1:]
 
 
 def environment_notes(name: str) -> dict[str, dict[str, str]]:

@@ -22,6 +22,7 @@ from perilune.tasks.stage.memory_plan import (
     planned_tokens,
     stage_memory,
 )
+from perilune.tasks.stage.new_tokenizer import MODEL
 from perilune.tasks.stage.outcomes import CORRECT, evaluation_summary
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
@@ -73,7 +74,8 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     _record(workspace, summary, own)
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", **{"pass@1": summary["pass@1"]["mean"]})
-    warning = rare_form(summary.get("format"), summary["truncated"], workspace.job)
+    is_untrained = workspace.job.model.get("preset") and spec.checkpoint == MODEL
+    warning = "" if is_untrained else rare_form(summary.get("format"), summary["truncated"], workspace.job)
     if warning:
         workspace.log(f"warning: {warning}")
         workspace.event("rare_form")

@@ -1,4 +1,4 @@
-"""The environment of requests with constraints."""
+"""Requests for a short text on a topic, with constraints that code can check."""
 
 from __future__ import annotations
 
