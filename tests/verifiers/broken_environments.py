@@ -80,6 +80,19 @@ class Tuples(Sound):
             yield Task(task.task_id, task.prompt, {"pair": (1, 2)})
 
 
+class Sets(Sound):
+    def tasks(self, split, seed):
+        for task in super().tasks(split, seed):
+            yield Task(task.task_id, task.prompt, {"both": {1, 2}})
+
+
+class NoGenerator(Sound):
+    def play(self, task, chance):
+        return ask()
+
+    gold = None
+
+
 class WrongGold(Sound):
     def gold(self, task):
         return Transcript("left", earlier=("up",), seed=5)

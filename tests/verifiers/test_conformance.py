@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from perilune.cli.data.environments import app
-from perilune.errors import WorkFailedError
+from perilune.environments import Task
+from perilune.errors import RequestError, WorkFailedError
 from perilune.verifiers import ScorerLimits
 from perilune.verifiers.conformance import check_environment
 
@@ -43,6 +44,8 @@ def test_what_is_sound_passes(section):
         ("Leaky", {"no task is in both splits"}),
         ("NoTasks", {"there are tasks"}),
         ("Tuples", {"a task's data survives JSON"}),
+        ("Sets", {"a task's data survives JSON"}),
+        ("NoGenerator", {"nothing fails"}),
         ("WrongGold", {"the gold answer is accepted"}),
         ("Generous", {"worthless texts are refused"}),
         ("Miserly", {"score equals the sum of the steps"}),
@@ -54,6 +57,11 @@ def test_what_is_sound_passes(section):
 def test_each_broken_rule_is_found_and_no_other(name, checks):
     found = check_environment(broken(name), tasks=1, limits=ScorerLimits(item_seconds=2.0))
     assert {one.check for one in found.findings} == checks
+
+
+def test_a_text_is_no_prompt():
+    with pytest.raises(RequestError, match="a text, not messages"):
+        Task("a", "what?", {})
 
 
 def test_the_command_says_what_holds_and_what_fails():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -93,7 +94,7 @@ def check_environment(
     environment, again = make_environment(section), make_environment(section)
     result = Conformance()
     chosen = list(islice(environment.tasks("train", seed), tasks))
-    _check_tasks(result, environment, again, chosen, seed)
+    chosen = _check_tasks(result, environment, again, chosen, seed)
     _check_closing(result, environment, chosen)
     with Scorer(section, limits) as scorer, Scorer(section, limits) as other:
         first, second = Sessions(scorer.processes, environment), Sessions(other.processes, environment)
@@ -114,21 +115,32 @@ def check_environment(
 
 def _check_tasks(
     result: Conformance, environment: Environment, again: Environment, chosen: Sequence[Task], seed: int
-) -> None:
+) -> list[Task]:
+    """Check the tasks, and return those of `chosen` that can be played."""
     result.expect("there are tasks", None, bool(chosen), "the training split is empty")
     repeated = list(islice(again.tasks("train", seed), len(chosen)))
     result.expect("the same seed gives the same tasks", None, repeated == chosen, f"seed {seed}")
     ids = {split: _ids(environment, split, seed + 1) for split in ("train", "heldout")}
     for split, listed in ids.items():
-        result.expect("tasks are distinct", None, len(set(listed)) == len(listed), f"split {split}")
+        repeated_ids = [task_id for task_id, count in Counter(listed).items() if count > 1]
+        what = f"{len(repeated_ids)} of {len(listed)} {split} tasks are repeated: {repeated_ids[:1]}"
+        result.expect("tasks are distinct", None, not repeated_ids, what)
     both = set(ids["train"]) & set(ids["heldout"])
     result.expect("no task is in both splits", None, not both, f"{len(both)} tasks are")
-    for task in chosen:
-        try:
-            survives = json.loads(json.dumps(task.data)) == task.data
-        except (TypeError, ValueError):
-            survives = False
-        result.expect("a task's data survives JSON", task, survives, f"{task.data!r}"[:200])
+    return [
+        task
+        for task in chosen
+        if result.expect(
+            "a task's data survives JSON", task, _survives_json(task.data), f"{task.data!r}"[:200]
+        )
+    ]
+
+
+def _survives_json(data: Mapping[str, Any]) -> bool:
+    try:
+        return bool(json.loads(json.dumps(data)) == data)
+    except (TypeError, ValueError):
+        return False
 
 
 def _ids(environment: Environment, split: str, seed: int) -> list[str]:
@@ -140,7 +152,8 @@ def _check_closing(result: Conformance, environment: Environment, chosen: Sequen
     """A session may be closed before it is done. Sessions and environments may be closed twice."""
     closings: list[tuple[str, Callable[[], Any]]] = []
     if chosen and hasattr(environment, "reset"):
-        closings.append(("session", environment.reset(chosen[0], 0).close))
+        with suppress(Exception):  # playing reports why a session does not open
+            closings.append(("session", environment.reset(chosen[0], 0).close))
     if hasattr(environment, "close"):
         closings.append(("environment", environment.close))
     for name, close in closings:

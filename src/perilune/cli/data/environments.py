@@ -196,7 +196,8 @@ def sample(
             print_tokens(row)
         for message in row["turns"]:
             echo(f"  {message['role']:9} {_indented(message['content'].rstrip())}")
-        echo(f"  answer  {_indented(row['answer'])}   scores {row['score']}")
+        scores = "" if row["score"] is None else f"   scores {row['score']}"
+        echo(f"  answer  {_indented(row['answer'])}{scores}")
 
 
 @app.command(epilog="Example: perilune environments check calculator")

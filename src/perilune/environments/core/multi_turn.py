@@ -92,6 +92,8 @@ class ScriptedSession:
     """A session that runs a generator."""
 
     def __init__(self, play: EpisodeGenerator, max_turns: int, cut_off: str | None = None) -> None:
+        if not isinstance(play, Generator):
+            raise TypeError("play is not a generator: `yield ask(...)` where the policy moves")
         self._play, self._left, self._cut_off = play, max_turns, cut_off
         self.observation = next(play)
 

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from perilune.errors import RequestError
+
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant" | "tool", "content": text}"""
 
@@ -34,7 +36,8 @@ class Task:
 
     Attributes:
         task_id: a stable digest of the problem. It alone determines the split, so no task is in both splits.
-        prompt: the opening messages, which every player sees before its first observation.
+        prompt: the opening messages, which every player sees before its first observation. A text raises
+            RequestError.
         data: JSON-serializable values that playing and scoring need, such as the answer.
         difficulty: a number that grows with the difficulty; None if unknown.
     """
@@ -43,6 +46,14 @@ class Task:
     prompt: tuple[Message, ...]
     data: Mapping[str, Any]
     difficulty: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            raise RequestError(
+                f"the prompt of task {self.task_id} is a text, not messages",
+                where="environment",
+                remedy='write ({"role": "user", "content": text},)',
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,8 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
         if not names_file(spec.get("id")):
             raise
         what = f"cannot make {spec['id']}: {type(error).__name__}: {error}"
-        raise RequestError(what, where="environment.id") from None
+        remedy = "its __init__ takes one argument: the environment section, or the Spec made of it"
+        raise RequestError(what, where="environment.id", remedy=remedy) from None
     if names_file(spec.get("id")):
         _require_protocol(environment, spec["id"])
     if checked and hasattr(environment, "check_files"):
