@@ -48,7 +48,8 @@ class Task:
     difficulty: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompt, str):
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
             raise RequestError(
                 f"the prompt of task {self.task_id} is a text, not messages",
                 where="environment",
