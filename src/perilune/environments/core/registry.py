@@ -243,9 +243,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     except Exception as error:
         if not names_file(spec.get("id")):
             raise
-        what = f"cannot make {spec['id']}: {type(error).__name__}: {error}"
-        remedy = "its __init__ takes one argument: the environment section, or the Spec made of it"
-        raise RequestError(what, where="environment.id", remedy=remedy) from None
+        raise _not_made(spec["id"], error) from None
     if names_file(spec.get("id")):
         _require_protocol(environment, spec["id"])
     if checked and hasattr(environment, "check_files"):
@@ -274,6 +272,14 @@ def _with_sections(environment: Environment, spec: Mapping[str, Any]) -> Environ
     if spec.get(REWARDS) and not has_parts:
         return WeightedRewards(environment, spec[REWARDS])
     return environment
+
+
+def _not_made(name: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"cannot make {name}: {type(error).__name__}: {error}",
+        where="environment.id",
+        remedy="its __init__ takes one argument: the environment section, or the Spec made of it",
+    )
 
 
 def _require_protocol(environment: Any, name: str) -> None:
