@@ -34,6 +34,7 @@ SMALL = {
     "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
+SHELL = {"|", "<", ">", ">>", "&", "&&", ";", "2>"}  # where the shell ends a command
 SEEDS = re.compile(r"--seeds \S+")
 TWO_VALUES = re.compile(r"^([\w.]+=[^,\[{]+,[^,]+),.*")  # of an axis with more
 
@@ -44,11 +45,15 @@ def smaller(value: Any, own: Any) -> Any:
 
 
 class Runner:
-    """Runs the blocks of one page, in order; Python blocks share their names."""
+    """Runs the blocks of one page, in order; Python blocks share their names.
+
+    With `runs` set to False, code is compiled and commands are parsed; recipes are loaded all the same.
+    """
 
     def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 600) -> None:
         self.folder = folder
         self.seconds = seconds
+        self.runs = True
         self.site = folder / "installed"  # where the page's own package counts as installed
         self.site.mkdir(parents=True)
         self.import_paths = (self.site, folder / "src", folder)
@@ -77,7 +82,7 @@ class Runner:
 
     def _python(self, block: Block) -> None:
         """A titled block is a module that others import; any other runs here and now."""
-        if block.title:
+        if block.title or not self.runs:
             compile(block.text, block.place, "exec")
             return
         source = "\n" * (block.line - 1) + block.text  # a traceback then names the line of the page
@@ -95,8 +100,13 @@ class Runner:
             parses(shlex.split(line))
 
     def _shell(self, text: str) -> None:
-        joined = text.replace("\\\n", " ")
-        script = "\n".join(map(self.small, joined.splitlines()))
+        lines = text.replace("\\\n", " ").splitlines()
+        if not self.runs:
+            for line in lines:
+                if line.startswith("perilune "):
+                    parses(shlex.split(line, comments=True))
+            return
+        script = "\n".join(map(self.small, lines))
         subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.folder,
@@ -168,14 +178,14 @@ class Runner:
 
 
 def parses(words: list[str]) -> None:
-    """Check that the command line has this command, and the command these options and arguments.
+    """Check that the command line has this command, and the command these options.
 
     Raises:
         click.UsageError: when it does not.
     """
     start = words.index("perilune") + 1  # variables, and what is piped into it, come first
-    name, *rest = itertools.takewhile(lambda word: word not in {"|", "<"}, words[start:])
+    name, *rest = itertools.takewhile(lambda word: word not in SHELL, words[start:])
     command = load_command(name)
     while commands := getattr(command, "commands", None):
         command, rest = commands[rest[0]], rest[1:]
-    command.make_context(name, rest)
+    command.make_parser(command.context_class(command, info_name=name)).parse_args(rest)

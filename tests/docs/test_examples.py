@@ -1,6 +1,7 @@
 """Every example of the README and of docs/ is run, with small settings; recipes are loaded.
 
-One experiment serves all of this file.
+One experiment serves all of this file. `make thorough` runs the pages that train for long; otherwise their
+commands are parsed, their code is compiled and their recipes are loaded.
 """
 
 from __future__ import annotations
@@ -20,9 +21,36 @@ MOST_NOT_RUN = 20  # what may be excepted; each says why
 
 ALL = [block for page in PAGES for block in blocks(page)]
 WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
+# Each takes more than ten seconds of the processor.
+LONG = {
+    ROOT / "docs" / "how-to" / f"{name}.md"
+    for name in (
+        "asynchronous", "connect-four", "evaluate-while-training", "lora", "mixtures", "other-packages",
+        "own-model", "real-model", "regression-suites", "simulate", "sweep", "wiki",
+    )
+}  # fmt: skip
+
+# Recipes of these read files that the page's own commands write.
+ON_WRITTEN_FILES = {ROOT / "docs" / "how-to" / f"{name}.md" for name in ("own-model", "regression-suites")}
 
 
-@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", sorted(LONG - ON_WRITTEN_FILES), ids=named)
+def test_examples_of_long_pages_are_valid(page: Path, runner: Runner) -> None:
+    runner.runs = False
+    for block in blocks(page):
+        if block.language in RUN and not block.not_run:
+            runner.do(block)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.thorough] if page in LONG else []) for page in WITH_EXAMPLES],
+    ids=named,
+)
 @pytest.mark.usefixtures("experiment")
 def test_examples_run(page: Path, runner: Runner) -> None:
     for block in blocks(page):
@@ -81,6 +109,12 @@ def test_a_broken_example_is_found(
 ) -> None:
     with pytest.raises(error, match=message):
         runner.do(Block(ROOT / "README.md", 7, language, "", text, ""))
+
+
+def test_a_misspelt_option_is_found_without_running_it(runner: Runner) -> None:
+    runner.runs = False
+    with pytest.raises(Exception, match="No such option: --sede"):
+        runner.do(Block(ROOT / "README.md", 7, "bash", "", "perilune run sums.yaml --sede 1 | tail\n", ""))
 
 
 def test_a_recipe_is_made_small_and_a_hanging_command_ended(runner: Runner) -> None:
