@@ -26,7 +26,7 @@ RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfil
 test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
 	$(RUN_TESTS) -m "not thorough" $(PYTEST)
 
-thorough: $(VENV)/.installed-dev ## before a release: the tests that repeat a check over many cases
+thorough: $(VENV)/.installed-dev ## before a release: the costly tests that `make test` leaves out
 	$(RUN_TESTS) -m thorough
 
 coverage: ## all tests, and which lines they do not reach; takes half as long again

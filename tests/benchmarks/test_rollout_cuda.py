@@ -34,6 +34,7 @@ def test_without_a_gpu_it_says_so(
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_it_measures_both_engines_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rollout_cuda.json"
     assert run(monkeypatch, "--smoke", "--workloads", "single", "--out", str(out)) == 0

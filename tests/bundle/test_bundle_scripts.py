@@ -152,6 +152,7 @@ def test_the_entrypoint_makes_an_environment_once_and_runs_the_command(tmp_path:
     assert "making" in first.stderr and "making" not in again.stderr
 
 
+@pytest.mark.thorough
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     freeze(make_job(), make_inputs(tmp_path / "sources"), tmp_path / "bundle")
     lock = tmp_path / "bundle" / "scripts" / "requirements.lock"

@@ -56,6 +56,7 @@ def test_eval_is_a_run_with_a_bundle_and_its_result_is_reused(perilune, here, mo
     assert "a run of evaluate makes no checkpoint" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_probe_judges_each_environment_and_reuses_its_evaluations(perilune, here, model: Path) -> None:
     command = ("probe", str(model), "-e", "calculator", "-e", "reasoning_gym/nope", *SMALL)
     done = here(*command, "--json")

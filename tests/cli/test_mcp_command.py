@@ -237,6 +237,7 @@ def test_what_user_code_prints_does_not_reach_the_client(folder: Path) -> None:
     assert "noise by print" in noise
 
 
+@pytest.mark.thorough
 def test_the_commands_of_the_skill_run(agent: Agent, folder: Path) -> None:
     skill = subprocess.run([SCRIPT, "mcp", "--skill"], capture_output=True, text=True, check=True).stdout
     front, _, text = skill.removeprefix("---\n").partition("---\n")

@@ -82,6 +82,7 @@ def first(folder: Path) -> tuple[dict, str]:
     return json.loads(out), err
 
 
+@pytest.mark.thorough
 def test_two_processes_with_one_recipe_share_its_runs(first: tuple[dict, str], folder: Path) -> None:
     document, _ = first
     assert [one["state"] for one in document["stages"]] == ["succeeded", "succeeded"]
@@ -115,9 +116,8 @@ def test_what_was_finished_is_not_run_again(first: tuple[dict, str], folder: Pat
     assert document["bundles"]["base"] in out
 
 
-def test_one_ctrl_c_stops_the_stage_and_the_next_run_goes_on_from_its_checkpoint(
-    first: tuple[dict, str], folder: Path
-) -> None:
+def stopped(folder: Path) -> Path:
+    """The newest checkpoint of the long stage, which Ctrl-C has stopped."""
     process = Command(folder, "run", "long.yaml")
     checkpoint = wait_for_checkpoint(folder)
     process.interrupt()
@@ -125,6 +125,16 @@ def test_one_ctrl_c_stops_the_stage_and_the_next_run_goes_on_from_its_checkpoint
     assert "stopping long" in err
     assert err.endswith("error: interrupted\n")
     assert not workers(folder)
+    return checkpoint
+
+
+def test_ctrl_c_stops_the_stage(first: tuple[dict, str], folder: Path) -> None:
+    stopped(folder)
+
+
+@pytest.mark.thorough
+def test_after_ctrl_c_the_next_run_goes_on_from_the_checkpoint(first: tuple[dict, str], folder: Path) -> None:
+    checkpoint = stopped(folder)
 
     again = Command(folder, "run", "long.yaml")
     resumed = wait_for_checkpoint(folder, after=checkpoint)

@@ -147,6 +147,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         open_sink("wandb", tmp_path, RUN)
 
 
+@pytest.mark.thorough
 def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Path) -> None:
     rewards = "{verifier: 1.0, mine: {function: 'mine.py:f', weight: 0.5}}"
     head = f"tracking: [wandb, tensorboard]\nrewards: {rewards}\n"

@@ -92,6 +92,7 @@ def codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
     return {(one.page, one.code) for one in lint(wiki.pages(), wiki.facts(control, verify=True))}
 
 
+@pytest.mark.thorough
 def test_the_same_home_gives_the_same_bytes_and_no_findings(control: Control, tmp_path: Path) -> None:
     wiki = built(control)
     again = Wiki(tmp_path / "again")

@@ -40,6 +40,7 @@ def told(control: Control, kind: str) -> list[dict[str, object]]:
         return [dict(row.detail) for row in session.scalars(select(Event).where(Event.kind == kind))]
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:

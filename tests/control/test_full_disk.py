@@ -37,7 +37,9 @@ except RequestError as error:
 """
 
 
-@pytest.mark.parametrize("bundles", [0.05, 0.9, 1.7, 2.05])  # room for so many: a run takes two and some more
+@pytest.mark.parametrize(  # room for so many: a run takes two and some more
+    "bundles", [0.9, *(pytest.param(room, marks=pytest.mark.thorough) for room in (0.05, 1.7, 2.05))]
+)
 def test_a_full_disk_is_told_and_survived(tmp_path: Path, bundles: float) -> None:
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")

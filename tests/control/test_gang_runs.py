@@ -169,6 +169,7 @@ def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, 
     drill.all_gone(cloud)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("whom", ["task", "worker", "machine"])
 def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
     whom: str, control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
@@ -199,6 +200,7 @@ def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
     drill.all_gone(cloud)
 
 
+@pytest.mark.thorough
 def test_two_machines_learn_the_same_bits_as_one_process(
     control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:

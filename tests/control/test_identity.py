@@ -36,6 +36,7 @@ def lives(pid: int) -> bool:
     return ProcessIdentity.of(pid) is not None  # a zombie does not live
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
     control: Control, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -123,6 +124,7 @@ def test_a_copy_of_a_copy_knows_both_and_carries_out_no_wish_of_theirs(
     events.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 def test_a_restore_killed_at_any_instant_leaves_nothing_or_all(control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1))
     back_up(control.store, control.home, tmp_path / "backup", evidence=True)

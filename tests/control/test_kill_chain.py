@@ -143,6 +143,7 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
     assert bill(cloud)["alive"] == [] and len(bill(cloud)["costs"]) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("hurried")
 def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
     cloud: FakeCloud, tmp_path: Path

@@ -217,6 +217,7 @@ def test_another_key_of_the_box_or_of_the_jump_host_stops_a_run_before_and_only_
     assert far.states(run_id) == [("cancelled", "stopped")]
 
 
+@pytest.mark.thorough
 def test_a_session_that_is_cut_in_the_middle_of_a_verb_on_a_slow_line(
     far: Far, net: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_recipe_as_it_was_recorded_asks_for_the_same_work(control: Control, na
     assert asked(recorded) == asked(read)
 
 
+@pytest.mark.thorough
 def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
     control: Control, recipe: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 from drill_cases import (
     carry_out,
     drill_control,
@@ -52,6 +53,7 @@ def test_runs_that_the_record_does_not_know_stay(control: Control, tmp_path: Pat
     later.store.close()
 
 
+@pytest.mark.thorough
 def test_an_attempt_that_the_record_does_not_know_is_stopped_before_the_next(
     control: Control, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 from drill_cases import begin, drill_plan, wait_for
 from sqlalchemy import select
 
@@ -34,6 +35,7 @@ def order_of_beginning(control: Control) -> list[str]:
         return [run for run in session.scalars(query) if run]
 
 
+@pytest.mark.thorough
 def test_runs_take_turns_by_priority(control: Control) -> None:
     low = [submitted(control, f"low{number}", Template(slots=1), steps=1) for number in range(2)]
     high = submitted(control, "high", Template(slots=1, priority=5), steps=1)
@@ -51,6 +53,7 @@ def test_runs_take_turns_by_priority(control: Control) -> None:
     assert order_of_beginning(control) == [high, *low]
 
 
+@pytest.mark.thorough
 def test_who_waits_helps_those_before_it_along(control: Control) -> None:
     first = submitted(control, "first", Template(slots=1), steps=1)
     second = submitted(control, "second", Template(slots=1), steps=1)

@@ -289,6 +289,7 @@ def actors() -> list[psutil.Process]:
     return [one for one, title in titles if title.startswith("ray::_Actor")]
 
 
+@pytest.mark.thorough
 def test_nodes_that_sample_for_training_may_be_lost(ray: LocalRay, tmp_path: Path) -> None:
     """The checkpoint is that of synchronous training, although one of two rollout processes is killed."""
     process = on_nodes(ray, tmp_path / "ray")
@@ -307,6 +308,7 @@ def test_nodes_that_sample_for_training_may_be_lost(ray: LocalRay, tmp_path: Pat
     wait_for(lambda: not actors(), "the end of the actors")
 
 
+@pytest.mark.thorough
 def test_a_cluster_without_room_for_all_that_sample_is_named(ray: LocalRay, tmp_path: Path) -> None:
     told, _ = on_nodes(ray, tmp_path / "bundle", gpus=1).communicate(timeout=300)
     assert "the Ray cluster has 0 GPUs, and 2 rollout processes need 2" in told

@@ -121,6 +121,7 @@ def test_a_finished_stage_is_not_run_again_but_a_changed_one_is(control: Control
     assert again[0].run_id == once[0].run_id and again[-1].run_id != once[-1].run_id
 
 
+@pytest.mark.thorough
 def test_a_result_whose_evidence_is_gone_is_not_reused(control: Control) -> None:
     first = carry_out(control, drill_plan(steps=1))[-1]
     (control.directory(only_run(control)) / "artifacts" / "data" / "total.json").unlink()
@@ -136,6 +137,7 @@ def test_what_the_task_itself_got_wrong_is_not_retried(control: Control) -> None
     assert only_run(control).current_epoch == 1
 
 
+@pytest.mark.thorough
 def test_retries_for_infrastructure_are_bounded(tmp_path: Path) -> None:
     control = drill_control(tmp_path / "home", RetryPolicy(infrastructure=1, base=0.01))
     last = carry_out(control, drill_plan(fail_at=1, how="kill"))[-1]
@@ -143,6 +145,7 @@ def test_retries_for_infrastructure_are_bounded(tmp_path: Path) -> None:
     assert [one.state for one in attempts(control, last.run_id)] == ["failed", "failed"]
 
 
+@pytest.mark.thorough
 def test_a_worker_told_to_leave_by_its_machine_is_a_preemption(control: Control) -> None:
     events, attempt = hanging(control)
     os.kill(worker_of(attempt), signal.SIGTERM)
@@ -234,6 +237,7 @@ def test_a_result_of_an_old_epoch_is_not_taken(control: Control) -> None:
     assert control.run(run_id).state == "active"
 
 
+@pytest.mark.thorough
 def test_a_claim_left_by_a_machine_that_was_restarted_is_dead(control: Control) -> None:
     events, attempt = hanging(control)
     path = attempt / "runtime" / "claim.json"
@@ -244,6 +248,7 @@ def test_a_claim_left_by_a_machine_that_was_restarted_is_dead(control: Control) 
     assert [one.cause for one in attempts(control, only_run(control).id)] == ["runner_died", ""]
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_seen_keeps_running_until_the_policy_gives_it_up(control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
@@ -299,6 +304,7 @@ def test_what_cannot_be_seen_is_cancelled_only_by_force_and_stopped_when_it_is_s
     assert control.run(run_id).state == "cancelled" and control.run(run_id).manifest_digest is None
 
 
+@pytest.mark.thorough
 def test_force_gives_up_processes_that_cannot_be_ended(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,7 @@ def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box
     assert left == ["claim.1.json", "lock"]  # what fences stays
 
 
+@pytest.mark.thorough
 def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere, tmp_path: Path) -> None:
     root, plan = tmp_path / "killed", drill_plan(steps=2, fail_at=1, how="kill", fresh_only=True)
 
@@ -201,6 +202,7 @@ def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_
     assert log.read_bytes() == (here / "artifacts" / "task.log").read_bytes()  # no gap, nothing twice
 
 
+@pytest.mark.thorough
 def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
     control: Control, box: Elsewhere
 ) -> None:
@@ -277,6 +279,7 @@ def verify_run(control: Control) -> list[Difference]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["forgets", "evicts"])
 def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
     control: Control, box: Elsewhere, how: str
@@ -306,6 +309,7 @@ def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
     assert cancel(control, run_id).state == "cancelled"
 
 
+@pytest.mark.thorough
 def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Control, box: Elsewhere) -> None:
     def cut(verb: str) -> str:
         if verb == "start" and box.host.calls.count("start") == 1:
@@ -317,6 +321,7 @@ def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Con
     assert states(control) == [("failed", "start_failed"), ("succeeded", "")]
 
 
+@pytest.mark.thorough
 def test_a_process_number_that_was_given_to_another_is_not_alive(control: Control, box: Elsewhere) -> None:
     hanging(control, box)
     (path,) = box.workspace.glob("*/claim.1.json")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from drill_cases import Command, begin, carry_out, drill_plan, hanging, only_run
 from sqlalchemy import select
 
@@ -68,6 +69,7 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
     assert code == 2 and "no experiment is called 'third'" in err
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_point_leaves_nothing_that_is_half_removed(control: Control, perilune: Command) -> None:
     for number, point in enumerate(REMOVAL_POINTS, start=1):
         carry_out(control, drill_plan(steps=number), name=point)

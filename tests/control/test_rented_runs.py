@@ -134,6 +134,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     assert ordered[:4] == ["planned", "provisioning", "staging", "starting"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=30.0)])
 def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
@@ -180,6 +181,7 @@ def test_a_machine_that_dies_costs_what_had_not_come_home(
     all_gone(control, fleet, cloud)
 
 
+@pytest.mark.thorough
 def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_done_again(
     control: Control,
     fleet: Fleet,
@@ -210,6 +212,7 @@ def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_don
     all_gone(control, fleet, cloud)
 
 
+@pytest.mark.thorough
 def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
     control: Control,
     fleet: Fleet,

@@ -93,6 +93,7 @@ def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: 
     assert run_directories(control) == list(control.home.temporary.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
     root = tmp_path / "home"
     children = [command(root) for _ in range(3)]

@@ -88,6 +88,7 @@ def test_arms_share_what_is_equal_and_a_failure_stops_no_other(
     assert "last.steps=2  last.fail_at=-1  seed=0" in perilune("runs")[1]
 
 
+@pytest.mark.thorough
 def test_a_killed_sweep_continues_with_the_same_command(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_killed_sweep_continues_with_the_same_command(
     assert perilune("compare", "two-1", "--baseline", "2", "--json")[0] == 0
 
 
+@pytest.mark.thorough
 def test_arms_take_turns_in_the_slots_and_earlier_arms_go_first(control: Control, recipe: str) -> None:
     runner = SweepRunner(control, Template(slots=1))
     experiments = []

@@ -21,17 +21,20 @@ MOST_NOT_RUN = 20  # what may be excepted; each says why
 
 ALL = [block for page in PAGES for block in blocks(page)]
 WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
-# Each takes more than ten seconds of the processor.
+# Each takes five to thirty seconds of the processor.
 LONG = {
     ROOT / "docs" / "how-to" / f"{name}.md"
     for name in (
-        "asynchronous", "connect-four", "evaluate-while-training", "lora", "mixtures", "other-packages",
-        "own-model", "real-model", "regression-suites", "simulate", "sweep", "wiki",
+        "asynchronous", "connect-four", "evaluate-while-training", "lora", "mixtures", "openvino",
+        "other-packages", "own-model", "own-teacher", "real-model", "regression-suites",
+        "resume-and-reproduce", "routing-replay", "several-turns", "simulate", "sweep", "track", "wiki",
     )
 }  # fmt: skip
 
 # Recipes of these read files that the page's own commands write.
-ON_WRITTEN_FILES = {ROOT / "docs" / "how-to" / f"{name}.md" for name in ("own-model", "regression-suites")}
+ON_WRITTEN_FILES = {
+    ROOT / "docs" / "how-to" / f"{name}.md" for name in ("own-model", "regression-suites", "routing-replay")
+}
 
 
 def named(page: Path) -> str:

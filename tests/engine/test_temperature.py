@@ -30,7 +30,7 @@ DECODER = make()
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("options", [{}, {"raw_logprobs": True}, {"repetition_penalty": 1.5}])
-@pytest.mark.parametrize("temperature", [1e-30, 1e-9, 1e-6, 1e-3, 0.7, 1.0, 1.1, 1.7, 3.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.7, 1.0, 1.7, 1e30])
 def test_sampled_scored_and_learned_logprobs_are_equal(temperature: float, options: dict[str, Any]) -> None:
     params = SamplingParams(30, temperature=temperature, **options)
     groups = Engine(DECODER).sample(PROMPTS, 3, params)

@@ -25,6 +25,7 @@ def opened(package, seed=0, **more):
     return environment, task, environment.reset(task, seed)
 
 
+@pytest.mark.thorough
 def test_it_does_what_every_environment_must():
     assert not check_environment(section("taskset_guess"), tasks=1).findings
 

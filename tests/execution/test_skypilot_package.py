@@ -103,6 +103,7 @@ def test_what_is_launched_is_what_skypilot_understands_and_holds_no_secret(cloud
     assert understood["instance_type"] == "p4d.24xlarge" and understood["disk_size"] == 200
 
 
+@pytest.mark.thorough
 def test_the_fake_one_has_the_calls_of_the_real_one(python: Path, tmp_path: Path) -> None:
     key = str(MachineKey("7kq2m0x9ab", "01JD0X5Z8V3K1M9Q2R4T6W7Y8Z", 12, 3))
     errors = bridge.REFUSALS | {"ResourcesUnavailableError", "ClusterDoesNotExist"}

@@ -33,7 +33,13 @@ def first(environment, seat=0):
     return next(task for task in environment.tasks("train", 0) if task.data["seat"] == seat)
 
 
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize(
+    "game",
+    [
+        game if game in {"leduc_poker", "tic_tac_toe"} else pytest.param(game, marks=pytest.mark.thorough)
+        for game in GAMES
+    ],
+)
 def test_every_game_does_what_every_environment_must(game):
     assert not check_environment(section(game), tasks=1).findings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,11 @@ MOST_LINES = 60  # of a function, without its docstring
 MOST_PARAMETERS = 7
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -28,7 +34,7 @@ def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     """The modules that a module imports: at its top, in functions, and for type checkers alike."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -82,7 +88,7 @@ def test_a_circle_is_found_however_it_is_closed(tmp_path: Path, text: str) -> No
 def functions() -> Iterator[tuple[str, Function]]:
     """Every function of the source, with its place."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, Function):
                 yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}", node
 

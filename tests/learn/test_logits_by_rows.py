@@ -89,6 +89,7 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
         print(peak_resident() >> 20)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are reliable on Linux")
 def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     # 64 MiB of logits at a time: smaller blocks would come from the heap, which keeps what is freed.

@@ -206,6 +206,7 @@ COMPILERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_other_compilers_build_kernels_that_agree(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

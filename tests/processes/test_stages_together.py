@@ -116,6 +116,7 @@ def test_a_stage_goes_on_in_more_processes(tmp_path: Path) -> None:
     assert '"resumed","step":2' in (rest / "runtime" / "events.jsonl").read_text()
 
 
+@pytest.mark.thorough
 def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path) -> None:
     """By the worker: the end is named, quick, and leaves nothing behind."""
     alone = make_job("rl", steps=19, save_every=3)

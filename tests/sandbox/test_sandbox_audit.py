@@ -74,6 +74,7 @@ def baits():
         yield laid_out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("probe", [one for one in PROBES if one.name not in SHY], ids=lambda one: one.name)
 def test_a_probe_gets_through_where_there_is_no_sandbox(probe, baits):
     found = examine(probe, bare_run, baits, NOBODY, NOTHING)

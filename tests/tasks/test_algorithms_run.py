@@ -35,7 +35,13 @@ DEMANDING: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(DEMANDING))
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in {"dapo", "ppo"} else pytest.param(name, marks=pytest.mark.thorough)
+        for name in DEMANDING
+    ],
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param) / "whole"
     return request.param, run_task(folder, "rl", keep={"optimizer": True}, **DEMANDING[request.param])

@@ -94,6 +94,7 @@ def test_a_killed_run_follows_the_schedule_too(free: Path, tmp_path: Path) -> No
     assert compare_artifacts(free, run_in(attempt)) == []
 
 
+@pytest.mark.thorough
 def test_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
     """Without a schedule, it goes on with the tokens that it had."""
     attempt = make_bundle(tmp_path / "0", make_job("rl", **OPTIONS))

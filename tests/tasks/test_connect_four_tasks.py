@@ -54,6 +54,7 @@ def test_a_kill_between_steps_changes_nothing(
     assert summary(played)["moves"] == 4 * 16 * 8
 
 
+@pytest.mark.thorough
 def test_the_judge_says_the_same_twice(played: Path, tmp_path: Path) -> None:
     first, second = (
         run_task(tmp_path / name, "connect_four_judge", inputs={"player": played / FINAL}) for name in "ab"

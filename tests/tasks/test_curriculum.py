@@ -142,6 +142,7 @@ def test_importance_weights_and_refills_exclude_each_other() -> None:
         RLSpec(checkpoint="model", algorithm="dapo", curriculum={"importance_weight": True})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_draws(tmp_path: Path) -> None:
     """A mixture of one and of several turns, with a curriculum: SIGKILL and resume, to the byte."""

@@ -130,6 +130,7 @@ def test_it_stops_after_evaluations_without_a_new_best(
     assert compare_artifacts(bundle, again) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["rl", "sft"])
 def test_a_run_that_dies_between_evaluations_ends_the_same(
     stage: str, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

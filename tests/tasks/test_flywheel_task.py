@@ -44,6 +44,7 @@ def test_each_round_learns_its_right_answers_and_the_yield_grows(turned: Path) -
     assert not first & second
 
 
+@pytest.mark.thorough
 def test_a_kill_between_rounds_changes_nothing(
     turned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> Non
     assert best_step(workspace, spec, [2, 4, 6]) is None
 
 
+@pytest.mark.thorough
 def test_a_kill_while_one_is_removed_leaves_whole_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_kill_while_one_is_removed_leaves_whole_ones(
         ).read_bytes()
 
 
+@pytest.mark.thorough
 def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

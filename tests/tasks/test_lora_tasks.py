@@ -50,6 +50,7 @@ def run_until_killed(attempt: Path) -> None:
     run_in(attempt)
 
 
+@pytest.mark.thorough
 def test_killed_it_ends_as_if_never_killed(tmp_path: Path) -> None:
     whole = run_task(tmp_path / "whole", "rl", **FRUGAL)
     attempt = make_bundle(tmp_path / "1", make_job("rl", **FRUGAL))

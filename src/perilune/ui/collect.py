@@ -137,14 +137,13 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
         [Source(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
     provenance = provenance_of(view, attempts)
-    facts = facts_of(view, attempts, provenance)
     names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(one, attempt, view.declared.get(one.name, {}), names) for one, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state_of(view.stages), view.seed),
         headline=write_headline(evaluations, climb, trained, summaries_of(pairs)),
         health=healths_of(pairs),
-        facts=facts,
+        facts=facts_of(view, attempts, provenance),
         notices=notices_of(pairs),  # last, because reading finds the damaged files
         stages=stages,
         evaluations=evaluations,
