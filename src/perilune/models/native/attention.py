@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.models.native.ops import check, kernel, threads
+from perilune.models.native.ops import check, kernel, pointers, strided, threads
 
 
 class Cache(Structure):
@@ -104,20 +104,13 @@ def attend_paged(
     call = _Paged(
         cache=ctypes.pointer(cache),
         step=ctypes.pointer(step),
-        q=q.data_ptr(),
-        out=out.data_ptr(),
         heads=q.shape[1],
         kv_heads=k.shape[1],
         size=q.shape[2],
         window=window,
-        q_stride=q.stride(0),
-        out_stride=out.stride(0),
         scale=scale,
-        sinks=None if sinks is None else sinks.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
+        **strided(q=q, k=k, v=v, out=out),
+        **pointers(sinks=sinks),
     )
     check(kernel("attend_paged", POINTER(_Paged), c_int64)(byref(call), threads()), "attention")
     return out
@@ -151,11 +144,9 @@ class Spans:
         prefixes = lengths[of] if prefixes is None else prefixes
         self.prefixes = torch.where(has, prefixes[order], 0)
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, int | None]:
         """The fields of struct packed that describe the spans."""
-        names = ("starts", "lengths", "prefix_starts", "prefixes", "family")
-        pointers = {name: getattr(self, name).data_ptr() for name in names}
-        return {**pointers, "sequences": len(self.starts), "families": len(self.family) - 1}
+        return {**pointers(**vars(self)), "sequences": len(self.starts), "families": len(self.family) - 1}
 
 
 def attend_packed(
@@ -179,8 +170,7 @@ def attend_packed(
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
-    packed = _packed((q, k, v, out, total), spans, scale, window)
-    packed.sinks = None if sinks is None else sinks.data_ptr()
+    packed = _packed((q, k, v, out, total), spans, scale=scale, window=window, **pointers(sinks=sinks))
     check(kernel("attend_packed", *_OF_PACKED)(byref(packed), threads()), "attention")
     return out, total
 
@@ -197,34 +187,20 @@ def attend_packed_backward(
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
-    packed = _packed((q, k, v, *forward[3:]), spans, scale, window)
-    packed.grad_out = grad.data_ptr()
-    packed.grad_q, packed.grad_k, packed.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
+    gradients = pointers(grad_out=grad, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+    packed = _packed((q, k, v, *forward[3:]), spans, scale=scale, window=window, **gradients)
     failed = kernel("attend_packed_backward", *_OF_PACKED)(byref(packed), threads())
     check(failed, "the gradient of attention")
     return grad_q, grad_k, grad_v
 
 
 def _packed(
-    forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], spans: Spans, scale: float, window: int
+    forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], spans: Spans, **fields: float | None
 ) -> _Packed:
     q, k, v, out, total = forward
-    return _Packed(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        q_stride=q.stride(0),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        size=q.shape[2],
-        window=window,
-        scale=scale,
-        out=out.data_ptr(),
-        log_total=total.data_ptr(),
-        **spans.fields(),
-    )
+    tensors = {**strided(q=q, k=k, v=v), **pointers(out=out, log_total=total)}
+    sizes = {"heads": q.shape[1], "kv_heads": k.shape[1], "size": q.shape[2]}
+    return _Packed(**tensors, **sizes, **spans.fields(), **fields)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.models.native.ops import check, kernel, threads
+from perilune.models.native.ops import check, kernel, pointers, strided, threads
 
 Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """float32 q, k [N, KH, Dk], v [N, H, Dv], decay and strength [N, H] of the gated delta rule."""
@@ -45,8 +45,7 @@ def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
     """
     rule = _contiguous_heads(rule)
     out = torch.zeros(rule[2].shape)
-    call = _delta(rule, states, pieces)
-    call.out = out.data_ptr()
+    call = _delta(rule, states, pieces, out=out)
     check(kernel("scan", POINTER(_Delta), c_int64)(byref(call), threads()), "linear attention")
     return out
 
@@ -56,10 +55,9 @@ def scan_backward(grad: Tensor, rule: Rule, states: Tensor, pieces: Tensor) -> R
     rule, grad = _contiguous_heads(rule), grad.contiguous()
     grad_q, grad_k, grad_v, grad_decay, grad_strength = (torch.zeros(x.shape) for x in rule)
     grad_states = torch.zeros(states.shape)
-    call = _delta(rule, states, pieces)
-    call.grad_out, call.grad_states = grad.data_ptr(), grad_states.data_ptr()
-    call.grad_q, call.grad_k, call.grad_v = (x.data_ptr() for x in (grad_q, grad_k, grad_v))
-    call.grad_decay, call.grad_strength = grad_decay.data_ptr(), grad_strength.data_ptr()
+    gradients = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "grad_decay": grad_decay}
+    gradients |= {"grad_strength": grad_strength, "grad_out": grad, "grad_states": grad_states}
+    call = _delta(rule, states, pieces, **gradients)
     failed = kernel("scan_backward", POINTER(_Delta), c_int64)(byref(call), threads())
     check(failed, "the gradient of linear attention")
     return grad_q, grad_k, grad_v, grad_decay, grad_strength
@@ -71,25 +69,17 @@ def _contiguous_heads(rule: Rule) -> Rule:
     return q, k, v, rule[3].contiguous(), rule[4].contiguous()
 
 
-def _delta(rule: Rule, states: Tensor, pieces: Tensor) -> _Delta:
+def _delta(rule: Rule, states: Tensor, pieces: Tensor, **others: Tensor) -> _Delta:
     q, k, v, decay, strength = rule
     return _Delta(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        decay=decay.data_ptr(),
-        strength=strength.data_ptr(),
-        q_stride=q.stride(0),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
+        **strided(q=q, k=k, v=v),
+        **pointers(decay=decay, strength=strength, states=states, piece=pieces, **others),
         heads=v.shape[1],
         key_heads=q.shape[1],
         key_size=q.shape[2],
         value_size=v.shape[2],
         tokens=len(v),
         pieces=len(pieces),
-        piece=pieces.data_ptr(),
-        states=states.data_ptr(),
     )
 
 
@@ -104,8 +94,7 @@ def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
     """
     x, before, weight = _rows(x), before.contiguous(), weight.t().contiguous()
     out = torch.empty(x.shape)
-    call = _convolution(x, before, taps, weight)
-    call.out = out.data_ptr()
+    call = _convolution(x, before, taps, weight, out=out)
     kernel("convolve", POINTER(_Convolution), c_int64)(byref(call), threads())
     return out
 
@@ -116,8 +105,8 @@ def convolve_backward(
     """Gradients of `x` and of the weight from that of the output."""
     x, before, weight, grad = _rows(x), before.contiguous(), weight.t().contiguous(), grad.contiguous()
     grad_x, grad_weight = torch.zeros(x.shape), torch.zeros(weight.shape)
-    call = _convolution(x, before, taps, weight)
-    call.grad_out, call.grad_x, call.grad_weight = (y.data_ptr() for y in (grad, grad_x, grad_weight))
+    gradients = {"grad_out": grad, "grad_x": grad_x, "grad_weight": grad_weight}
+    call = _convolution(x, before, taps, weight, **gradients)
     kernel("convolve_backward", POINTER(_Convolution), c_int64)(byref(call), threads())
     return grad_x, grad_weight.t()
 
@@ -126,12 +115,9 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _convolution(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> _Convolution:
+def _convolution(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor, **others: Tensor) -> _Convolution:
     return _Convolution(
-        x=x.data_ptr(),
-        before=before.data_ptr(),
-        weight=weight.data_ptr(),
-        taps=taps.data_ptr(),
+        **pointers(x=x, before=before, weight=weight, taps=taps, **others),
         tokens=x.shape[0],
         channels=x.shape[1],
         width=taps.shape[1],

@@ -340,18 +340,21 @@ def draw(
     logits, scales = logits.contiguous(), scales.contiguous()
     count = len(scales)
     tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
-    draws = _Draws(
-        logits=logits.data_ptr(),
-        scales=scales.data_ptr(),
-        rows=None if rows is None else rows.data_ptr(),
-        uniform=uniform.data_ptr(),
-        count=count,
-        size=logits.shape[1],
-        tokens=tokens.data_ptr(),
-        logprobs=logprobs.data_ptr(),
-    )
+    read = pointers(logits=logits, scales=scales, rows=rows, uniform=uniform)
+    written = pointers(tokens=tokens, logprobs=logprobs)
+    draws = _Draws(**read, **written, count=count, size=logits.shape[1])
     check(kernel("draw")(byref(draws), threads()), "drawing tokens")
     return tokens, logprobs
+
+
+def pointers(**tensors: Tensor | None) -> dict[str, int | None]:
+    """The fields of a struct that point to these tensors, which must outlive the call."""
+    return {name: None if one is None else one.data_ptr() for name, one in tensors.items()}
+
+
+def strided(**tensors: Tensor) -> dict[str, int | None]:
+    """`pointers`, and for each a field "..._stride" with the elements from one row to the next."""
+    return {**pointers(**tensors), **{f"{name}_stride": one.stride(0) for name, one in tensors.items()}}
 
 
 def threads() -> int:
