@@ -15,7 +15,7 @@ from task_cases import metrics, run_task
 from perilune.errors import WorkFailedError
 from perilune.learn.algorithms import RL_ALGORITHMS
 from perilune.learn.algorithms.group_relative import GRPO
-from perilune.learn.batch import COMPONENTS
+from perilune.learn.weights import COMPONENTS
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import Rope

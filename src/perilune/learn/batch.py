@@ -20,7 +20,7 @@ from torch import Tensor
 from perilune.data.episode import Episode
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn.replay import packed_routes
-from perilune.learn.weights import PPO, Component, Surrogate, ValueTargets, WeightedGroup, aggregate
+from perilune.learn.weights import COMPONENTS, PPO, Surrogate, WeightedGroup, aggregate
 
 Pair = tuple[Episode, Episode]
 """Two answers to one prompt, the better one first."""
@@ -124,6 +124,13 @@ _ROWS = 256
 _PADDING = 16  # length of a padding sequence; a longer one could widen a block of attention
 
 
+def at_sampled(episode: Episode, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32[T]: one value for each token that the policy sampled, and 0 at the others."""
+    every = np.zeros(len(episode.loss_mask), np.float32)
+    every[episode.loss_mask] = values
+    return every
+
+
 def round_up(rows: int) -> int:
     """The next multiple of 256, or below 256 the next power of two.
 
@@ -131,9 +138,6 @@ def round_up(rows: int) -> int:
     batches that differ by a few tokens would fill hundreds of megabytes within an hour.
     """
     return -(-rows // _ROWS) * _ROWS if rows > _ROWS else 1 << (rows - 1).bit_length()
-
-
-COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,13 +192,8 @@ def _agreed(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
     return surrogates.pop() if surrogates else PPO, clips.pop() if clips else 0.0
 
 
-def _component(group: WeightedGroup, name: str) -> Component | None:
-    found: Component | ValueTargets | None = getattr(group, name)
-    return found.component if isinstance(found, ValueTargets) else found
-
-
 def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
-    components = (_component(group, name) for group in groups)
+    components = (group.component(name) for group in groups)
     return sum(component.denominator for component in components if component is not None)
 
 
@@ -204,7 +203,7 @@ def _items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
     for index, episode in enumerate(group.episodes):
         weights = {}
         for name in COMPONENTS:
-            component = _component(group, name)
+            component = group.component(name)
             if component is not None and component.weights[index].any():
                 weights[name] = (component.weights[index] / denominators[name]).astype(np.float32)
         if weights:

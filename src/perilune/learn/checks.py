@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from perilune.data.episode import Episode
 from perilune.errors import REPORT_BUG, WorkFailedError
-from perilune.learn.batch import COMPONENTS, PackedBatch
-from perilune.learn.weights import Component, ValueTargets, WeightedGroup
+from perilune.learn.batch import PackedBatch
+from perilune.learn.weights import COMPONENTS, Component, WeightedGroup
 
 TOLERANCE = 1e-3  # of float32 sums, relative to the sum of magnitudes
 SMALL = 1e-4  # the sign of a smaller advantage is not checked
@@ -75,7 +75,7 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
             f"episode {min(missing)} has weights and is in no micro-batch", remedy=REPORT_BUG
         )
     for name in COMPONENTS:
-        components = [found for group in groups for its, found in _components(group) if its == name]
+        components = [one for group in groups if (one := group.component(name)) is not None]
         denominator = math.fsum(component.denominator for component in components)
         every = [w.astype(np.float64) for component in components for w in component.weights]
         packed = [
@@ -98,9 +98,8 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
 
 def _components(group: WeightedGroup) -> Iterator[tuple[str, Component]]:
     for name in COMPONENTS:
-        found: Component | ValueTargets | None = getattr(group, name)
-        if found is not None:
-            yield name, found.component if isinstance(found, ValueTargets) else found
+        if (component := group.component(name)) is not None:
+            yield name, component
 
 
 def _learned(group: WeightedGroup) -> Iterator[Episode]:

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.data.episode import Episode
-from perilune.learn.batch import PackedBatch, Pair, pack_pairs
+from perilune.learn.batch import PackedBatch, Pair, at_sampled, pack_pairs
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
@@ -197,23 +196,13 @@ def evaluate_pairs(
 def with_reference_logprobs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
     """The pairs with the log-probs of a frozen `reference` in their `logprobs`."""
     device = next(reference.parameters()).device
-    scored: list[Pair] = []
+    episodes = iter([one for pair in pairs for one in pair])
+    scored = []
     for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
         logprobs, _ = target_logprobs(reference, batch, predicting_states(reference, batch))
-        ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
-        parts = np.split(logprobs.cpu().numpy(), ends[:-1])
-        chunk = pairs[len(scored) : len(scored) + len(parts) // 2]
-        scored += [
-            (_with(chosen, parts[2 * i]), _with(rejected, parts[2 * i + 1]))
-            for i, (chosen, rejected) in enumerate(chunk)
-        ]
-    return scored
-
-
-def _with(episode: Episode, logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Episode:
-    values = np.zeros(len(episode.token_ids), np.float32)
-    values[episode.loss_mask] = logprobs
-    return replace(episode, logprobs=values)
+        for (_, part), one in zip(batch.by_episode(logprobs), episodes, strict=False):
+            scored.append(replace(one, logprobs=at_sampled(one, part)))
+    return list(zip(scored[::2], scored[1::2], strict=True))
 
 
 def correlation(

@@ -8,7 +8,7 @@ changes the token weights afterwards, in one of three ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -129,7 +129,7 @@ def _apply_to_group(
     own = group.policy_gradient
     if settings.role == "reward" or own is None or (settings.dead_only and not group.dead):
         return group
-    scale = _SCALES[settings.role](group.episodes, parts, settings)
+    scale = (_bonus if settings.role == "bonus" else _replacement)(group.episodes, parts, settings)
     used = [values if count else None for values, count in zip(scale, own.counts, strict=True)]
     or_nan = [np.nan if values is None else values for values in used]
     spread = algorithm.component(group.episodes, or_nan, context).weights
@@ -165,30 +165,18 @@ def _with_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
     return earned
 
 
-def _advantage(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
-    return [
-        None if part is None else spread_over_tokens(part[0], _with_outcome(one, part))
-        for one, part in zip(episodes, parts, strict=True)
-    ]
-
-
 _CLIP = 4.0  # largest absolute value of a centred return
 
 
-def _trace(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
-    return [
-        None
-        if part is None
-        else spread_over_tokens(part[0], centered_returns(_with_outcome(one, part), clip=_CLIP))
-        for one, part in zip(episodes, parts, strict=True)
-    ]
+def _replacement(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
+    """The scale of the roles advantage and trace."""
 
+    def of(episode: Episode, part: Segments) -> Tokens:
+        earned = _with_outcome(episode, part)
+        is_trace = settings.role == "trace"
+        return spread_over_tokens(part[0], centered_returns(earned, clip=_CLIP) if is_trace else earned)
 
-_SCALES: Mapping[str, Callable[[Sequence[Episode], Parts, ProcessRewardSettings], Scale]] = {
-    "bonus": _bonus,
-    "advantage": _advantage,
-    "trace": _trace,
-}
+    return [None if part is None else of(one, part) for one, part in zip(episodes, parts, strict=True)]
 
 
 def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:

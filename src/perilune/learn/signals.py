@@ -18,7 +18,7 @@ from perilune.data.routes import with_missing_row
 from perilune.errors import RequestError
 from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
-from perilune.learn.batch import PackedBatch, pack, round_up
+from perilune.learn.batch import PackedBatch, at_sampled, pack, round_up
 from perilune.learn.critic import Critic
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
@@ -90,12 +90,9 @@ def compute_signals(
         for batch in ranks.shard(batches)
     ]
     for batch, rows in zip(batches, ranks.all_gather_arrays("signals", own), strict=True):
-        ends = torch.bincount(batch.episode_of).cumsum(0).tolist()
-        for name, values in zip(signals, rows, strict=True):
-            for key, part in zip(batch.episode_ids, np.split(values, ends[:-1]), strict=True):
-                mask = by_id[key].loss_mask
-                signals[name][key] = np.zeros(len(mask), np.float32)
-                signals[name][key][mask] = part
+        for of_signal, values in zip(signals.values(), rows, strict=True):
+            for key, part in batch.by_episode(torch.from_numpy(values)):
+                of_signal[key] = at_sampled(by_id[key], part)
     return signals
 
 

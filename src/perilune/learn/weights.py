@@ -117,6 +117,15 @@ class WeightedGroup:
     dead: bool = False
     figures: Mapping[str, float] = field(default_factory=dict)
 
+    def component(self, name: str) -> Component | None:
+        """One of the `COMPONENTS`."""
+        found: Component | ValueTargets | None = getattr(self, name)
+        return found.component if isinstance(found, ValueTargets) else found
+
+
+COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value")
+"""The components of the loss."""
+
 
 def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
     """The groups' figures over a step: the maximum of figures named "..._max", the mean of others."""

@@ -20,7 +20,6 @@ from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.checkpoints.tensors import Stored, stored_tensors
-from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.quantisation import read_quantisation
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
@@ -265,10 +264,6 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
             where=str(folder.path / "config.json"),
             remedy="use a model with attention in every layer",
         )
-    ends = DecoderConfig.end_tokens(raw, where=str(folder.path / "config.json"))
-    generation = folder.file("generation_config.json")
-    if generation.is_file():
-        ends += DecoderConfig.end_tokens(read_json(generation), where=str(generation))
     return ModelShape(
         vocab_size=text.vocab_size,
         max_position_embeddings=_positions(text),
@@ -276,7 +271,7 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
         num_kv_heads=_largest(text, "num_key_value_heads") or heads,
         head_dim=_largest(text, "head_dim") or text.hidden_size // heads,
         bos_token_id=getattr(text, "bos_token_id", None),
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        eos_token_ids=folder.end_tokens(),
     )
 
 

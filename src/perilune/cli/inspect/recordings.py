@@ -13,8 +13,8 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.errors import RequestError
 from perilune.files import read_json
+from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.stage.sampling import end_tokens
 from perilune.traces.cassette import Cassette
 from perilune.traces.record import Origin, record, rollouts_of
 from perilune.traces.replay import Replayer
@@ -119,7 +119,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | 
         seed=job.seed,
         max_tokens=job.spec["max_tokens"],
         temperature=float(job.spec.get("temperature") or 1.0),
-        stop_token_ids=tuple(dict.fromkeys((*end_tokens(folder), tokenizer.eos_token_id))),
+        stop_token_ids=tuple(dict.fromkeys((*CheckpointFolder(folder).end_tokens(), tokenizer.eos_token_id))),
         positions=read_json(folder / "config.json").get("max_position_embeddings"),
         tokenizer=digest,
         checkpoint=next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None),

@@ -140,7 +140,7 @@ class _ModelReader:
             width = self.heads * self.head_size
             parameters = 5 * hidden * width + width
             return LinearAttention(
-                parameters, "lightning attention", self.heads, self.head_size, self.head_size
+                parameters, self.heads, "lightning attention", self.head_size, self.head_size
             )
         if kind == "kimi":
             read, names = self.read, ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
@@ -155,7 +155,7 @@ class _ModelReader:
             width = heads * size
             parameters = 4 * hidden * width + 3 * width * kernel + hidden * heads
             parameters += 2 * (hidden * size + size * width) + width + heads + size
-            return LinearAttention(parameters, "Kimi delta attention", heads, size, size, 3 * width * kernel)
+            return LinearAttention(parameters, heads, "Kimi delta attention", size, size, 3 * width * kernel)
         if kind != "delta" and "linear_num_value_heads" not in self.read.raw:
             raise self.read.wrong("layer_types", "this kind of linear attention is not supported")
         read = self.read
@@ -166,7 +166,7 @@ class _ModelReader:
         channels = 2 * key_heads * key_size + values
         parameters = hidden * (channels + 2 * values + 2 * heads) + channels * kernel + 2 * heads + value_size
         return LinearAttention(
-            parameters, "gated delta net", heads, key_size, value_size, channels * (kernel - 1)
+            parameters, heads, "gated delta net", key_size, value_size, channels * (kernel - 1)
         )
 
     def feed_forward(self, index: int) -> FeedForward:

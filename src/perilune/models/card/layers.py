@@ -10,8 +10,8 @@ Elements in the cache per token and layer:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 STATES_KEPT_EVERY = 64
 """Tokens between the recurrent states that are kept for the gradient; those between are computed again."""
@@ -19,56 +19,63 @@ STATES_KEPT_EVERY = 64
 _SCORES = 512  # most attention scores per query kept for the gradient; longer rows are recomputed
 
 
-class Mixer(Protocol):
-    """The part of a layer that combines the tokens of a sequence."""
+@dataclass(frozen=True, slots=True)
+class Mixer(ABC):
+    """The part of a layer that combines the tokens of a sequence.
+
+    Attributes:
+        parameters: of the projections, with their biases and norms.
+        heads: query heads; in linear attention value heads, each with its own state.
+    """
+
+    parameters: int
+    heads: int
 
     @property
-    def parameters(self) -> int:
-        """All parameters of the mixer."""
-
-    @property
+    @abstractmethod
     def name(self) -> str:
         """A short description."""
 
     @property
     def window(self) -> int | None:
         """Tokens that a token attends to, itself included; None for all before it."""
-
-    def cached(self, tokens: int) -> int:
-        """Elements cached for a sequence of `tokens` tokens, without the recurrent state."""
+        return None
 
     @property
     def state(self) -> int:
         """Elements of the recurrent state of one sequence."""
+        return 0
 
+    @abstractmethod
+    def cached(self, tokens: int) -> int:
+        """Elements cached for a sequence of `tokens` tokens, without the recurrent state."""
+
+    @abstractmethod
     def flops(self, tokens: float) -> float:
         """FLOPs besides the products with parameters, for a token that attends to `tokens` in the cache."""
 
     def flops_uncached(self, tokens: float) -> float:
         """The same without a cache, as in training."""
+        return self.flops(tokens)
 
+    @abstractmethod
     def kept(self, tokens: int) -> int:
         """Estimated elements per token kept for the gradient, in sequences of `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Mixer):
     """Softmax attention with keys and values.
 
     Attributes:
-        parameters: of the projections, with their biases and norms.
-        heads, kv_heads: query heads, and key-value heads, each shared by heads / kv_heads query heads.
+        kv_heads: key-value heads, each shared by heads / kv_heads query heads.
         key_size, value_size: of one head.
-        window: tokens that a token attends to, itself included; None for all before it.
     """
 
-    parameters: int
-    heads: int
     kv_heads: int
     key_size: int
     value_size: int
     window: int | None = None
-    state: int = 0
 
     @property
     def name(self) -> str:
@@ -85,16 +92,13 @@ class Attention:
     def flops(self, tokens: float) -> float:
         return 2 * self.heads * (self.key_size + self.value_size) * tokens
 
-    def flops_uncached(self, tokens: float) -> float:
-        return self.flops(tokens)
-
     def kept(self, tokens: int) -> int:
         size = max(self.key_size, self.value_size)
         return 3 * (self.heads + self.kv_heads) * size + self.heads * min(tokens, _SCORES)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttention:
+class LatentAttention(Mixer):
     """Attention whose keys and values are projected from one latent vector per token.
 
     Attributes:
@@ -103,14 +107,10 @@ class LatentAttention:
         key_size, value_size: of one head; `key_size` is without the rotary part.
     """
 
-    parameters: int
-    heads: int
     rank: int
     rotary_size: int
     key_size: int
     value_size: int
-    window: int | None = None
-    state: int = 0
 
     @property
     def name(self) -> str:
@@ -131,23 +131,19 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearAttention:
+class LinearAttention(Mixer):
     """A recurrence over one matrix per head, which each token decays, updates and reads.
 
     Attributes:
         kind: its name, for example "gated delta net" (Yang et al., arXiv 2412.06464).
-        heads: value heads, each with its own state.
         key_size, value_size: the state of a head is [key_size, value_size].
         convolution: elements that short convolutions keep for one sequence.
     """
 
-    parameters: int
     kind: str
-    heads: int
     key_size: int
     value_size: int
     convolution: int = 0
-    window: int | None = None
 
     @property
     def name(self) -> str:
@@ -162,9 +158,6 @@ class LinearAttention:
 
     def flops(self, tokens: float) -> float:
         return 6 * self.state  # read with the key, update, read with the query
-
-    def flops_uncached(self, tokens: float) -> float:
-        return self.flops(tokens)
 
     def kept(self, tokens: int) -> int:
         return 6 * self.heads * (self.key_size + self.value_size) + self.state // STATES_KEPT_EVERY

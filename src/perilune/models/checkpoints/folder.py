@@ -7,6 +7,7 @@ from pathlib import Path
 
 from perilune.errors import RequestError
 from perilune.files import read_json
+from perilune.models.config.reader import Reader
 
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -45,6 +46,16 @@ class CheckpointFolder:
             remedy = "run git lfs pull in the folder, or perilune model fetch OWNER/NAME"
             raise RequestError("is a Git LFS pointer, not the file itself", where=str(file), remedy=remedy)
         return file
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """The end-of-sequence tokens in config.json and generation_config.json.
+
+        Raises:
+            RequestError: when a file is malformed.
+        """
+        files = [self.file(name) for name in ("config.json", "generation_config.json")]
+        readers = [Reader(read_json(file), str(file)) for file in files if file.is_file()]
+        return tuple(dict.fromkeys(end for read in readers for end in read.integers("eos_token_id")))
 
     def weight_files(self) -> list[Path]:
         """The safetensors files: the single one, which transformers prefers too, or those of the index."""

@@ -219,11 +219,7 @@ def _config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
         )
     read = Reader(read_json(file), str(file))
     config = DecoderConfig.from_hf(read.raw, where=read.where)
-    generation = folder.file("generation_config.json")
-    if generation.is_file():
-        ends = DecoderConfig.end_tokens(read_json(generation), where=str(generation))
-        config = config.replace(eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + ends)))
-    return config, read
+    return config.replace(eos_token_ids=folder.end_tokens()), read
 
 
 def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader) -> dict[str, Stored]:

@@ -308,11 +308,6 @@ class DecoderConfig:
             eos_token_ids=read.integers("eos_token_id"),
         )
 
-    @staticmethod
-    def end_tokens(raw: Mapping[str, Any], *, where: str) -> tuple[int, ...]:
-        """The end-of-sequence ids in the content of a config.json or generation_config.json."""
-        return Reader(raw, where).integers("eos_token_id")
-
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers 4 and 5 both read as this model."""
         ropes, local = self.rope.to_hf(), self.local_rope or self.rope

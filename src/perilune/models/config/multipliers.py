@@ -26,18 +26,14 @@ class Multipliers:
     @classmethod
     def read(cls, read: Reader) -> Multipliers:
         """The factors in a config.json."""
-        return cls(
-            embedding=read.number("embedding_multiplier", 1.0),
-            residual=read.number("residual_multiplier", 1.0),
-            attention=read.number("attention_multiplier", 1.0),
-            logits=read.number("logits_scaling", 1.0),
-        )
+        return cls(**{name: read.number(key, 1.0) for name, key in _KEYS.items()})
 
     def to_hf(self) -> dict[str, float]:
         """The keys of a config.json."""
-        return {
-            "embedding_multiplier": self.embedding,
-            "residual_multiplier": self.residual,
-            "attention_multiplier": self.attention,
-            "logits_scaling": self.logits,
-        }
+        return {key: getattr(self, name) for name, key in _KEYS.items()}
+
+
+_KEYS = {
+    **{name: f"{name}_multiplier" for name in ("embedding", "residual", "attention")},
+    "logits": "logits_scaling",
+}

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.algorithms import Algorithm
-from perilune.learn.batch import COMPONENTS, PackedBatch, pack
+from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
-from perilune.learn.weights import Component, KLEstimator, Surrogate, ValueTargets, WeightedGroup
+from perilune.learn.weights import COMPONENTS, KLEstimator, Surrogate, WeightedGroup
 from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain
 from perilune.tasks.stage.publishing import RANDOM
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
@@ -306,7 +306,7 @@ def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens
         return torch.from_numpy(np.concatenate(parts))
 
     targets = [one.value for one in weighted if one.value is not None]
-    components = [_component(one, name) for one in weighted]
+    components = [found for one in weighted if (found := one.component(name)) is not None]
     denominator = sum(sum(one.counts) for one in components)
     weights = learned([array for one in components for array in one.weights]) / denominator
     none = torch.zeros_like(weights)
@@ -320,11 +320,6 @@ def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens
         surrogate=_configured(spec.algorithm, replace(group.surrogate, kl=spec.kl_estimator)),
         value_clip=targets[0].clip if targets else 0.0,
     )
-
-
-def _component(group: WeightedGroup, name: str) -> Component:
-    targets: Component | ValueTargets = getattr(group, name)
-    return targets.component if isinstance(targets, ValueTargets) else targets
 
 
 def _configured(algorithm: Algorithm, surrogate: Surrogate) -> Surrogate:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -156,6 +155,7 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     """The server with the checkpoint's tokenizer; reads no weights."""
+    from perilune.models.checkpoints.folder import CheckpointFolder
     from perilune.models.text.template_facts import with_recipe_template
     from perilune.models.text.tokenizer import Tokenizer
 
@@ -164,14 +164,5 @@ def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
     tokenizer = new if folder is None else Tokenizer.load(folder)
     if not workspace.has_input("checkpoint"):
         tokenizer = with_recipe_template(tokenizer, workspace.job.model)
-    ends = () if folder is None else end_tokens(folder)
+    ends = () if folder is None else CheckpointFolder(folder).end_tokens()
     return Sampler(engine, tokenizer, tuple(dict.fromkeys((*ends, tokenizer.eos_token_id))))
-
-
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence tokens in config.json and generation_config.json."""
-    from perilune.files import read_json
-    from perilune.models.config.decoder_config import DecoderConfig
-
-    files = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
-    return tuple(end for file in files for end in DecoderConfig.end_tokens(read_json(file), where=str(file)))
