@@ -21,16 +21,20 @@ MOST_NOT_RUN = 20  # what may be excepted; each says why
 
 ALL = [block for page in PAGES for block in blocks(page)]
 WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
-# Each takes five to thirty seconds of the processor.
+# Each takes four to thirty seconds of the processor.
 LONG = {
-    ROOT / "docs" / "how-to" / f"{name}.md"
+    ROOT / "docs" / f"{name}.md"
     for name in (
-        "asynchronous", "connect-four", "evaluate-while-training", "lora", "mixtures", "openvino",
-        "other-packages", "own-model", "own-teacher", "real-model", "regression-suites",
-        "resume-and-reproduce", "routing-replay", "several-turns", "simulate", "sweep", "track", "wiki",
+        "how-to/asynchronous", "how-to/connect-four", "how-to/data", "how-to/environments",
+        "how-to/evaluate-while-training", "how-to/lora", "how-to/mixtures", "how-to/openvino",
+        "how-to/other-packages", "how-to/own-metric", "how-to/own-model", "how-to/own-teacher",
+        "how-to/planning", "how-to/read-the-report", "how-to/real-model", "how-to/regression-suites",
+        "how-to/resume-and-reproduce", "how-to/reward-audit", "how-to/reward-functions",
+        "how-to/routing-replay", "how-to/serve", "how-to/several-turns", "how-to/simulate", "how-to/sweep",
+        "how-to/task-plugin", "how-to/track", "how-to/wiki",
+        "reference/episode", "tutorial/loop-by-hand", "tutorial/own-recipe",
     )
 }  # fmt: skip
-
 # Recipes of these read files that the page's own commands write.
 ON_WRITTEN_FILES = {
     ROOT / "docs" / "how-to" / f"{name}.md" for name in ("own-model", "regression-suites", "routing-replay")

@@ -287,6 +287,7 @@ def test_only_json_and_only_known_names_of_this_machine(server: Served) -> None:
         assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
 
 
+@pytest.mark.thorough
 def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: Direct) -> None:
     """Readers that read, that dawdle and that leave, and requests that are refused, all at once."""
     before = server.at_rest()

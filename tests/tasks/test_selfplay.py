@@ -121,6 +121,7 @@ def test_opponents_are_the_ones_that_were_frozen(
         assert all(torch.equal(held[name], one) for name, one in frozen[version].items())
 
 
+@pytest.mark.thorough
 def test_a_kill_changes_nothing_league_included(
     played: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +253,7 @@ def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], mess
         plugin.plan(make_job("selfplay", **options(**change)))
 
 
+@pytest.mark.thorough
 def test_the_magnet_is_the_newest_member_after_a_kill_too(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
