@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
@@ -16,6 +16,7 @@ from perilune.environments.core.protocol import Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.games.open_spiel_match import Match, is_simultaneous, pyspiel
 from perilune.games.open_spiel_text import game_text, move_text
 from perilune.games.teachers import BEST, GAME_TEACHERS, choose, make_game_teacher
@@ -23,10 +24,8 @@ from perilune.games.teachers import BEST, GAME_TEACHERS, choose, make_game_teach
 Choice = Generator[Observation, str, int | None]
 
 
-class OpenSpielSpec(BaseModel):
+class OpenSpielSpec(Frozen):
     """The environment section of a recipe, for `id: open_spiel`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["open_spiel"] = Field("open_spiel", description="id of the environment")
     game: str = Field(description="OpenSpiel's name of the game, e.g. tic_tac_toe")

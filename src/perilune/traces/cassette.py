@@ -9,24 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from perilune.data.episode import Episode
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes
+from perilune.frozen import Frozen
 from perilune.redaction import redact_document
 
 SCHEMA_VERSION = 1
 
 Messages = tuple[dict[str, str], ...]
 Key = tuple[int, int, int]
-
-
-class Frozen(BaseModel):
-    """An immutable model without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Turn(Frozen):

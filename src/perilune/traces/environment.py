@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.episode_settings import KEY as EPISODES
 from perilune.environments.core.mixture import Mixture, MixtureSpec, named_task, split_task
@@ -17,14 +17,13 @@ from perilune.environments.core.protocol import Split, Task
 from perilune.environments.core.registry import MIXTURE, part_sections
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.traces.cassette import Cassette, environment_digest
 from perilune.traces.suite import Part, Suite
 
 
-class SuiteSpec(BaseModel):
+class SuiteSpec(Frozen):
     """The environment section of a recipe, for `id: suite`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["suite"] = Field("suite", description="id of the environment")
     path: str = Field(

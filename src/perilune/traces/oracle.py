@@ -15,7 +15,8 @@ from itertools import zip_longest
 from typing import Any
 
 from perilune.files import canonical_json, sha256_bytes
-from perilune.traces.cassette import Frozen, Messages, Track, Verdict
+from perilune.frozen import Frozen
+from perilune.traces.cassette import Messages, Track, Verdict
 
 TOLERANCE = 1e-9  # of rewards: sums of the same numbers in another order
 _LONGEST = 160  # characters of a value in a difference

@@ -14,7 +14,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 _PROTECTED = re.compile(
     rb"```.*?(?:```|\Z)|\$\$.*?(?:\$\$|\Z)|\\\[.*?(?:\\\]|\Z)|\\\(.*?(?:\\\)|\Z)|\$[^$\n]+\$"
@@ -23,10 +25,8 @@ _PROTECTED = re.compile(
 )
 
 
-class SegmentSettings(BaseModel):
+class SegmentSettings(Frozen):
     """How answers are split into segments."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cut: Literal["text", "length", "surprise"] = Field(
         "text",

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 _MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
 
@@ -39,10 +40,8 @@ _WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class GymnasiumSpec(BaseModel):
+class GymnasiumSpec(Frozen):
     """The environment section of a recipe, for `id: gymnasium`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["gymnasium"] = Field("gymnasium", description="id of the environment")
     game: Game = Field(description="Gymnasium's name of the game")

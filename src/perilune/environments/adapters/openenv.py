@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from perilune.environments.adapters.openenv_connection import Connection, action_fields
 from perilune.environments.core.keyed_random import KeyedRandom
@@ -21,12 +21,11 @@ from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, a
 from perilune.environments.core.protocol import EpisodeFailedError, Split, Task
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 
-class OpenEnvSpec(BaseModel):
+class OpenEnvSpec(Frozen):
     """The environment section of a recipe, for `id: openenv`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["openenv"] = Field("openenv", description="id of the environment")
     url: str = Field(description="URL of the server, e.g. http://127.0.0.1:8000")

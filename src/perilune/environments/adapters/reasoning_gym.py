@@ -11,15 +11,15 @@ import hashlib
 import io
 import math
 import os
-import random
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.adapters import compact
 from perilune.environments.adapters.answer_form import well_formed
+from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.adapters.independent_checks import DOUBTED, is_right
 from perilune.environments.adapters.reasoning_gym_import import all_families, one_family
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
@@ -28,6 +28,7 @@ from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 CHUNK = 1000  # items drawn from one seed of the generator
 
@@ -50,10 +51,8 @@ GLOBALLY_SEEDED = frozenset({"codeio", "list_functions"})
 _EXCLUDED = frozenset({"composite"})  # mixes families, so the form of an answer would be unknown
 
 
-class ReasoningGymSpec(BaseModel):
+class ReasoningGymSpec(Frozen):
     """The environment section of a recipe, for `id: reasoning_gym`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["reasoning_gym"] = Field("reasoning_gym", description="id of the environment")
     task: str = Field(description="name of a reasoning-gym task family, e.g. basic_arithmetic")
@@ -190,7 +189,7 @@ class ReasoningGymEnvironment(SingleTurn):
             with contextlib.redirect_stdout(io.StringIO()):  # a few generators print
                 try:
                     if self.spec.task in GLOBALLY_SEEDED:
-                        with _global_random(chunk_seed + index):
+                        with GlobalRandom(chunk_seed + index).installed():
                             entry = dataset[index]
                     else:
                         entry = dataset[index]
@@ -277,17 +276,6 @@ def decode(value: Any) -> Any:
     if isinstance(value, list):
         return [decode(item) for item in value]
     return value
-
-
-@contextlib.contextmanager
-def _global_random(seed: int) -> Iterator[None]:
-    """Seed Python's global random state inside the context, and restore it on exit."""
-    before = random.getstate()
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before)
 
 
 def _digest(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.core.keyed_random import KeyedRandom
@@ -22,6 +22,7 @@ from perilune.environments.core.protocol import Message, Observation, Split, Tas
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 MOST_PLAYERS = 6  # tried if the recipe does not set the number of players
 _DEFAULT = re.compile(r".*-v\d+")  # variants, such as another board size, add a suffix
@@ -30,10 +31,8 @@ _DEFAULT = re.compile(r".*-v\d+")  # variants, such as another board size, add a
 REMEDY = "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
 
 
-class TextArenaSpec(BaseModel):
+class TextArenaSpec(Frozen):
     """The environment section of a recipe, for `id: textarena`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["textarena"] = Field("textarena", description="id of the environment")
     game: str = Field(description="TextArena's name of the game, e.g. TicTacToe-v0")

@@ -16,7 +16,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.adapters.global_random import GlobalRandom
 from perilune.environments.core.dialogue import Dialogue
@@ -25,15 +25,14 @@ from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
 from perilune.environments.core.splits import split_of
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 if TYPE_CHECKING:
     from perilune.environments.adapters.verifiers_taskset import TasksetPackage
 
 
-class VerifiersSpec(BaseModel):
+class VerifiersSpec(Frozen):
     """The environment section of a recipe, for `id: verifiers`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["verifiers"] = Field("verifiers", description="id of the environment")
     package: str = Field(description="the installed package that contains the taskset")

@@ -13,22 +13,21 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task, Transcript
 from perilune.environments.core.splits import new_draws
+from perilune.frozen import Frozen
 
 ANSWER_MARK = ";"
 _CALL = re.compile(r"(\d{1,12})([+*])(\d{1,12})", re.ASCII)
 _ANSWER = re.compile(r";(0|[1-9]\d{0,12})", re.ASCII)
 
 
-class CalculatorSpec(BaseModel):
+class CalculatorSpec(Frozen):
     """The environment section of a recipe, for `id: calculator`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["calculator"] = Field("calculator", description="id of the environment")
     digits: int = Field(2, ge=1, le=4, description="digits of each number")

@@ -7,19 +7,18 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.builtin.jsonl_index import Broken, HeldOut, RowIndex, indexed
 from perilune.environments.core.matching import Match, last_number, matches
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 
-class JsonlSpec(BaseModel):
+class JsonlSpec(Frozen):
     """The environment section of a recipe, for `id: jsonl`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["jsonl"] = Field("jsonl", description="id of the environment")
     path: str = Field(description="JSON Lines file, or folder of *.jsonl files, relative to the recipe")

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from perilune.environments.core.matching import Match, unmatchable_reason
 from perilune.environments.core.protocol import Message, Split
 from perilune.errors import RequestError
 from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json
+from perilune.frozen import Frozen
 
 LONGEST_LINE = 16 << 20  # bytes; a longer line is invalid
 
@@ -50,10 +51,8 @@ class InvalidRowError(ValueError):
     """A row is invalid; the message says why."""
 
 
-class HeldOut(BaseModel):
+class HeldOut(Frozen):
     """Which rows are held out: a share of all, those that a column marks, or those of another file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(
         0.1, gt=0, lt=1, description="approximate share of all tasks, chosen by a digest of the prompt"

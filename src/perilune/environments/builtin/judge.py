@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from perilune.environments.core import registry
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
@@ -23,6 +23,7 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.rewards import GOLD
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.tasks_section import TasksSection
+from perilune.frozen import Frozen
 from perilune.servers import JsonClient, ServerError, require_client, server_root
 
 _TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
@@ -30,10 +31,8 @@ _FIELDS = re.compile(r"\{(question|answer|reference)\}")
 _NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 
 
-class JudgeSpec(BaseModel):
+class JudgeSpec(Frozen):
     """The environment section of a recipe, for `id: judge`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["judge"] = Field("judge", description="id of the environment")
     tasks: TasksSection = Field(description="section of a single-turn environment with the tasks")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Call, Misunderstood, read_action
 from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, is_right
@@ -25,6 +25,7 @@ from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Sco
 from perilune.environments.core.replay import conversation
 from perilune.environments.core.splits import new_draws
 from perilune.errors import PeriluneError
+from perilune.frozen import Frozen
 from perilune.sandbox import Execution, Sandbox, SandboxLimits
 
 _COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
@@ -46,10 +47,8 @@ json.dump(results, open({results!r}, "w"))
 """
 
 
-class SandboxSpec(BaseModel):
+class SandboxSpec(Frozen):
     """Limits of one run of the policy's code."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds: float = Field(2.0, gt=0, le=60, description="time limit; must be below `episodes.seconds`")
     memory_mb: int = Field(256, ge=16, description="memory of all processes together, MiB")
@@ -73,10 +72,8 @@ class SandboxSpec(BaseModel):
         )
 
 
-class ToolsSpec(BaseModel):
+class ToolsSpec(Frozen):
     """The environment section of a recipe, for `id: tools`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["tools"] = Field("tools", description="id of the environment")
     task: Literal["all", "figure", "column", "best", "clean", "transform", "repair"] = Field(

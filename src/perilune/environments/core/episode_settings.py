@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 KEY = "episodes"  # in the environment section of a recipe
 
 
-class EpisodeSettings(BaseModel):
+class EpisodeSettings(Frozen):
     """Bounds of an episode and the policy for failed episodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_turns: int | None = Field(
         None, ge=1, description="maximum actions of a multi-turn episode; null: the environment's own limit"

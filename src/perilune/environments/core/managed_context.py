@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
@@ -27,6 +27,7 @@ from perilune.environments.core.protocol import (
     Task,
 )
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 KEY = "context"  # in the environment section of a recipe
 
@@ -39,10 +40,8 @@ _SUMMARY = "Summary of the earlier turns: {summary}"
 _FOLD = re.compile(r"<fold>(.*?)</fold>", re.DOTALL)
 
 
-class ContextSettings(BaseModel):
+class ContextSettings(Frozen):
     """What leaves the context of a long episode."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: Literal["drop_output", "fold", "summarise", "policy"] = Field(
         description="drop_output: earlier messages of the environment become '[dropped]'; fold: earlier"

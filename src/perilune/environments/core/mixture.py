@@ -32,6 +32,7 @@ from perilune.environments.core.reference_answer import ReferenceAnswer, referen
 from perilune.environments.core.registry import MIXTURE, REWARDS, make_environment
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
@@ -50,10 +51,8 @@ class PartSettings(BaseModel):
     )
 
 
-class MixtureSpec(BaseModel):
+class MixtureSpec(Frozen):
     """The environment section of a recipe, for `id: mixture`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["mixture"] = Field("mixture", description="id of the environment")
     parts: dict[PartName, PartSettings] = Field(

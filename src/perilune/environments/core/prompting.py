@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.answer_format import FormatName
 from perilune.environments.core.protocol import Message
+from perilune.frozen import Frozen
 
 KEY = "prompting"  # in the environment section of a recipe
 
 
-class Example(BaseModel):
+class Example(Frozen):
     """A worked example, shown before each task."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     question: str = Field(min_length=1, description="what the user asks")
     answer: str = Field(min_length=1, description="what the assistant writes, in the format if there is one")
 
 
-class PromptingSettings(BaseModel):
+class PromptingSettings(Frozen):
     """The prompt of a pretrained model, and how its answer is extracted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     system: str = Field("", description="system prompt; empty: none, unless the chat template adds its own")
     few_shot: int | tuple[Example, ...] = Field(

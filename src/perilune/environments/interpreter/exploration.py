@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.core.agents import AgentProgram, together
@@ -19,12 +19,11 @@ from perilune.environments.interpreter.interpreter import (
     InvalidCallError,
     Result,
 )
+from perilune.frozen import Frozen
 
 
-class ExplorationSettings(BaseModel):
+class ExplorationSettings(Frozen):
     """The fields of an environment section that say how agents explore."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt: prompts.Style = Field(
         "natural", description="compact: a few characters, for tiny models; an answer begins with ';'"

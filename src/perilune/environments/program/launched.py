@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core import registry
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
@@ -16,15 +16,14 @@ from perilune.environments.core.multi_turn import MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.sandbox.programs import Ending, Program, ProgramLimits, Programs, Streams
 
 TASK, FILE = "{task}", "{file}"  # in `command`
 
 
-class LaunchSpec(BaseModel):
+class LaunchSpec(Frozen):
     """The fields of an environment section that say what is started, and for which tasks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: TasksSection = Field(
         description="section of a single-turn environment: its prompts are the tasks; it scores answers"

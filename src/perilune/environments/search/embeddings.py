@@ -9,11 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from perilune.environments.core.protocol import EpisodeFailedError
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines, sha256_bytes
+from perilune.frozen import Frozen
 from perilune.servers import JsonClient, ServerError, require_client, server_root
 
 _TEXTS = 64  # of a request
@@ -21,10 +22,8 @@ _TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
 _DIGITS = 6  # of recorded numbers
 
 
-class EmbeddingsSpec(BaseModel):
+class EmbeddingsSpec(Frozen):
     """A server of embeddings, which `rerank` then uses in place of BM25."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(description="URL of an OpenAI-compatible server, with or without /v1")
     model: str = Field(description="the model's name on the server")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.builtin.tool_calls import Answer
 from perilune.environments.builtin.tools import SandboxSpec
@@ -27,12 +27,11 @@ from perilune.environments.search.embeddings import Embeddings, EmbeddingsSpec
 from perilune.environments.search.index import index_of
 from perilune.environments.search.stack import SearchStack
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 
-class SearchSpec(BaseModel):
+class SearchSpec(Frozen):
     """The environment section of a recipe, for `id: search`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["search"] = Field("search", description="id of the environment")
     tasks: TasksSection = Field(

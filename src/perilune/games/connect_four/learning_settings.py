@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 
-class LearningSettings(BaseModel):
+class LearningSettings(Frozen):
     """Settings of self-play training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     channels: int = Field(64, ge=1, description="channels of the network's convolution")
     hidden: int = Field(256, ge=1, description="width of the network's layers")

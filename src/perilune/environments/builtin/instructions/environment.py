@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, mentioned
 from perilune.environments.builtin.instructions.right_answer import write_answer
@@ -19,6 +19,7 @@ from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, REQ
 from perilune.environments.core.protocol import Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.splits import new_draws
+from perilune.frozen import Frozen
 
 KindName = Literal[
     "min_words", "max_words", "sentences", "keywords", "forbidden", "frequency", "bullets", "json", "title",
@@ -27,10 +28,8 @@ KindName = Literal[
 SOUND = "sound"  # the term of an answer that is about the topic, short, and no echo
 
 
-class InstructionsSpec(BaseModel):
+class InstructionsSpec(Frozen):
     """The environment section of a recipe, for `id: instructions`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["instructions"] = Field("instructions", description="id of the environment")
     constraints: int = Field(3, ge=1, le=3, description="most constraints of a request")

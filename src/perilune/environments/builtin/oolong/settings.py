@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 Group = Literal["counting", "user", "temporal", "pairs"]
 Style = Literal["natural", "compact"]
@@ -13,10 +15,8 @@ FEWEST_LINES = 8  # fewer could repeat a context by chance
 Length = Annotated[int, Field(ge=FEWEST_LINES, le=4_000_000)]
 
 
-class OolongSettings(BaseModel):
+class OolongSettings(Frozen):
     """The settings that determine context and questions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lengths: tuple[Length, ...] = Field(
         (32,), min_length=1, description="lengths of contexts; each task draws one of them"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from perilune.frozen import Frozen
 
 
-class TripSettings(BaseModel):
+class TripSettings(Frozen):
     """The settings that determine how hard a trip is to plan."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     places: int = Field(4, ge=1, le=26, description="places to choose from; more than 10 need OR-Tools")
     visits: int = Field(2, ge=1, le=26, description="minimum number of places to visit")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 Keys = Annotated[int, Field(ge=1, le=26)]
 
 
-class WideLookupSpec(BaseModel):
+class WideLookupSpec(Frozen):
     """The environment section of a recipe, for `id: wide_lookup`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["wide_lookup"] = Field("wide_lookup", description="id of the environment")
     keys: tuple[Keys, ...] = Field(

@@ -15,7 +15,7 @@ _REVERSED = {">": "<", r"\ge": r"\le"}
 _RELATIONS = frozenset({"=", "<", r"\le", *_REVERSED})
 _SIGNS = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
 _MULTIPLES = frozenset({"hundred", "thousand", "million", "billion", "trillion", "dozen"})
-_NAME = re.compile(r"\\?[^\W\d_]+(?:_\{?\w+\}?)?(?:\([^\W\d_]\))?")
+_NAME = re.compile(r"\\?[^\W\d_]+(?:_\w+)?(?:\([^\W\d_]\))?")
 _INFINITY = Token("symbol", r"\infty")
 
 Tokens = Sequence[Token]

@@ -138,8 +138,10 @@ class _Parser:
             return Node(text)
         if kind != "symbol" or not (text.isalpha() or text in _GREEK):
             raise NotAnExpressionError(f"unexpected {text or 'end'}")
-        index = f"_{self._index()}" if self.take("_") else ""
-        return Node("variable", value=text + index)
+        if self.take("_"):
+            text += "_" + self.next.text
+            self._place += 1
+        return Node("variable", value=text)
 
     def _command(self, name: str) -> Node:
         if name == r"\sqrt":
@@ -151,16 +153,6 @@ class _Parser:
         exponent = self.argument() if self.take("^") else None
         node = Node(name, (self.signed(), *base))
         return node if exponent is None else Node("^", (node, exponent))
-
-    def _index(self) -> str:
-        if not self.take("{"):
-            self._place += 1
-            return self._tokens[self._place - 1].text if self._place <= len(self._tokens) else ""
-        begin = self._place
-        while self.next not in (_END, Token("symbol", "}")):
-            self._place += 1
-        self._place += 1
-        return "".join(one.text for one in self._tokens[begin : self._place - 1])
 
 
 def _whole_number(node: Node) -> int | None:

@@ -29,6 +29,7 @@ _REWRITES = tuple(
         (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
         (r"([<>])=", lambda found: r"\le " if found[1] == "<" else r"\ge "),
         (r"\*\*", "^"),
+        (r"_\s*\{\s*(\w+)\s*\}", r"_\1 "),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])", r"\1*10^{\2}"),
         (r"\\(?=%)", ""),
         (rf"(?<![\\a-zA-Z])(sqrt(?=\W)|(?:{_NAMES})(?![a-zA-Z]))", r"\\\1"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
@@ -17,14 +17,13 @@ from perilune.environments.search.corpus import Corpus
 from perilune.environments.search.facts.questions import KINDS, Kind, answer, draw_question, write_question
 from perilune.environments.search.facts.world import MOST_COMPANIES, Style, corpus_of, draw_world
 from perilune.files import canonical_json, sha256_bytes
+from perilune.frozen import Frozen
 
 MARK = ";"
 
 
-class FactsSpec(BaseModel):
+class FactsSpec(Frozen):
     """The environment section of a recipe, for `id: facts`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: Literal["facts"] = Field("facts", description="id of the environment")
     companies: int = Field(
