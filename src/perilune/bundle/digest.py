@@ -137,7 +137,7 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
             path = path.resolve()
             if not path.is_file() or not any(path.is_relative_to(home) for home in homes):
                 raise RequestError(
-                    f"the link {relative} leads out of the input or nowhere: {path}",
+                    f"the link {relative} points outside the input or to nothing: {path}",
                     where=str(source),
                     remedy="replace the link by the file",
                 )

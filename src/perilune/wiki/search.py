@@ -39,7 +39,7 @@ class Reply:
     """A model's answer.
 
     Attributes:
-        unsupported: numbers in it that stand in no passage.
+        unsupported: numbers in it that no passage contains.
     """
 
     text: str

@@ -164,7 +164,7 @@ def ask(
             echo(f"[{place}] {one.page}.md")
     if unsupported:
         raise WorkFailedError(
-            f"numbers in the answer stand in no passage: {', '.join(unsupported)}",
+            f"the answer has numbers that no passage contains: {', '.join(unsupported)}",
             remedy="do not trust this answer; ask more precisely",
         )
     if file and found:

@@ -125,7 +125,7 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
             return f"bpe, {most}, trained on the data of the stage that makes the model"
         case "bytes":
             return f"bytes; {foreign_character(recipe) or 'set in the recipe'}"
-    return "characters; the texts that were looked at are printable ASCII"
+    return "one token per character; all sampled texts are printable ASCII"
 
 
 def print_estimate(
