@@ -28,6 +28,18 @@ def test_a_walk_over_the_ice_is_told_and_paid():
     assert environment.score(task, Transcript(moves[-1], earlier=moves[:-1])).reward == 1.0
 
 
+@pytest.mark.parametrize("game", ["CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])
+def test_no_move_is_worse_than_an_illegal_one(game):
+    environment = make_environment(section(game))
+    task = next(environment.tasks("train", 0))
+    session, played = environment.reset(task, 0), 0.0
+    while not session.observation.done:
+        played += session.step(session.observation.legal[0]).rewards[0]
+    stalled = environment.score(task, Transcript("", earlier=("fly",) * 11))
+    assert stalled.reward < played
+    assert environment.reset(task, 0).step("up", finished=False).rewards[0] < 0
+
+
 def test_cards_follow_the_seed():
     environment = make_environment(section("Blackjack-v1"))
     task = next(environment.tasks("train", 0))

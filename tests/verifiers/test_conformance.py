@@ -22,7 +22,6 @@ def broken(name):
     "section",
     [
         {"id": "calculator"},
-        {"id": "calculator", "digits": 4, "products": 3, "turns": 9},
         {"id": "reasoning_gym", "task": "chain_sum", "prompt": "compact"},
         broken("Sound"),
         broken("TwoPlayers"),

@@ -22,21 +22,24 @@ from perilune.frozen import Frozen
 _MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
 
 Game = Literal["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]
-_WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
+_GAMES: dict[str, tuple[str, tuple[str, ...], float]] = {  # rules, moves, and the least reward of a move
     "FrozenLake-v1": (
         "Walk from S to G over frozen tiles F; holes H end it. The ice is slippery. [] is where you are.",
         ("left", "down", "right", "up"),
+        0.0,
     ),
     "CliffWalking-v1": (
         "Walk from x at the lower left to T at the lower right, around the cliff C, which costs 100.",
         ("up", "right", "down", "left"),
+        -100.0,
     ),
     "Taxi-v4": (
         "Drive the taxi to the passenger, pick up, drive where the passenger wants to go, and drop off."
         " | is a wall; [] is the taxi.",
         ("south", "north", "east", "west", "pickup", "dropoff"),
+        -10.0,
     ),
-    "Blackjack-v1": ("Blackjack: come nearer to 21 than the dealer, and not above.", ("stick", "hit")),
+    "Blackjack-v1": ("Blackjack: come nearer to 21 than the dealer, and not above.", ("stick", "hit"), -1.0),
 }
 
 
@@ -52,7 +55,8 @@ class GymnasiumSpec(Frozen):
 
 
 class GymnasiumEnvironment(MultiTurn):
-    """One Gymnasium game. Rewards are Gymnasium's own; an illegal move changes nothing and has reward 0.
+    """One Gymnasium game. Rewards are Gymnasium's own. An illegal move changes nothing and has the least
+    reward of a move, so that it is never better than to play.
 
     Raises:
         RequestError: if Gymnasium is not installed, or the game has no such setting.
@@ -60,18 +64,19 @@ class GymnasiumEnvironment(MultiTurn):
 
     Spec = GymnasiumSpec
     family_field = "game"
+    cut_off = ""  # illegal
 
     def __init__(self, spec: GymnasiumSpec) -> None:
         self.spec = spec
         self.id = f"gymnasium/{spec.game}"
         self.max_turns = spec.turns
-        self._rules, self._moves = _WORDS[spec.game]
+        self._rules, self._moves, self._least = _GAMES[spec.game]
         self._make_game().close()
 
     @staticmethod
     def families() -> tuple[str, ...]:
         """Names of the games, sorted."""
-        return tuple(sorted(_WORDS))
+        return tuple(sorted(_GAMES))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end; each has its own random seed."""
@@ -93,7 +98,7 @@ class GymnasiumEnvironment(MultiTurn):
                     legal=self._moves,
                 )
                 if move.strip() not in self._moves:
-                    reward, illegal = 0.0, illegal + 1
+                    reward, illegal = self._least, illegal + 1
                     continue
                 state, reward, terminated, truncated, _ = game.step(self._moves.index(move.strip()))
                 reward, ended = float(reward), terminated or truncated
