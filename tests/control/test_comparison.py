@@ -9,7 +9,14 @@ from statistics import fmean
 import pytest
 from drill_cases import Command
 
-from perilune.control.queries.comparison import compare_experiments, describe_difference, lower_is_better
+from perilune.control.queries.comparison import (
+    ABSENT,
+    Arm,
+    _differing,
+    compare_experiments,
+    describe_difference,
+    lower_is_better,
+)
 from perilune.control.record.store import Attempt, Run, Stage
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, register_experiment
@@ -148,6 +155,15 @@ def test_tasks_that_every_seed_repeats_are_told(control: Control) -> None:
     found = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
     assert found.arms[1].difference is not None and found.arms[1].difference.task_count == 4
     assert any("mostly the same held-out tasks" in note for note in found.notes)
+
+
+def test_a_missing_stage_and_another_environment_are_one_setting_each() -> None:
+    sums = {"environment.id": "calculator", "environment.digits": 2, "sft.task": "sft", "sft.steps": 20}
+    words = {"environment.id": "jsonl", "environment.path": "a.jsonl", "sft.task": "sft", "sft.steps": 40}
+    before = {"before.task": "evaluate", "before.tasks": 64}
+    first, second = _differing([Arm("a", sums | before, (), None), Arm("b", words, (), None)])
+    assert list(first.settings) == ["environment.id", "sft.steps", "before.task"]
+    assert second.settings["before.task"] == ABSENT
 
 
 def test_other_figures_have_their_own_direction(control: Control) -> None:

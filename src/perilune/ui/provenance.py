@@ -132,19 +132,11 @@ def _commands(stages: Sequence[StageView]) -> str:
             continue
         lines += [
             f"# {stage.name}",
-            f"perilune bundle verify {_location(stage.attempt_dir)}",
+            f"perilune bundle verify {stage.run_id}",
             f"perilune reproduce {stage.run_id}",
             "",
         ]
     return "\n".join(lines).rstrip()
-
-
-def _location(attempt: Path) -> str:
-    """The path of the attempt from the home directory, or its name if it is not in a home."""
-    parts = attempt.absolute().parts
-    if len(parts) > 4 and parts[-2] == "attempts" and parts[-4] == "runs":
-        return f'"${{PERILUNE_HOME:-$HOME/.perilune}}"/{"/".join(parts[-4:])}'
-    return attempt.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ def next_steps(document: Mapping[str, Any], again: str) -> str:
         ("run with another seed", f"{again} --seed {document['seed'] + 1}"),
         *(("repeat it over three seeds", command) for command in _sweep_command(document, again)),
         ("reproduce it bit for bit", f"perilune reproduce {trained['run']}"),
-        ("check the files", f"perilune bundle verify {document['bundles'][trained['name']]}"),
+        ("check the files", f"perilune bundle verify {trained['run']}"),
         *([("list more environments", "perilune environments list")] if answered else []),
     ]
     return "\n".join(["Next:", *(f"  {purpose:<26} {command}" for purpose, command in lines)])

@@ -270,6 +270,7 @@ def _differing(arms: Sequence[Arm]) -> list[Arm]:
     """The arms with only the settings that differ, and labels made of them."""
     every = dict.fromkeys(key for arm in arms for key in arm.settings)
     keys = [key for key in every if len({canonical_json(arm.settings.get(key, ABSENT)) for arm in arms}) > 1]
+    keys = [key for key in keys if not _is_detail(key, keys, arms)]
     labelled = []
     for number, arm in enumerate(arms, start=1):
         settings = {key: arm.settings.get(key, ABSENT) for key in keys}
@@ -278,6 +279,15 @@ def _differing(arms: Sequence[Arm]) -> list[Arm]:
             label = f"{arm.label} ({number})"
         labelled.append(replace(arm, label=label, settings=settings))
     return labelled
+
+
+def _is_detail(key: str, differing: Sequence[str], arms: Sequence[Arm]) -> bool:
+    """Whether a key adds nothing: its stage is missing in an arm, or its environment is another one."""
+    part, _, name = key.rpartition(".")
+    if part.partition(".")[0] == "environment":
+        return "environment.id" in differing and key not in ("environment.id", "environment.task")
+    task = f"{key.partition('.')[0]}.task"
+    return name != "task" and task in differing and any(task not in arm.settings for arm in arms)
 
 
 def _shown(value: Any) -> str:

@@ -205,8 +205,8 @@ def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Templat
     path = Path(name) if name.endswith(".yaml") else folder(home) / f"{name}.yaml"
     if not path.exists() and name not in BUILT_IN:
         raise RequestError(
-            f"no template is called '{name}'",
-            where=str(folder(home)),
+            "no such file" if name.endswith(".yaml") else f"no template is called '{name}'",
+            where=name if name.endswith(".yaml") else str(folder(home)),
             remedy=nearest(name, template_names(home)),
         )
     if not path.exists():
