@@ -21,7 +21,7 @@ def test_a_walk_over_the_ice_is_told_and_paid():
     task = next(environment.tasks("train", 0))
     session = environment.reset(task, 0)
     assert session.observation.messages[0]["content"] == "[S]FFF\nFHFH\nFFFH\nHFFG\n"
-    moves = ("down", "fly", "down", "right", "right", "down", "right")
+    moves = (" down\n", "down   ", "down", "right", "right", "down", "right")
     seen = [session.step(move) for move in moves]
     assert seen[0].messages[0]["content"] == seen[1].messages[0]["content"] == "SFFF\n[F]HFH\nFFFH\nHFFG\n"
     assert seen[-1].done and seen[-1].rewards == (1.0,) and seen[-1].metrics["illegal"] == 1.0

@@ -97,12 +97,15 @@ def test_cards_follow_the_seed_and_stay_one_s_own():
         assert seen[-1].rewards == ((1.0, -1.0) if mine > theirs else (-1.0, 1.0))
 
 
-@pytest.mark.parametrize(("policy", "rewards"), [("loses", (1.0, -1.0)), ("ends", ())])
-def test_an_illegal_move_costs_what_the_setting_says(policy, rewards):
+@pytest.mark.parametrize(
+    ("policy", "move", "rewards"),
+    [("loses", "1,1", (1.0, -1.0)), ("loses", "0,0   ", (1.0, -1.0)), ("ends", "1,1", ())],
+)
+def test_an_illegal_move_costs_what_the_setting_says(policy, move, rewards):
     environment = make_environment(section("tic_tac_toe", illegal_move=policy))
     session = environment.reset(first(environment), 0)
-    session.step("1,1")
-    ended = session.step("1,1")
+    session.step(" 1,1\n")
+    ended = session.step(move)
     assert ended.done and ended.rewards == rewards and ended.metrics["illegal"] == 1.0
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, unpadded
 from perilune.environments.core.protocol import Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import numbered_ids
@@ -106,7 +106,7 @@ class OpenSpielEnvironment(MultiTurn):
         """The policy's action; None for an illegal move."""
         text, moves = self.describe(match.state, match.player)
         move = yield ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
-        return moves.get(move.strip())
+        return moves.get(unpadded(move))
 
     def describe(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
         """The text of a pyspiel state for the player to move, and the legal moves by their text."""

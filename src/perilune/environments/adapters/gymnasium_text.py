@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, unpadded
 from perilune.environments.core.protocol import Split, Task
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
@@ -97,10 +97,10 @@ class GymnasiumEnvironment(MultiTurn):
                     metrics={"illegal": float(illegal)},
                     legal=self._moves,
                 )
-                if move.strip() not in self._moves:
+                if unpadded(move) not in self._moves:
                     reward, illegal = self._least, illegal + 1
                     continue
-                state, reward, terminated, truncated, _ = game.step(self._moves.index(move.strip()))
+                state, reward, terminated, truncated, _ = game.step(self._moves.index(unpadded(move)))
                 reward, ended = float(reward), terminated or truncated
             yield end_episode(reward, metrics={"illegal": float(illegal)})
         finally:

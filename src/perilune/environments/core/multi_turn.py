@@ -140,3 +140,11 @@ def end_episode(
 ) -> Observation:
     """End the episode with one reward per player for the last action, player 0 first."""
     return Observation(rewards=rewards, terms=terms or {}, metrics=metrics or {}, done=True)
+
+
+def unpadded(move: str) -> str:
+    """A move without up to two characters of space around it. With more space the move is illegal, since
+    a losing player could use up the tokens of the episode with it.
+    """
+    bare = move.strip()
+    return bare if len(move) <= len(bare) + 2 else move
