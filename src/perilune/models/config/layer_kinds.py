@@ -101,28 +101,27 @@ class Latent:
 
     def flaw(self) -> str | None:
         """Why no such attention is possible; None when it is."""
-        sizes = ["rank", "rotary_size", "key_size", "value_size"]
-        return not_positive(self, sizes + ["query_rank"] * (self.query_rank is not None), "latent.")
+        sizes = [*_LATENT_KEYS, *["query_rank"] * (self.query_rank is not None)]
+        return not_positive(self, sizes, "latent.")
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of config.json."""
-        return {
-            "kv_lora_rank": self.rank,
-            "q_lora_rank": self.query_rank,
-            "qk_rope_head_dim": self.rotary_size,
-            "qk_nope_head_dim": self.key_size,
-            "v_head_dim": self.value_size,
-            "rope_interleave": self.interleaved,
-        }
+        sizes = {key: getattr(self, name) for name, key in _LATENT_KEYS.items()}
+        return {**sizes, "q_lora_rank": self.query_rank, "rope_interleave": self.interleaved}
+
+
+_LATENT_KEYS = {
+    "rank": "kv_lora_rank",
+    "rotary_size": "qk_rope_head_dim",
+    "key_size": "qk_nope_head_dim",
+    "value_size": "v_head_dim",
+}
 
 
 def read_latent(read: Reader, options: Collection[str]) -> Latent:
     """The sizes of latent attention."""
     return Latent(
-        rank=read.count("kv_lora_rank"),
-        rotary_size=read.count("qk_rope_head_dim"),
-        key_size=read.count("qk_nope_head_dim"),
-        value_size=read.count("v_head_dim"),
+        **{name: read.count(key) for name, key in _LATENT_KEYS.items()},
         query_rank=None if read.raw.get("q_lora_rank") is None else read.count("q_lora_rank"),
         interleaved="rope_interleave" not in options or read.boolean("rope_interleave", True),
     )
@@ -153,7 +152,7 @@ class DeltaRule:
 
     def flaw(self) -> str | None:
         """Why no such layers are possible; None when they are."""
-        if flaw := not_positive(self, ("key_heads", "heads", "key_size", "value_size", "taps"), "delta."):
+        if flaw := not_positive(self, _DELTA_KEYS, "delta."):
             return flaw
         if self.heads % self.key_heads:
             return f"{self.heads} value heads cannot share {self.key_heads} key heads evenly"
@@ -162,14 +161,17 @@ class DeltaRule:
     def to_hf(self, layers: int) -> dict[str, Any]:
         """The keys of the config.json of a model with `layers` layers."""
         linear = [layer in self.layers for layer in range(layers)]
-        return {
-            "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
-            "linear_num_key_heads": self.key_heads,
-            "linear_num_value_heads": self.heads,
-            "linear_key_head_dim": self.key_size,
-            "linear_value_head_dim": self.value_size,
-            "linear_conv_kernel_dim": self.taps,
-        }
+        kinds = ["linear_attention" if one else "full_attention" for one in linear]
+        return {"layer_types": kinds, **{key: getattr(self, name) for name, key in _DELTA_KEYS.items()}}
+
+
+_DELTA_KEYS = {
+    "key_heads": "linear_num_key_heads",
+    "heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
 
 
 def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
@@ -183,11 +185,7 @@ def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
         raise read.wrong("layer_types", "give full_attention or linear_attention for each layer, and both")
     return DeltaRule(
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
-        key_heads=read.count("linear_num_key_heads"),
-        heads=read.count("linear_num_value_heads"),
-        key_size=read.count("linear_key_head_dim"),
-        value_size=read.count("linear_value_head_dim"),
-        taps=read.count("linear_conv_kernel_dim"),
+        **{name: read.count(key) for name, key in _DELTA_KEYS.items()},
     )
 
 

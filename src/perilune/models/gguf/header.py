@@ -69,9 +69,7 @@ class GgufHeader:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A non-negative integer of the metadata."""
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise self._missing(key)
+        value: int = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self._wrong(key, "a non-negative integer")
         return value
@@ -82,18 +80,14 @@ class GgufHeader:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise self._missing(key)
+        value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self._wrong(key, "a number above 0")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string of the metadata."""
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise self._missing(key)
+        value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a string")
         return value
@@ -107,15 +101,16 @@ class GgufHeader:
 
     def array(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
         """An array whose items are all of type `kind`."""
-        value = self.metadata.get(key)
-        if value is None:
-            raise self._missing(key)
+        value = self._value(key)
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             raise self._wrong(key, "an array of the right type")
         return value
 
-    def _missing(self, key: str) -> RequestError:
-        return self.error(f"the metadata has no {key}", "convert the model again with a newer llama.cpp")
+    def _value(self, key: str, default: Any = None) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise self.error(f"the metadata has no {key}", "convert the model again with a newer llama.cpp")
+        return value
 
     def _wrong(self, key: str, needed: str) -> RequestError:
         return self.error(f"{key} in the metadata is {str(self.metadata[key])[:40]!r}, not {needed}")
