@@ -189,15 +189,18 @@ def test_the_library_is_built_once_and_again_when_it_is_broken(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = build._compiler()
     assert compiler is not None
+    unit = tmp_path / "seven.c"  # the kernels themselves take 20 seconds
+    unit.write_text("int seven(void) { return 7; }")
     folder = tmp_path / "perilune" / "kernels"
-    broken = folder / f"{build._digest(compiler, build._KERNELS)}.so"
+    broken = folder / f"{build._digest(compiler, unit)}.so"
     folder.mkdir(parents=True, mode=0o700)
     broken.write_bytes(b"not a library")
-    first = build.compiled.__wrapped__(build._KERNELS)
+    first = build.compiled.__wrapped__(unit)
     assert isinstance(first.library, ctypes.CDLL)
+    assert first.library.seven() == 7
     (made,) = folder.iterdir()
     changed = made.stat().st_mtime_ns
-    assert build.compiled.__wrapped__(build._KERNELS).reason == str(made)
+    assert build.compiled.__wrapped__(unit).reason == str(made)
     assert made.stat().st_mtime_ns == changed
 
 
