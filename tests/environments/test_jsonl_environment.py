@@ -175,6 +175,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     ("match", "answer", "right", "wrong"),
     [
         ("exact", "Paris", ["Paris", " Paris\n"], ["paris", "Paris.", "in Paris", ""]),
+        ("exact", "caf\u00e9", ["cafe\u0301"], ["cafe", "caf\u0435\u0301"]),
         ("number", "1000", ["1,000", "so it is 1000.0", "2 or 1000"], ["1000 2", "001000", "1e3", "x1000"]),
         ("number", "-0.5", ["-0.50", "= -0.5."], ["0.5", "-5"]),
         ("number", "2", ["4/2 = 2", "2 km/h", "2^\\circ"], ["1/2", r"\frac{1}{2}", "3^2", r"\sqrt{2}"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal
 from typing import Literal
 
@@ -22,25 +23,24 @@ _NUMBER = re.compile(
 def matches(match: Match, output: str, answer: str) -> bool:
     """Whether `output` gives `answer`.
 
-    * "exact": equal, apart from surrounding whitespace.
+    * "exact": equal, apart from surrounding whitespace; accents may be characters of their own.
     * "number": the last number in the output equals the last number in the answer; 1,000 equals 1000.0.
     * "math": the whole output is equal to the answer as mathematics (`mathematics.is_equal`).
     * "contains": the answer occurs as whole words, in any case.
     * "regex": the answer is a regular expression that matches the whole output, apart from surrounding
       whitespace.
     """
-    output = output.strip()
+    if match == "regex":
+        return re.fullmatch(answer, output.strip()) is not None
+    output, answer = (unicodedata.normalize("NFC", text.strip()) for text in (output, answer))
     if match == "exact":
-        return output == answer.strip()
+        return output == answer
     if match == "number":
         expected = last_number(answer)
         return expected is not None and last_number(output) == expected
     if match == "math":
         return is_equal(output, answer)
-    if match == "contains":
-        words = re.escape(answer.strip())
-        return re.search(rf"(?<!\w){words}(?!\w)", output, re.IGNORECASE) is not None
-    return re.fullmatch(answer, output) is not None
+    return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", output, re.IGNORECASE) is not None
 
 
 def last_number(text: str) -> Decimal | None:
