@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from browser_cases import CHROMIUM
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -39,26 +38,23 @@ def test_the_page_is_self_contained_and_escapes_names(page: Path) -> None:
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_draws_it_without_the_network(page: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+def test_a_browser_draws_it_without_the_network(browser: Any, page: Path) -> None:
     wrong, requests = [], []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        tab = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
-        tab.on("console", lambda message: wrong.append(message.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.goto(page.as_uri())
-        assert tab.locator("#models svg").count() == 3
-        assert tab.locator("#models h3").nth(2).inner_text() == HOSTILE
-        tab.fill("input[type=search]", "moe")
-        assert tab.locator("#models h3").all_inner_texts() == ["gpt-oss 20B"]
-        tab.select_option("[aria-label='Second model']", label="gpt-oss 20B")
-        assert "771 MiB" in tab.locator("#compare table").inner_text()
-        light = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-        tab.set_viewport_size({"width": 390, "height": 800})
-        tab.emulate_media(color_scheme="dark")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
-        browser.close()
+    tab = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    tab.on("console", lambda message: wrong.append(message.text))
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.goto(page.as_uri())
+    assert tab.locator("#models svg").count() == 3
+    assert tab.locator("#models h3").nth(2).inner_text() == HOSTILE
+    tab.fill("input[type=search]", "moe")
+    assert tab.locator("#models h3").all_inner_texts() == ["gpt-oss 20B"]
+    tab.select_option("[aria-label='Second model']", label="gpt-oss 20B")
+    assert "771 MiB" in tab.locator("#compare table").inner_text()
+    light = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    tab.set_viewport_size({"width": 390, "height": 800})
+    tab.emulate_media(color_scheme="dark")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    tab.close()
     assert (wrong, requests) == ([], [page.as_uri()])

@@ -9,25 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
+from browser_cases import needs_browser
 from live_home import LiveHome, pages, training, wait_for
-from test_report_browser import ARGUMENTS, CHROMIUM, PAYLOADS
+from test_report_browser import PAYLOADS
 
 from perilune.ui.live.app import LIST_SCRIPTS
 from perilune.ui.report import render_page
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield chromium
-        chromium.close()
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +56,12 @@ def told(page: Any, status: str, finding: str) -> None:
 WIDE = """() => [...document.querySelectorAll("body *")]
   .filter((one) => one.getBoundingClientRect().right > 391 && !one.closest("#nav, .scroll, svg, .skip"))
   .map((one) => `${one.tagName} ${one.className}`)"""
+FORGET_LENGTH = """() => {
+  const rl = Data.training.find((one) => one.stage === "rl");
+  delete rl.columns.length;
+  rl.charts = rl.charts.filter((one) => one.key !== "length");
+  Course.update("rl");
+}"""
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
@@ -87,6 +82,11 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
     page.evaluate("window.before = document.getElementById('curves').innerHTML")
     until(page, "document.getElementById('curves').innerHTML !== window.before")
     assert drawn.count() == 1
+    page.evaluate(FORGET_LENGTH)
+    assert drawn.count() == 0
+    until(
+        page, "document.querySelector('[data-chart=\"rl-length\"]')"
+    )  # the chart of a column that arrived late
 
     page.locator(".episode").nth(1).click()  # the address names what is read
     place = page.evaluate("location.hash")
