@@ -22,6 +22,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import load_for_inference
+from perilune.weights.checkpoint import tensors_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -139,6 +140,8 @@ def test_experts_of_gpt_oss(tmp_path: Path, dtype: torch.dtype) -> None:
     save_checkpoint(tmp_path / "saved", load_decoder(folder), Tokenizer.characters())
     check_loads_as(tmp_path / "saved", expected, dtype)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    wanted = {EXPERTS: {"dtype": "float32", "shape": list(expected[EXPERTS].shape)}}
+    assert torch.equal(tensors_of(folder, wanted)[EXPERTS], expected[EXPERTS])  # sent to a server
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -173,11 +176,12 @@ def test_layers_of_multi_token_prediction_are_skipped_and_counted(
         f"{place}eh_proj.weight_scale_inv": torch.ones(4, 8),
         f"{place}enorm.weight": torch.ones(64),
     }
-    check_loads_as(write(tmp_path, raw, state | extra), state, torch.float32)
-    said = f"{tmp_path}/config.json: skipping 3 tensors for multi-token prediction"
+    fp8 = raw | {"quantization_config": FP8}
+    check_loads_as(write(tmp_path, fp8, state | extra), state, torch.float32)
+    said = f"{tmp_path}/config.json: skipping 2 tensors for multi-token prediction"
     assert capsys.readouterr().err.count(said) == 2
     if raw is not QWEN_NEXT:
-        write(tmp_path, raw | {"num_nextn_predict_layers": 0}, state | extra)
+        write(tmp_path, fp8 | {"num_nextn_predict_layers": 0}, state | extra)
         with pytest.raises(RequestError, match=r"layers\.2\.\w+\.weight is not part of this architecture"):
             load_decoder(tmp_path)
 

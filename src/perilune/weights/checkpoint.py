@@ -11,7 +11,8 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
+from perilune.models.checkpoints.quantised import unquantised_tensors
+from perilune.models.checkpoints.tensors import read_tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -25,7 +26,7 @@ def tensors_of(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[st
     Raises:
         RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape.
     """
-    stored = stored_tensors(CheckpointFolder(folder))
+    stored = unquantised_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
         if name not in stored or list(stored[name].shape) != form["shape"]:
             raise RequestError(

@@ -20,10 +20,9 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
 from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_part
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.quantised import with_quantised
-from perilune.models.checkpoints.tensors import Stored, read_tensors, stored_tensors
+from perilune.models.checkpoints.quantised import unquantised_tensors
+from perilune.models.checkpoints.tensors import Stored, read_tensors
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
-from perilune.models.config.quantisation import read_quantisation
 from perilune.models.config.reader import Reader
 from perilune.models.decoder import Decoder
 from perilune.models.store import model_folder
@@ -189,8 +188,7 @@ def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dic
     """
     folder = CheckpointFolder(Path(path))
     config, read = _config(folder)
-    stored = _without_mtp(stored_tensors(folder), config, read)
-    stored = with_quantised(stored, read_quantisation(read), path)
+    stored = _without_mtp(unquantised_tensors(folder), config, read)
     _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}

@@ -10,9 +10,7 @@ The conversion is that of transformers, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from perilune.errors import RequestError
-from perilune.models.checkpoints.tensors import Stored
-from perilune.models.config.quantisation import Quantisation
+from perilune.files import read_json
+from perilune.models.checkpoints.folder import CheckpointFolder
+from perilune.models.checkpoints.tensors import Stored, stored_tensors
+from perilune.models.config.quantisation import Quantisation, read_quantisation
+from perilune.models.config.reader import Reader
 
 _BLOCK = 32  # numbers that share a scale in MXFP4
 _BIAS = 127  # of the exponent in its scale
@@ -52,17 +53,19 @@ class QuantisedTensor(Stored):
         return from_mxfp4(values, scales) if self.block is None else from_fp8(values, scales, self.block)
 
 
-def with_quantised(
-    stored: Mapping[str, Stored], quantisation: Quantisation | None, path: Path
-) -> dict[str, Stored]:
-    """`stored` with each quantised tensor as one, under its name in the unquantised checkpoint.
+def unquantised_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
+    """`stored_tensors` with each quantised tensor as one, under its name in the unquantised checkpoint.
 
     Raises:
-        RequestError: naming a tensor whose scales are missing, or have another shape or dtype.
+        RequestError: as `stored_tensors` and `read_quantisation`; naming a tensor whose scales are missing,
+            or have another shape or dtype.
     """
-    found = dict(stored)
+    file = folder.file("config.json")
+    quantisation = read_quantisation(Reader(read_json(file), str(file)))
+    stored = stored_tensors(folder)
     if quantisation is None:
-        return found
+        return stored
+    found = dict(stored)
     mxfp4 = quantisation.method == "mxfp4"
     of_values, of_scales = ("_blocks", "_scales") if mxfp4 else ("", "_scale_inv")
     for values in stored.values():
@@ -71,7 +74,8 @@ def with_quantised(
         name = values.name.removesuffix(of_values)
         scales = stored.get(name + of_scales)
         if scales is None:
-            raise RequestError(f"tensor {name}{of_scales}, for {values.name}, is missing", where=str(path))
+            missing = f"tensor {name}{of_scales}, for {values.name}, is missing"
+            raise RequestError(missing, where=str(folder.path))
         del found[values.name], found[scales.name]
         found[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantisation)
     return found
