@@ -35,7 +35,7 @@ def explain(target: RunOrExperiment, as_json: Json = False) -> None:
     if as_json:
         print_json(explanation_document(run, explanation))
         return
-    echo(f"{run.stage} is {explanation.state}")
+    echo(f"{run.stage}: {explanation.state}")
     for line in explanation_lines(explanation):
         echo(wrapped(line) if not line.startswith("  try") else line)
 
