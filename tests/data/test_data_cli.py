@@ -109,6 +109,13 @@ def generated(folder, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_of_a_conversation_it_says_how_to_make_a_record(tmp_path, column):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({column: []}) + "\n")
+    with pytest.raises(RequestError, match=r"chats\.jsonl:1: .*not a record(.|\n)*perilune data convert FILE"):
+        run(tmp_path / "chats.jsonl")
+
+
 def test_a_teacher_writes_records_and_what_is_refused_is_set_aside(tmp_path):
     told = ("--option", "keep=won", "--strategy", "random=1.0", "-n", "12", "--json")
     result = generated(tmp_path / "a", *told)

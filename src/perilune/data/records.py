@@ -173,6 +173,12 @@ def record_of(value: Mapping[str, Any], where: str) -> TraceRecord:
     Raises:
         RequestError: when the row is not a record, naming `where` and the field.
     """
+    if "digest" not in value and {"messages", "conversations"} & value.keys():
+        raise RequestError(
+            "the row is a conversation, not a record",
+            where=where,
+            remedy="perilune data convert FILE --to records --score 1 --out records.jsonl",
+        )
     row = check_fields(value, where, TraceRecord.__slots__, optional=("provenance", "details"))
     check_messages(row, "messages", where, weights=True)
     if row["messages"][-1]["role"] != "assistant":
