@@ -81,6 +81,11 @@ def test_what_does_not_exist_is_refused(
     assert re.match(where, found.value.where)
 
 
+def test_a_run_counts_its_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="held-out tasks, and the stage needs 500"):
+        derive(loaded(tmp_path, tasks=500))
+
+
 def test_a_score_that_raises_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import shown
-from perilune.cli.train.plan_checks import check_job, check_texts
+from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.recipe.schema import job_for
@@ -47,6 +47,7 @@ def derive(recipe: Recipe, template: Template | None = None, *, check: bool = Fa
             if template is None:
                 require_device(job.resources)
             figures = dict(load_plugin(stage.task).plan(job))
+            check_heldout(job)
             if check:
                 figures |= {f"warning {index}": text for index, text in enumerate(check_job(job), 1)}
             for need in figures.values():

@@ -1,6 +1,7 @@
-"""What a recipe cannot do, found by `perilune run --plan` before any work starts.
+"""What a recipe cannot do, found before any work starts.
 
-These checks make tasks, ask teachers and score answers, which takes seconds, so only the dry run does them.
+Every run counts its held-out tasks. The other checks ask teachers and score answers, which takes seconds, so
+only `perilune run --plan` does them.
 """
 
 from __future__ import annotations
@@ -54,17 +55,29 @@ def _require_tokens(lacking: str | None) -> None:
         raise RequestError(f"the model's tokenizer has {lacking}", where="model", remedy=ANY_TEXT)
 
 
+def check_heldout(job: Job) -> None:
+    """Refuse a stage whose environment has fewer held-out tasks than the stage needs.
+
+    Raises:
+        RequestError: naming the key to lower.
+    """
+    for key, section, count in () if _standalone(job) else _heldout(job):
+        _require_tasks(key, section, "heldout", count, job.seed)
+
+
+def _standalone(job: Job) -> bool:
+    return not job.environment or getattr(load_plugin(job.task), "standalone", False)
+
+
 def check_job(job: Job) -> list[str]:
     """Warnings about the job of a stage.
 
     Raises:
-        RequestError: when an environment has fewer tasks than the stage needs, the teacher has no answer to
-            any of the first tasks, or the environment lacks a reward term.
+        RequestError: when an environment has fewer training tasks than the stage needs, the teacher has no
+            answer to any of the first tasks, or the environment lacks a reward term.
     """
-    if not job.environment or getattr(load_plugin(job.task), "standalone", False):
+    if _standalone(job):
         return []
-    for key, section, count in _heldout(job):
-        _require_tasks(key, section, "heldout", count, job.seed)
     if job.task == "collect":
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
