@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from perilune.models.decoder import Decoder
 from perilune.models.layers import ExpertMap, Projection
 from perilune.models.memory import require_base
-from perilune.models.narrow import narrowed
+from perilune.models.narrow import NarrowKind, narrowed
 from perilune.models.products import biased, gradient_product, linear, product
 from perilune.models.scratch import scratch_buffer
 
@@ -143,33 +143,38 @@ def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], s
     install_merged_projections(decoder, scale)
 
 
-def narrow_part(decoder: Decoder, name: str, kind: BaseKind) -> None:
-    """Store the parameter `name` as `kind` from now on, if it is a matrix of a product.
+def narrow_kinds(decoder: Decoder, kind: BaseKind) -> dict[str, NarrowKind]:
+    """How the matrices of products are stored in a base of this `kind`, by parameter; {} for float32.
 
     Linear maps of layers become `kind`. Embedding and head stay in bfloat16 at least, because their rounding
-    matters most. Routers, norms and biases are unchanged. Call `install_merged_projections` afterwards.
+    matters most. Routers, norms and biases are unchanged.
 
     Raises:
         RequestError: for a model whose experts share tensors.
     """
-    owner, _, attribute = name.rpartition(".")
     require_base(decoder.config, kind)
-    if kind == "float32" or attribute != "weight":
-        return
-    part = decoder.get_submodule(owner)
-    of_layer = any(part is linear_map for _, linear_map in linear_maps(decoder))
-    if not of_layer and part is not decoder.model.embed_tokens and part not in decoder.head.parts:
-        return
-    narrow = narrowed(part.weight, kind if of_layer else "bfloat16")  # type: ignore[arg-type]
+    if kind == "float32":
+        return {}
+    tables = {id(part) for part in (decoder.model.embed_tokens, *decoder.head.parts)}
+    of_tables = [name for name, part in decoder.named_modules() if id(part) in tables]
+    of_layers = [name for name, _ in linear_maps(decoder)]
+    kinds: dict[str, NarrowKind] = dict.fromkeys((f"{name}.weight" for name in of_tables), "bfloat16")
+    return kinds | dict.fromkeys((f"{name}.weight" for name in of_layers), kind)
+
+
+def narrow_part(decoder: Decoder, name: str, kind: NarrowKind) -> None:
+    """Store the matrix `name` as `kind` from now on. Call `install_merged_projections` afterwards."""
+    part = decoder.get_submodule(name.rpartition(".")[0])
+    narrow = narrowed(part.weight, kind)  # type: ignore[arg-type]
     part.weight = nn.Parameter(narrow.values, requires_grad=False)
     if narrow.scales is not None:
         part.register_buffer(_SCALES, narrow.scales)
 
 
 def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
-    """Store all matrices of `decoder` as `kind` from now on (see `narrow_part`), without gradients."""
-    for name, _ in list(decoder.named_parameters()):
-        narrow_part(decoder, name, kind)
+    """Store all matrices of `decoder` as `narrow_kinds` says from now on, without gradients."""
+    for name, own in narrow_kinds(decoder, kind).items():
+        narrow_part(decoder, name, own)
     install_merged_projections(decoder)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, read_json, write_json
-from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_part
+from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_kinds, narrow_part
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
 from perilune.models.checkpoints.quantised import unquantised_tensors
 from perilune.models.checkpoints.tensors import Stored, read_tensors
@@ -160,12 +160,14 @@ def load_as(
     config, stored = checked_headers(kind, path)
     with torch.device("meta"):
         decoder = kind(config)
+    kinds = narrow_kinds(decoder, base)
     for name, tensor in read_tensors([stored[name] for name in decoder.state_dict()]):
         # One at a time, so that a narrow base never has all of its weights in float32 on the device.
         owner, _, attribute = name.rpartition(".")
         part = decoder.get_submodule(owner)
         setattr(part, attribute, read_as(getattr(part, attribute), tensor, device, dtype))
-        narrow_part(decoder, name, base)
+        if name in kinds:
+            narrow_part(decoder, name, kinds[name])
     install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
