@@ -49,10 +49,10 @@ function arms() {
   const seed = one => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
   const columns = [
     ["Arm", ([arm, place]) => [arm.label, h("small", mark(place))], "header"],
-    ...Data.keys.map((key, index) => [key, ([arm]) => h("span.mono", arm.settings[index])]),
     [Data.metric, ([arm]) => (arm.figure ? within(arm.figure) : "–")],
     ["By seed", ([arm]) => arm.seeds.map(seed), "text"],
     ["Difference from the baseline", ([arm]) => (arm.difference ? arm.difference.text : "–"), "text"],
+    ...Data.keys.map((key, index) => [key, ([arm]) => h("span.mono", arm.settings[index])]),
   ];
   const note = "95% intervals before correction. An interval over tasks, where seeds are few, supports no claim about settings.";
   const intervalOf = arm => arm.difference?.interval;
