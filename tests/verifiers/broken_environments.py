@@ -93,6 +93,18 @@ class NoGenerator(Sound):
     gold = None
 
 
+class Costly(Sound):
+    """Moves cost, and other texts end the episode for free."""
+
+    def play(self, task, chance):
+        action, moves = (yield ask(legal=("left", "right"))), 0
+        while action in ("left", "right") and (moves := moves + 1) < 2:
+            action = yield ask(legal=("left", "right"), rewards=(-1.0,))
+        yield end_episode(-float(action in ("left", "right")))
+
+    gold = None
+
+
 class WrongGold(Sound):
     def gold(self, task):
         return Transcript("left", earlier=("up",), seed=5)

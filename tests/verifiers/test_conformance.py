@@ -45,6 +45,7 @@ def test_what_is_sound_passes(section):
         ("Tuples", {"a task's data survives JSON"}),
         ("Sets", {"a task's data survives JSON"}),
         ("NoGenerator", {"nothing fails"}),
+        ("Costly", {"invalid actions pay no more than legal ones"}),
         ("WrongGold", {"the gold answer is accepted"}),
         ("Generous", {"worthless texts are refused"}),
         ("Miserly", {"score equals the sum of the steps"}),

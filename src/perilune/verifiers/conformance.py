@@ -24,6 +24,7 @@ from perilune.environments.core.protocol import (
     Failure,
     Observation,
     Outcome,
+    Score,
     Split,
     Task,
     Transcript,
@@ -99,9 +100,14 @@ def check_environment(
     with Scorer(section, limits) as scorer, Scorer(section, limits) as other:
         first, second = Sessions(scorer.processes, environment), Sessions(other.processes, environment)
         for task in chosen:
+            legal = None  # reward of random legal actions
             for name, own_seed, player in _players(environment, task, seed):
                 played = _play(first, environment, task, own_seed, player)
                 _check_episode(result, environment, task, name, played)
+                if name == "random" and any(seen.legal for seen in played.observations):
+                    legal = played.outcome
+                elif name not in ("gold", "random"):
+                    _check_invalid(result, task, name, played, legal)
                 repeated = _play(second, environment, task, own_seed, player)
                 same = (played.observations, played.outcome) == (repeated.observations, repeated.outcome)
                 result.expect("the same seed gives the same episode", task, same, f"played as {name}")
@@ -206,6 +212,15 @@ def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, p
     outcome = live.result if isinstance(live.result, Failure) else totals.score()
     done = isinstance(live.result, Failure) or live.result.done
     return _Played(transcript, observations, outcome, done, tuple(totals.rewards))
+
+
+def _check_invalid(
+    result: Conformance, task: Task, name: str, played: _Played, legal: Outcome | None
+) -> None:
+    """A player alone must not gain by refusing to play."""
+    if isinstance(played.outcome, Score) and isinstance(legal, Score) and len(played.rewards) == 1:
+        paid, what = played.outcome.reward, "invalid actions pay no more than legal ones"
+        result.expect(what, task, paid <= legal.reward, f"{name} got {paid:g}, random play {legal.reward:g}")
 
 
 def _check_episode(
