@@ -1,7 +1,7 @@
 """Teachers write, the verifier decides: shares, determinism, rejections with their reasons."""
 
 from collections import Counter
-from itertools import islice
+from itertools import count, islice
 
 import pytest
 
@@ -14,7 +14,16 @@ from perilune.data.generators import (
     verify_candidates,
 )
 from perilune.data.records import TraceRecord, deduplicate
-from perilune.environments import Failure, Score, Transcript, make_environment
+from perilune.environments import (
+    Failure,
+    MultiTurn,
+    Score,
+    Task,
+    Transcript,
+    ask,
+    end_episode,
+    make_environment,
+)
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 
@@ -222,3 +231,31 @@ def test_a_prompt_that_is_no_arithmetic_is_refused():
     environment = make_environment(gym("gcd"))
     with pytest.raises(RequestError, match="cannot compute"):
         list(make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 1), 0))
+
+
+class Stated(MultiTurn):
+    """States its answers with `gold` alone, or not at all."""
+
+    id, max_turns = "stated", 2
+
+    def __init__(self, section):
+        self.states = section["states"]
+
+    def tasks(self, split, seed):
+        yield from (Task(str(number), ({"role": "user", "content": "?"},), {}) for number in count())
+
+    def play(self, task, rng):
+        first = yield ask()
+        second = yield ask("again")
+        yield end_episode(float(first + second == "ab"))
+
+    def gold(self, task):
+        return Transcript("b", earlier=("a",)) if self.states else None
+
+
+def test_the_gold_teacher_plays_what_the_environment_states_and_stops_without_it():
+    teacher = make_teacher("gold")
+    candidate = next(teacher_candidates(teacher, Stated({"states": True}), 0))
+    assert Stated({"states": True}).score(candidate.task, candidate.transcript).reward == 1.0
+    with pytest.raises(RequestError, match="no answer to 10,000 tasks in a row"):
+        next(teacher_candidates(teacher, Stated({"states": False}), 0))

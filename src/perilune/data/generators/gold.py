@@ -14,7 +14,7 @@ from perilune.environments.core.protocol import Environment, Task
 
 
 class GoldTeacher(ScriptedTeacher):
-    """Gives the right answer at once; skips tasks that do not state one."""
+    """Gives the right answer at once; skips tasks without one, or with one for a certain seed."""
 
     name = "gold"
     strategies: ClassVar = {"direct": 1.0}
@@ -24,13 +24,14 @@ class GoldTeacher(ScriptedTeacher):
         self._environment = environment
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of a task with several turns, or its answer."""
+        """The actions of a task with several turns, its answer, or what the environment's `gold` states."""
         if task.data.get("actions"):
             actions: Sequence[str] = task.data["actions"]
             return [self._write(task, action) for action in actions]
         answer = task.data.get("answer")
         if not isinstance(answer, str):
-            return ()
+            stated = getattr(getattr(self, "_environment", None), "gold", lambda task: None)(task)
+            return () if stated is None or stated.seed else stated.actions
         compact = task.prompt[-1]["content"] == task.data.get("compact")
         return (ANSWER_MARK + answer if compact else self._write(task, answer),)
 

@@ -10,6 +10,9 @@ from typing import ClassVar
 from perilune.data.generators.teacher import Candidate
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
+from perilune.errors import RequestError
+
+MOST_SKIPPED = 10_000  # tasks in a row, of an environment whose tasks may never end
 
 
 class ScriptedTeacher(ABC):
@@ -43,11 +46,19 @@ class ScriptedTeacher(ABC):
         """At most one candidate per task.
 
         Raises:
-            RequestError: as `script`.
+            RequestError: as `script`, and after `MOST_SKIPPED` tasks in a row that are skipped.
         """
+        skipped = 0
         for task in tasks:
             strategy = self.strategy(task, seed)
             actions = self.script(task, strategy, KeyedRandom(seed, task.task_id))
+            skipped = 0 if actions else skipped + 1
+            if skipped == MOST_SKIPPED:
+                raise RequestError(
+                    f"the teacher '{self.name}' has no answer to {MOST_SKIPPED:,} tasks in a row",
+                    where="teacher",
+                    remedy="choose another teacher, or have the environment state answers with `gold`",
+                )
             if actions:
                 *earlier, last = actions
                 yield Candidate(task, last, f"{self.name}/{strategy}", earlier=tuple(earlier))
