@@ -103,6 +103,11 @@ HOSTILE = {
     "half a character in a chat": (chat(chat_template_kwargs={"shout": "\ud800", "\ud800": 1}), None),
     "a variable called self": (chat(chat_template_kwargs={"self": 1, "conversations": 2}), None),
     "a long role": (chat(messages=[{"role": "<eos>" * 20, "content": ""}]), "role"),
+    "a picture": (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        "messages.0.content: a part has the type 'image_url'",
+    ),
+    "a route that an option adds": (("embeddings", {"input": "x"}), "perilune serve --embeddings mean has"),
     "a long model": (complete(model="x" * 1_000_000), "no model"),
 }
 

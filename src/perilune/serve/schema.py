@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import Body, Document, RequestBody, bounded
+from perilune.serve.errors import shorten
 from perilune.serve.tool_formats import ToolFormat
 
 MOST_CHOICES = 256  # samples of one request
@@ -201,6 +202,14 @@ class TextPart(Body):
     text: str
 
 
+def _only_text(content: Any) -> Any:
+    """Name the first part that is not text; pydantic would only say that a list is not a string."""
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
+            raise ValueError(f"a part has the type {shorten(str(kind))!r}, and this server reads only text")
+    return content
+
+
 class Function(Body):
     """A function that the model may call."""
 
@@ -256,7 +265,9 @@ class Message(Body):
     """One message of a conversation. Earlier reasoning is left out of the prompt."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
