@@ -235,6 +235,23 @@ def test_scoring_in_small_batches_changes_nothing() -> None:
         Engine(DECODER).score([[]], [[1]])
 
 
+def test_the_most_likely_tokens_of_each_place_of_a_text() -> None:
+    texts = [prompt.token_ids for prompt in prompts([40, 2, 9])]
+    expected = Engine(DECODER).score([text[:1] for text in texts], [text[1:] for text in texts])
+    for budget in (4096, 10):  # together, and in batches
+        pieces = Engine(DECODER, score_tokens=budget).prompt_logprobs(texts, top=3)
+        found = [one for batch in pieces for one in batch]
+        for text, scores, (logprobs, likely) in zip(texts, expected, found, strict=True):
+            np.testing.assert_allclose(logprobs, scores, atol=1e-6)
+            ids = torch.tensor(text)
+            hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+            values, tokens = log_distribution(DECODER.logits(hidden[:-1]), 1.0).topk(3)
+            assert [[token for token, _ in row] for row in likely] == tokens.tolist()
+            np.testing.assert_allclose(
+                [[logprob for _, logprob in row] for row in likely], values.detach(), atol=1e-5
+            )
+
+
 def test_training_does_not_reach_the_engine_before_update_weights() -> None:
     decoder = make()
     engine = Engine(decoder)

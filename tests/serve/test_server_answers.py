@@ -87,6 +87,32 @@ def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: 
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
 
 
+def test_an_echoed_prompt_has_log_probs(client: openai.OpenAI, direct: Direct) -> None:
+    """As lm-evaluation-harness asks for the likelihood of texts."""
+    texts = ["12+34=46", "9", "1+1=2"]
+    tokens = [direct.tokenizer.encode(text) for text in texts]
+    scored = Engine(direct.decoder).score([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
+    for prompt in (texts, tokens):
+        answer = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=1, n=2, logprobs=1, echo=True, seed=7
+        )
+        for place, (text, logprobs) in enumerate(zip(texts, scored, strict=True)):
+            for choice in answer.choices[2 * place : 2 * place + 2]:
+                found = choice.logprobs
+                assert choice.text.startswith(text) and found is not None
+                assert found.text_offset == list(range(len(text) + 1))
+                assert found.tokens is not None and "".join(found.tokens[:-1]) == text
+                assert found.token_logprobs is not None and found.top_logprobs is not None
+                assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+                assert np.array_equal(np.float32(found.token_logprobs[1:-1]), logprobs)  # to the last bit
+                for row, token, logprob in zip(
+                    found.top_logprobs[1:], found.tokens[1:], found.token_logprobs[1:], strict=True
+                ):
+                    assert row[token] == logprob and max(row.values()) >= logprob
+    plain = client.completions.create(model="tiny", prompt="1+1=", max_tokens=2, echo=True, seed=7)
+    assert plain.choices[0].text.startswith("1+1=") and plain.choices[0].logprobs is None
+
+
 def test_several_prompts_in_text_and_tokens(client: openai.OpenAI, direct: Direct) -> None:
     def texts(prompt: Any) -> list[str]:
         made = client.completions.create(
@@ -210,7 +236,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"temperature": -1}, 400, "temperature"),
     ({"n": 0}, 400, "n:"),
     ({"n": 100, "prompt": ["a", "b", "c"]}, 400, "at most 256 choices"),
-    ({"echo": True}, 400, "echo is not supported"),
+    ({"echo": True, "stream": True}, 400, "echo needs stream: false"),
     ({"best_of": 2}, 400, "best_of is not supported"),
     ({"presence_penalty": 2.5}, 400, "presence_penalty"),
     ({"tools": [{}]}, 400, "tools is not supported"),

@@ -95,7 +95,7 @@ def test_a_failed_engine_answers_500_and_counts_its_restart(checkpoint: Path) ->
 
     engine._runner.run = fail_once  # type: ignore[method-assign]
     model = ServedModel("m", direct.tokenizer, VOCABULARY, CONTEXT, (1,))
-    service = Service(model, EngineThread(engine), 8)
+    service = Service(model, EngineThread(engine), engine.prompt_logprobs, 8)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     body = {"model": "m", "prompt": "a", "max_tokens": 4, "seed": 3, "return_token_ids": True}
     with TestClient(app, base_url="http://127.0.0.1") as http:

@@ -26,7 +26,7 @@ from perilune.engine.limits import EngineLimits, check_state, default_cache_toke
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
-from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams
+from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams, TopLogprobs
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import (
     AdaptingRunner,
@@ -40,7 +40,15 @@ from perilune.engine.runner import (
 )
 from perilune.engine.sampler import Drawn, Sampler
 from perilune.engine.scheduler import Scheduler
-from perilune.engine.scoring import MOST_LOGITS, Bounds, Pair, in_batches, lay_out
+from perilune.engine.scoring import (
+    MOST_LOGITS,
+    Bounds,
+    Pair,
+    PromptLogprobs,
+    in_batches,
+    lay_out,
+    most_likely,
+)
 from perilune.engine.select_runner import fastest_runner, splits_exactly
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.speculation import Lookup, Proposer, Speculation, SpeculationSettings
@@ -386,21 +394,46 @@ class Engine:
             self._limits.check_tokens([*prompt[:1], *answer], 0, f"answer {index}")
             pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer), self._block_size))
         number = self._adapters.number(adapter, "score")
+        return [one for batch in self._scored(pairs, temperature, number) for one, _ in batch]
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[Sequence[int]], top: int = 0, adapter: str | None = None
+    ) -> Iterator[list[PromptLogprobs]]:
+        """Log-probs float32[T - 1] of texts of T >= 2 tokens, and the `top` most likely tokens of each place.
+
+        The first token has none. Each step of the iterator computes a bounded number of tokens and returns
+        the texts that are complete. `step` may be called in between, and does not depend on it.
+
+        Raises:
+            RequestError: as `score`.
+        """
+        pairs = []
+        for index, text in enumerate(token_ids):
+            self._limits.check_tokens(text, 0, f"prompt {index}")
+            pairs.append(Pair(np.array(text, dtype=np.int64), len(text) - 1, self._block_size))
+        number = self._adapters.number(adapter, "score")
+        with self._adapters.pinned(number):
+            yield from self._scored(pairs, 1.0, number, top)
+
+    def _scored(
+        self, pairs: Sequence[Pair], temperature: float, adapter: int, top: int = 0
+    ) -> Iterator[list[PromptLogprobs]]:
         rows = max(1, MOST_LOGITS // self._config.vocab_size)
         bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
-        scores: list[NDArray[np.float32]] = []
         for batch in in_batches(pairs, bounds):
             blocks = self._scheduler.allocate_temporarily(sum(pair.blocks for pair in batch))
-            logprobs = []
+            logprobs, likely = [], TopLogprobs()
             try:
-                for step, targets in lay_out(batch, blocks, number, bounds):
+                for step, targets in lay_out(batch, blocks, adapter, bounds):
                     logits = self._runner.run(step)
                     of_targets = torch.from_numpy(targets).to(logits.device)
                     logprobs.append(token_logprobs(logits, of_targets, temperature)[0].cpu().numpy())
+                    likely += most_likely(logits, top) if top else ()
             finally:
                 self._pools.free_temporary(blocks)
-            scores += np.split(np.concatenate(logprobs), np.cumsum([pair.answer for pair in batch])[:-1])
-        return scores
+            together = np.concatenate(logprobs)
+            places = itertools.pairwise(itertools.accumulate((pair.answer for pair in batch), initial=0))
+            yield [(together[start:end], likely[start:end]) for start, end in places]
 
     def prepare_embeddings(self) -> None:
         """Prepare a runner for `embed`. This may copy the weights once more.

@@ -6,12 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from perilune.engine.blocks import BLOCK, Blocks, blocks_for
+from perilune.engine.request import TopLogprobs
 from perilune.engine.step import StepBatch
+from perilune.models.logprobs import token_logprobs
 
 MOST_LOGITS = 1 << 26  # in memory at a time
+
+PromptLogprobs = tuple[NDArray[np.float32], TopLogprobs]
+"""Log-probs of the scored tokens of a text, and the most likely tokens of each place if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +117,11 @@ def lay_out(
             adapters=None if adapter < 0 else np.full(len(pairs), adapter, dtype=np.int32),
         )
         yield step, np.concatenate(targets)
+
+
+def most_likely(logits: Tensor, count: int) -> TopLogprobs:
+    """The `count` most likely tokens of each row of logits float[R, V], with their log-probs."""
+    best = logits.topk(min(count, logits.shape[1])).indices
+    ranks = [token_logprobs(logits, tokens.contiguous())[0] for tokens in best.unbind(dim=1)]
+    rows = zip(best.tolist(), torch.stack(ranks, dim=1).tolist(), strict=True)
+    return [list(zip(tokens, logprobs, strict=True)) for tokens, logprobs in rows]

@@ -94,6 +94,7 @@ class Answer:
     Attributes:
         reasoning_begun: whether the prompt ends with the beginning of the reasoning.
         with_usage: whether a stream ends with the usage.
+        echoed: the prompts, which stand before the choices of a text completion; empty unless requested.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Answer:
         new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
         self.with_usage = False
+        self.echoed: Sequence[Delta] = ()
         self._new_id = new_id
         self.reasoning_begun = False
         self._make_reader = parts
@@ -140,10 +142,27 @@ class Answer:
                 choice["message"] = {"role": "assistant", "refusal": None, **said}
             else:
                 choice["text"] = gained.text
+            if self.echoed:
+                self._put_before(choice, self.echoed[index // each])
             if self._with_ids:
                 choice["prompt_token_ids"] = list(prompts[index // each])
             listed.append(choice)
         return {"object": self._kind, **self._head, "choices": listed, "usage": usage.document()}
+
+    def _put_before(self, choice: dict[str, Any], prompt: Delta) -> None:
+        """Put the prompt before the text of a choice, and before its log-probs."""
+        choice["text"] = prompt.text + choice["text"]
+        if (after := choice["logprobs"]) is None:
+            return
+        before = self._text_logprobs(prompt, 0)
+        before["text_offset"].pop()
+        before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
+        after["text_offset"] = [len(prompt.text) + place for place in after["text_offset"]]
+        if after["top_logprobs"] is not None:
+            before["top_logprobs"][0] = None
+            after["top_logprobs"] = before["top_logprobs"] + after["top_logprobs"]
+        joined = ("tokens", "token_logprobs", "text_offset")
+        choice["logprobs"] = after | {name: before[name] + after[name] for name in joined}
 
     def opening(self, index: int) -> bytes:
         """The first event of a choice: the role in a chat; empty for text."""
@@ -213,14 +232,14 @@ class Answer:
     def _logprob_document(self, index: int, gained: Delta) -> dict[str, Any]:
         if self._chat:
             return {"content": self._spelling.rows(gained), "refusal": None}
-        return self._text_logprobs(index, gained)
+        found = self._text_logprobs(gained, self._offsets.get(index, 0))
+        self._offsets[index] = found["text_offset"].pop()
+        return found
 
-    def _text_logprobs(self, index: int, gained: Delta) -> dict[str, Any]:
+    def _text_logprobs(self, gained: Delta, offset: int) -> dict[str, Any]:
+        """The log-probs of tokens whose text begins at `offset`; the last offset is their end."""
         tokens = [self._spelling.text(token) for token in gained.token_ids]
-        ends = list(
-            accumulate(map(self._spelling.width, gained.token_ids), initial=self._offsets.get(index, 0))
-        )
-        self._offsets[index] = ends[-1]
+        ends = list(accumulate(map(self._spelling.width, gained.token_ids), initial=offset))
         top = None
         if gained.top_logprobs:
             drawn = zip(gained.token_ids, gained.logprobs, strict=True)
@@ -230,7 +249,7 @@ class Answer:
             "tokens": tokens,
             "token_logprobs": gained.logprobs,
             "top_logprobs": top,
-            "text_offset": ends[:-1],
+            "text_offset": ends,
         }
 
 

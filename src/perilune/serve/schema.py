@@ -29,7 +29,6 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
@@ -174,7 +173,11 @@ class Sampling(RequestBody):
 
 
 class CompletionBody(Sampling):
-    """POST /v1/completions."""
+    """POST /v1/completions.
+
+    Attributes:
+        echo: put the prompt before each choice, with the log-probs of its tokens if `logprobs` is given.
+    """
 
     prompt: (
         str
@@ -184,6 +187,13 @@ class CompletionBody(Sampling):
     )
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _echoes_whole(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise ValueError("echo needs stream: false")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -195,7 +195,8 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
             "offload_disk_failures": engine.offloaded.disk_failures,
         }
 
-    service = Service(model, EngineThread(engine), settings.slots + settings.max_queue, figures)
+    most = settings.slots + settings.max_queue
+    service = Service(model, EngineThread(engine), engine.prompt_logprobs, most, figures)
     routers = [text_routes(service), response_routes(service, Conversations())]
     return service, [*routers, *_optional_routes(settings, engine, loaded, service)]
 

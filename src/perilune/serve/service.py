@@ -15,8 +15,9 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from perilune.engine.request import Delta, SamplingParams
 from perilune.engine.request import Request as EngineRequest
-from perilune.engine.request import SamplingParams
+from perilune.engine.scoring import PromptLogprobs
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
@@ -57,6 +58,7 @@ class Service:
     """Answers requests with one engine.
 
     Args:
+        prompt_logprobs: the engine's method; only the engine's thread calls it.
         most_samples: samples in progress or waiting; further requests are refused with 429.
         figures: the engine's metrics for /metrics; called from the event loop.
     """
@@ -65,10 +67,12 @@ class Service:
         self,
         model: ServedModel,
         thread: EngineThread,
+        prompt_logprobs: Callable[..., Iterator[list[PromptLogprobs]]],
         most_samples: int,
         figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self.model, self.thread, self._most_samples, self._figures = model, thread, most_samples, figures
+        self.model, self.thread, self._prompt_logprobs = model, thread, prompt_logprobs
+        self._most_samples, self._figures = most_samples, figures
         self.metrics, self.gate = Metrics(), Gate()
         thread.on_restart = self.metrics.restarted
         self.draining = False
@@ -142,11 +146,41 @@ class Service:
         if body.n * len(body.prompts) > MOST_CHOICES:
             raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
 
-        async def encode() -> list[list[int]]:
-            return await self.prompts.texts(body.prompts, size, body.max_tokens)
-
         answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
+
+        async def encode() -> list[list[int]]:
+            prompts = await self.prompts.texts(body.prompts, size, body.max_tokens)
+            if body.echo:
+                answer.echoed = await self._echoed(body, prompts)
+            return prompts
+
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
+
+    async def _echoed(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
+        """The prompts as they stand before the choices. The first token of each has the log-prob 0."""
+        found: Iterator[PromptLogprobs] = iter(())
+        if body.logprobs is not None:
+            longer = [tokens for tokens in prompts if len(tokens) > 1]
+            adapter = self.adapter_of(body.model)
+            found = iter(await self._scored(longer, body.logprobs, adapter))
+        echoed = []
+        for given, tokens in zip(body.prompts, prompts, strict=True):
+            text = given if isinstance(given, str) else self.model.tokenizer.decode(tokens)
+            logprobs, likely = next(found, ((), [])) if len(tokens) > 1 else ((), [])
+            top = [[], *likely] if body.logprobs else None
+            echoed.append(Delta(0, 0, tokens, [0.0, *map(float, logprobs)], [], text, top_logprobs=top))
+        return echoed
+
+    async def _scored(
+        self, texts: Sequence[list[int]], top: int, adapter: str | None
+    ) -> list[PromptLogprobs]:
+        """Score texts, a bounded number of tokens between two steps of the engine."""
+        found: list[PromptLogprobs] = []
+        pieces = self._prompt_logprobs(texts, top, adapter)
+        while len(found) < len(texts):
+            await self.gate.enter()
+            await self.thread.between_steps(lambda: found.extend(next(pieces)))
+        return found
 
     def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
         answer = Answer(
