@@ -157,12 +157,13 @@ class Drill:
                     "if os.fork(): os._exit(0)\n"
                     "os.setsid()\n"
                     "if os.fork(): os._exit(0)\n"
-                    "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+                    "open(sys.argv[1] + '.partial', 'w').write(str(os.getpid()))\n"
+                    "os.rename(sys.argv[1] + '.partial', sys.argv[1])\n"
                     "time.sleep(600)\n"
                 )
                 pid_file = workspace.runtime / "daemon.pid"
                 subprocess.run([sys.executable, "-c", code, str(pid_file)], check=True)
-                while not (pid_file.exists() and pid_file.read_text()):
+                while not pid_file.exists():
                     time.sleep(0.01)
                 workspace.event("hangs")
                 time.sleep(600)
