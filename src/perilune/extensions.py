@@ -18,9 +18,10 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 ALGORITHM_GROUP = "perilune.algorithms"
 CODE_SCHEMA = {"type": "string", "format": "file.py:name", "pattern": r"\.py:"}  # JSON schema
@@ -31,10 +32,8 @@ TEACHER_GROUP = "perilune.teachers"
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
 
 
-class CodeFile(BaseModel):
+class CodeFile(Frozen):
     """What a loaded recipe has in place of file.py:name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=_FILE.pattern, description="file.py:name, relative to the recipe")
     source: str | None = Field(None, description="text of the file; filled in when the recipe is loaded")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.files import with_field
+from perilune.frozen import Frozen
 
 SCHEMA_VERSION = 1
 
@@ -26,12 +27,6 @@ OutputKind = Literal[
 
 Preset = Literal["tiny", "small", "base", "medium", "large"]
 PRESET = "built-in architecture with random weights: 0.3, 0.7, 3, 10 or 30 million parameters"
-
-
-class Frozen(BaseModel):
-    """An immutable model without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class InputReference(Frozen):

@@ -18,8 +18,6 @@ from types import ModuleType
 from typing import Annotated
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     TypeAdapter,
@@ -29,6 +27,7 @@ from pydantic import (
 
 from perilune.errors import RequestError
 from perilune.files import home_directory, write_atomic
+from perilune.frozen import Frozen
 from perilune.redaction import SHORTEST, learn
 
 FILE = "secrets.yaml"
@@ -36,10 +35,8 @@ MOST_BYTES = 1 << 16  # of a file with a secret
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
-class SecretSource(BaseModel):
+class SecretSource(Frozen):
     """The source of one value: exactly one of the fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keyring: str | None = Field(None, description="service in the keyring of the operating system")
     file: str | None = Field(None, description="file with only the value; surrounding white space is removed")

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.data.record_index import RecordIndex
 from perilune.data.records import TraceRecord, is_validation, records_file
@@ -22,6 +22,7 @@ from perilune.data.similarity import Contamination, language_of, signature_of
 from perilune.data.stream import Line, stream_lines
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
+from perilune.frozen import Frozen
 
 MOST_RAW = 2000  # characters of a rejected line in rejected.jsonl
 REPORT_EVERY = 500  # lines
@@ -29,10 +30,8 @@ REPORT_EVERY = 500  # lines
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
 
-class FilterSettings(BaseModel):
+class FilterSettings(Frozen):
     """Conditions that a record must meet."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_score: float | None = Field(None, description="lowest score")
     best: int | None = Field(

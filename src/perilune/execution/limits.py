@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from perilune.execution.worker import STOP_GRACE
+from perilune.frozen import Frozen
 
 DAY = 86_400.0
 MARGIN = 60.0  # seconds that an attempt needs after STOP_GRACE until it is proven to have stopped
 
 
-class AttemptLimits(BaseModel):
+class AttemptLimits(Frozen):
     """Time limits of an attempt on another machine, counted by monotonic clocks.
 
     An attempt must have stopped before it is abandoned, so that two attempts never run at once. Its own
     machine enforces that, without contact to this one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_lifetime: float = Field(7 * DAY, gt=0, description="seconds after which an attempt is stopped")
     on_box_stop_after: float | None = Field(

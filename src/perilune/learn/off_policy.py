@@ -17,8 +17,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from perilune.frozen import Frozen
 from perilune.learn.weights import Component, WeightedGroup
 
 MAX_LOG_RATIO = 20.0
@@ -27,10 +28,8 @@ Array = NDArray[np.float64]
 Level = Literal["token", "sequence-product", "sequence-geometric"]
 
 
-class OffPolicySettings(BaseModel):
+class OffPolicySettings(Frozen):
     """Corrections for samples of another policy. By default there are none: the ratio is to the sampler."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     proximal: Literal["sampler", "learner"] = Field(
         "sampler",

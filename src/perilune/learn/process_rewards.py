@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.data.episode import Episode
+from perilune.frozen import Frozen
 from perilune.learn.advantages import DEAD_STD, STD_EPSILON
 from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContext
 from perilune.learn.name_or_section import NameOrSection
@@ -29,10 +30,8 @@ Segments = tuple[list[int], NDArray[np.float64]]
 """The end of each segment, in tokens, and the reward of each."""
 
 
-class ProcessRewardSettings(BaseModel):
+class ProcessRewardSettings(Frozen):
     """What all kinds of process rewards have in common."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["bonus", "advantage", "trace", "reward"] = Field(
         "bonus",

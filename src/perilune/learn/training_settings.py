@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.learn.algorithms import RLAlgorithm
 from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.off_policy import OffPolicySettings
@@ -16,10 +17,8 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import adapter_parameters, require_base
 
 
-class AlgorithmSettings(BaseModel):
+class AlgorithmSettings(Frozen):
     """The algorithm, and how a batch of episodes is split into updates."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     algorithm: RLAlgorithm = Field(GRPO(), description="a name, or a section with a name and options")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL to the initial policy; 0 is off")
@@ -77,10 +76,8 @@ def require_sharding_torch() -> None:
         )
 
 
-class OptimizerSettings(BaseModel):
+class OptimizerSettings(Frozen):
     """AdamW and its learning rate."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float | None = Field(
         None, gt=0, description="peak learning rate; the default depends on the task and the model"
@@ -118,14 +115,12 @@ class OptimizerSettings(BaseModel):
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class LoRASettings(BaseModel):
+class LoRASettings(Frozen):
     """Low-rank adaptation: a frozen model with a small trained adapter.
 
     There is no dropout, because with dropout the policy that learns would differ from the policy that
     samples, and the log-prob gap of every step would not be 0.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(16, ge=1, description="rank of the adapter's matrices")
     alpha: float = Field(32.0, gt=0, description="the adapter is scaled by alpha / rank")

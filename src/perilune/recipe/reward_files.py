@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.job import Frozen
 from perilune.errors import RequestError
 from perilune.extensions import NamesCode, names_file
 from perilune.files import read_regular
+from perilune.frozen import Frozen
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
 from perilune.recipe.schema import RewardFunction, Weight, with_rewards
 from perilune.recipe.source import KeyPath

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from perilune.bundle.job import PRESET, Frozen, Job, Preset, Resources
+from perilune.bundle.job import PRESET, Job, Preset, Resources
 from perilune.bundle.plugin import (
     complete_spec,
     load_plugin,
@@ -19,6 +19,7 @@ from perilune.bundle.plugin import (
     uses_environment,
     uses_model,
 )
+from perilune.frozen import Frozen
 from perilune.tracking.sinks import SinkName
 
 MODEL = "model"  # reserved stage name: the model section of the recipe

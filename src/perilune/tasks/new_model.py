@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import PRESET, Frozen, Job, Preset
+from perilune.bundle.job import PRESET, Job, Preset
 from perilune.bundle.plugin import Consumes
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import PRESETS
 from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
 from perilune.tasks.stage.stage import Stage

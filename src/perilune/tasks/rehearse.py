@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.files import canonical_json, read_json, write_json
+from perilune.frozen import Frozen
 
 if TYPE_CHECKING:
     from perilune.bundle.workspace import Workspace

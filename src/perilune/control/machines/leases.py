@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from perilune.frozen import Frozen
 
 
-class Lease(BaseModel):
+class Lease(Frozen):
     """Limits of a rented machine. The machine is terminated when it reaches the first, whatever it is doing.
 
     Three parties enforce them independently: the provider (if it can), the runner on the machine, and this
     control plane.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_lifetime: Annotated[float, Field(gt=0, description="seconds it may exist, counted from the request")]
     idle: Annotated[
@@ -37,10 +37,8 @@ def cost(price: float, seconds: float) -> float:
     return price * seconds / 3600.0
 
 
-class Rental(BaseModel):
+class Rental(Frozen):
     """The kind of machine to rent for an attempt, and its lease."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     provider: Annotated[str, Field(description="a provider of providers.yaml in the home directory")]
     kind: Annotated[str, Field(description="type of machine, by the provider's name")]

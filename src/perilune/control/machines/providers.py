@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
@@ -22,16 +22,15 @@ from perilune.execution.providers.ray.ray_settings import RaySettings
 from perilune.execution.providers.skypilot.client import SkyPilot
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 from perilune.files import write_atomic
+from perilune.frozen import Frozen
 from perilune.recipe.problems import ProblemsError, raise_first, validate
 from perilune.recipe.source import Document, parse_yaml
 
 PROVIDERS, CLUSTER = "providers.yaml", "cluster"
 
 
-class FakeSettings(BaseModel):
+class FakeSettings(Frozen):
     """The fake cloud, whose machines are folders and processes of this machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["fake"]
     folder: Annotated[Path, Field(description="folder of the cloud's server, with its address")]
@@ -43,10 +42,8 @@ class FakeSettings(BaseModel):
 Settings = FakeSettings | RaySettings | SkyPilotSettings
 
 
-class ProvidersFile(BaseModel):
+class ProvidersFile(Frozen):
     """The content of providers.yaml."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     daily_cap: Annotated[
         float, Field(gt=0, description="currency units that may be spent or committed in any 24 hours")

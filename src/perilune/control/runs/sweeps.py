@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from perilune.bundle.job import Frozen
 from perilune.control.queries.lookup import StageStatus, stage_statuses
 from perilune.control.record.home import locked
 from perilune.control.record.transitions import RunState
@@ -27,6 +26,7 @@ from perilune.control.runs.requests import cancel, request_cancel, request_exper
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
+from perilune.frozen import Frozen
 from perilune.recipe.axes import Settings
 from perilune.recipe.schema import NAME_PATTERN, Recipe
 

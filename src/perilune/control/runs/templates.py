@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.plugin import load_plugin, resources_of
@@ -25,6 +25,7 @@ from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.mirror import Bring
 from perilune.execution.placements.remote import Site
 from perilune.files import read_regular
+from perilune.frozen import Frozen
 from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
 from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
 
@@ -32,11 +33,7 @@ LOCAL = "local"
 TEMPLATE = "template.json"  # in a run's directory: the template of its submission
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Here(_Section):
+class Here(Frozen):
     """This machine."""
 
     name: Literal["local"] = "local"
@@ -57,7 +54,7 @@ class OnRented(Rental):
     site: Site = Field(Site(), description="settings of the machine")
 
 
-class Retry(_Section):
+class Retry(Frozen):
     """How many attempts may follow failures, by class of failure."""
 
     infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
@@ -69,7 +66,7 @@ class Retry(_Section):
     cap: float = Field(300.0, gt=0, description="longest wait before a retry, in seconds")
 
 
-class ResourcesChange(_Section):
+class ResourcesChange(Frozen):
     """Resources of the machine, in place of those in the recipe."""
 
     device: Literal["auto", "cpu", "cuda"] | None = Field(None, description="where tensors live")
@@ -93,7 +90,7 @@ _Process = Annotated[Literal["process"], Tag("process")]
 _Docker = Annotated[Container, Tag("docker")]
 
 
-class Template(_Section):
+class Template(Frozen):
     """Where and how runs execute."""
 
     description: str = Field("", description="text for readers")

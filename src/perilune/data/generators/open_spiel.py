@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.data.generators.scripted import strategy_for
 from perilune.data.generators.teacher import Candidate
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.games.open_spiel_match import Match, is_simultaneous
 from perilune.games.open_spiel_text import move_text
@@ -32,10 +33,8 @@ Outcome = Literal["any", "drawn", "won"]
 _LEAST = {"any": float("-inf"), "drawn": 0.0, "won": 1e-9}
 
 
-class OpenSpielOptions(BaseModel):
+class OpenSpielOptions(Frozen):
     """Options of the OpenSpiel teacher."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Literal["best", "mcts", "cfr", "mccfr", "minimax", "rules", "random"] = Field(
         "best", description="game teacher to imitate; best: the one for this game; random: random legal moves"

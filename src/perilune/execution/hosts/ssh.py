@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.errors import RequestError
 from perilune.execution.hosts.local import NOT_FOUND, LocalHost
 from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
 from perilune.files import write_atomic
+from perilune.frozen import Frozen
 
 OPTIONS = {
     "BatchMode": "yes",
@@ -58,10 +59,8 @@ REFUSALS = {
 }
 
 
-class SshSettings(BaseModel):
+class SshSettings(Frozen):
     """How a machine is reached. The user's ssh config supplies everything not set here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field(
         pattern=r"^[A-Za-z0-9_:][A-Za-z0-9._:%-]*$", description="address, or name in the ssh config"

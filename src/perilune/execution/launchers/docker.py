@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, Field, StringConstraints, field_validator
+
+from perilune.frozen import Frozen
 
 RECORD = "container.json"  # in runtime/: program and image of the attempt's container
 PROCESSES = 4096  # limit in a container, which stops fork bombs
@@ -18,10 +20,8 @@ Folder = Annotated[str, StringConstraints(pattern=r'^/[^,:"\n]+$')]
 Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*[bkmg]$")]
 
 
-class Container(BaseModel):
+class Container(Frozen):
     """A container and what it may use of its machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Literal["docker"] = "docker"
     program: str = Field(

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from perilune.bundle.scripts import remote_source
 from perilune.bundle.secret_sources import require_secret
@@ -37,6 +37,7 @@ from perilune.execution.placements.upload import Upload
 from perilune.execution.task_environment import WITHHELD
 from perilune.execution.worker import STOP_GRACE
 from perilune.files import read_json
+from perilune.frozen import Frozen
 
 # Reads modules from stdin, each with its name and size on the command line; the last is the program.
 BOOT = """import sys
@@ -57,7 +58,7 @@ SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged con
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
 
 
-class Site(BaseModel):
+class Site(Frozen):
     """Settings of a machine for runs.
 
     Attributes:
@@ -67,8 +68,6 @@ class Site(BaseModel):
         environment: further variables for the worker and for its installer, such as PIP_FIND_LINKS.
         store: share of the workspace's disk for uploaded contents, so that they are uploaded only once.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: str = Field("python3", description="interpreter on the machine")
     installed: bool = Field(

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from perilune.data.episode import Episode
+from perilune.frozen import Frozen
 from perilune.learn.advantages import Rewards, is_dead
 from perilune.learn.weights import (
     Aggregation,
@@ -76,7 +77,7 @@ class StepContext:
         return 0.0 if values is None else float(values[-1])
 
 
-class Algorithm(BaseModel):
+class Algorithm(Frozen):
     """Base of all algorithms. Subclasses override `weight_group`, or `weight_groups` to compare groups.
 
     Attributes:
@@ -86,8 +87,6 @@ class Algorithm(BaseModel):
         sparse: whether an advantage may leave out most tokens of its answer; if not, the run stops.
         takes_any_reward: whether rewards may be arbitrary numbers, including negative ones.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compares: ClassVar[Literal["group", "batch", "nothing"]] = "group"
     centred: ClassVar[bool] = True

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.plugin import Consumes, NamesPath
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines, sha256_file, write_json
+from perilune.frozen import Frozen
 from perilune.tasks.black_box.environment import (
     check_pinned,
     installed,

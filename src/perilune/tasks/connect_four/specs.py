@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
+from perilune.frozen import Frozen
 from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.tasks.stage.retention import TrainingSpec
 

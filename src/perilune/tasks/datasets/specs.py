@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
 from perilune.data.leaks import PHRASES
 from perilune.extensions import CodeFile, NamesCode
+from perilune.frozen import Frozen
 from perilune.tasks.stage.sampling import SamplingSpec
 
 

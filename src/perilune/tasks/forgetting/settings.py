@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
 from perilune.environments.core.registry import family_field, make_environment
+from perilune.frozen import Frozen
 
 PASSAGES = 24  # of the text that ships with the package
 EXAMPLES = 3  # before each task of another environment

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 
 if TYPE_CHECKING:  # both import torch or pyarrow, and every reader of a recipe imports this module
     from perilune.data.episode import Episode

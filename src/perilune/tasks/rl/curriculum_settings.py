@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
+from perilune.frozen import Frozen
 
 
 class CurriculumSettings(Frozen):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from perilune.bundle.job import Frozen
+from perilune.frozen import Frozen
 from perilune.tasks.rl.spec import RLSpec
 
 

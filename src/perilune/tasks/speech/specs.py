@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
+from perilune.frozen import Frozen
 from perilune.tasks.stage.retention import TrainingSpec
 
 Kind = Literal["digits", "numbers", "sentences"]

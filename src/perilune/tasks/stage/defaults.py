@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from perilune.bundle.job import Frozen
+from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig, preset_of
 from perilune.models.memory import card_of, learning_bytes, plan_memory
 from perilune.tasks.forgetting.settings import ForgettingSettings

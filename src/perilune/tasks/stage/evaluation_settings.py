@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import Field, field_validator, model_validator
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.bundle.plugin import ChangesEnvironment
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.stage.memory_plan import planned_tokens
 from perilune.tasks.stage.retention import TrainingSpec

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
+from perilune.frozen import Frozen
 from perilune.metrics.held_out import LOWER_IS_BETTER, evaluated
 from perilune.tasks.stage.defaults import ModelDefaults
 

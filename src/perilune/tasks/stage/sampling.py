@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from perilune.bundle.job import Frozen, Job
+from perilune.bundle.job import Job
 from perilune.errors import RequestError
+from perilune.frozen import Frozen
 from perilune.learn.name_or_section import NameOrSection
 from perilune.rollout.sub_agents import SubAgents
 from perilune.servers import require_client, server_root

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from perilune.bundle.job import Frozen
 from perilune.bundle.plugin import Consumes
+from perilune.frozen import Frozen
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec

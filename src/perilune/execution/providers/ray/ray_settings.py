@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from perilune.frozen import Frozen
 
 PLACE = r"^[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}$"  # HOST:PORT
 
 
-class RayKind(BaseModel):
+class RayKind(Frozen):
     """The resources that Ray reserves for one machine of a kind."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpus: Annotated[float, Field(ge=0, description="CPUs")] = 0.0
     gpus: Annotated[float, Field(ge=0, description="GPUs; 0.5 is half of one")] = 0.0
@@ -33,10 +33,8 @@ class RayKind(BaseModel):
         return {name: amount for name, amount in {**named, **self.custom}.items() if amount > 0}
 
 
-class RaySettings(BaseModel):
+class RaySettings(Frozen):
     """A Ray cluster: its addresses and its kinds of machines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["ray"]
     dashboard: Annotated[

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from perilune.frozen import Frozen
 
 # Keys that Perilune sets itself or does not support, with the reason.
 OURS = {
@@ -16,11 +18,7 @@ OURS = {
 KindName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Kind(_Section):
+class Kind(Frozen):
     """A kind of machine."""
 
     resources: Annotated[
@@ -50,7 +48,7 @@ class Kind(_Section):
         return any(bool(one.get("use_spot")) for one in (self.resources, *choices))
 
 
-class SkyPilotSettings(_Section):
+class SkyPilotSettings(Frozen):
     """Any cloud that SkyPilot supports."""
 
     type: Literal["skypilot"]

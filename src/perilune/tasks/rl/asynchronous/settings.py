@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from perilune.bundle.job import Frozen
+from perilune.frozen import Frozen
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.training_settings import LearnerSettings
 from perilune.weights import Sent
