@@ -109,6 +109,9 @@ def test_an_echoed_prompt_has_log_probs(client: openai.OpenAI, direct: Direct) -
                     found.top_logprobs[1:], found.tokens[1:], found.token_logprobs[1:], strict=True
                 ):
                     assert row[token] == logprob and max(row.values()) >= logprob
+    alone = client.completions.create(model="tiny", prompt="9", max_tokens=1, logprobs=0, echo=True)
+    assert alone.choices[0].logprobs is not None and alone.choices[0].logprobs.top_logprobs is None
+    assert alone.choices[0].logprobs.text_offset == [0, 1]
     plain = client.completions.create(model="tiny", prompt="1+1=", max_tokens=2, echo=True, seed=7)
     assert plain.choices[0].text.startswith("1+1=") and plain.choices[0].logprobs is None
 

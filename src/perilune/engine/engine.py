@@ -399,7 +399,7 @@ class Engine:
     def prompt_logprobs(
         self, token_ids: Sequence[Sequence[int]], top: int = 0, adapter: str | None = None
     ) -> Iterator[list[PromptLogprobs]]:
-        """Log-probs float32[T - 1] of texts of T >= 2 tokens, and the `top` most likely tokens of each place.
+        """Log-probs float32[T - 1] of texts of T tokens, and the `top` most likely tokens of each place.
 
         The first token has none. Each step of the iterator computes a bounded number of tokens and returns
         the texts that are complete. `step` may be called in between, and does not depend on it.

@@ -155,7 +155,6 @@ class Answer:
         if (after := choice["logprobs"]) is None:
             return
         before = self._text_logprobs(prompt, 0)
-        before["text_offset"].pop()
         before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
         after["text_offset"] = [len(prompt.text) + place for place in after["text_offset"]]
         if after["top_logprobs"] is not None:
@@ -232,14 +231,14 @@ class Answer:
     def _logprob_document(self, index: int, gained: Delta) -> dict[str, Any]:
         if self._chat:
             return {"content": self._spelling.rows(gained), "refusal": None}
-        found = self._text_logprobs(gained, self._offsets.get(index, 0))
-        self._offsets[index] = found["text_offset"].pop()
-        return found
+        begin = self._offsets.get(index, 0)
+        self._offsets[index] = begin + sum(map(self._spelling.width, gained.token_ids))
+        return self._text_logprobs(gained, begin)
 
-    def _text_logprobs(self, gained: Delta, offset: int) -> dict[str, Any]:
-        """The log-probs of tokens whose text begins at `offset`; the last offset is their end."""
+    def _text_logprobs(self, gained: Delta, begin: int) -> dict[str, Any]:
+        """The log-probs of tokens whose text begins at the character `begin`."""
         tokens = [self._spelling.text(token) for token in gained.token_ids]
-        ends = list(accumulate(map(self._spelling.width, gained.token_ids), initial=offset))
+        widths = map(self._spelling.width, gained.token_ids[:-1])
         top = None
         if gained.top_logprobs:
             drawn = zip(gained.token_ids, gained.logprobs, strict=True)
@@ -249,7 +248,7 @@ class Answer:
             "tokens": tokens,
             "token_logprobs": gained.logprobs,
             "top_logprobs": top,
-            "text_offset": ends,
+            "text_offset": list(accumulate(widths, initial=begin)) if tokens else [],
         }
 
 

@@ -158,17 +158,17 @@ class Service:
 
     async def _echoed(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
         """The prompts as they stand before the choices. The first token of each has the log-prob 0."""
-        found: Iterator[PromptLogprobs] = iter(())
-        if body.logprobs is not None:
-            longer = [tokens for tokens in prompts if len(tokens) > 1]
-            adapter = self.adapter_of(body.model)
-            found = iter(await self._scored(longer, body.logprobs, adapter))
+        texts = [
+            given if isinstance(given, str) else self.model.tokenizer.decode(tokens)
+            for given, tokens in zip(body.prompts, prompts, strict=True)
+        ]
+        if body.logprobs is None:
+            return [Delta(0, 0, [], [], [], text) for text in texts]
         echoed = []
-        for given, tokens in zip(body.prompts, prompts, strict=True):
-            text = given if isinstance(given, str) else self.model.tokenizer.decode(tokens)
-            logprobs, likely = next(found, ((), [])) if len(tokens) > 1 else ((), [])
+        scored = await self._scored(prompts, body.logprobs, self.adapter_of(body.model))
+        for text, tokens, (logprobs, likely) in zip(texts, prompts, scored, strict=True):
             top = [[], *likely] if body.logprobs else None
-            echoed.append(Delta(0, 0, tokens, [0.0, *map(float, logprobs)], [], text, top_logprobs=top))
+            echoed.append(Delta(0, 0, tokens, [0.0, *logprobs.tolist()], [], text, top_logprobs=top))
         return echoed
 
     async def _scored(
