@@ -177,6 +177,21 @@ def bounded(document: Any) -> Any:
     return document
 
 
+def parts_of_types(*types: str) -> BeforeValidator:
+    """Names the first part of another type in a content; pydantic would only say that a list is no string."""
+    read = " and ".join(types)
+
+    def check(content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and (kind := part.get("type", types[0])) not in types:
+                raise ValueError(
+                    f"a part has the type {shorten(str(kind))!r}, and this server reads only {read}"
+                )
+        return content
+
+    return BeforeValidator(check)
+
+
 def returnable(document: Any) -> Any:
     """A JSON value of bounded size that a response can repeat, for a validator."""
     try:

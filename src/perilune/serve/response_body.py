@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag
 from pydantic import Discriminator as ByFunction
 
-from perilune.serve.bodies import Body, Document, RequestBody, Returned, validated
+from perilune.serve.bodies import Body, Document, RequestBody, Returned, parts_of_types, validated
 from perilune.serve.schema import (
     MOST_LOGPROBS,
     MOST_MESSAGES,
@@ -47,7 +47,9 @@ class _TextPart(RequestBody):
     logprobs: list[Any] | None = None
 
 
-_Content = str | Annotated[list[_TextPart], Field(fail_fast=True)]
+_Content = Annotated[
+    str | Annotated[list[_TextPart], Field(fail_fast=True)], parts_of_types("input_text", "output_text")
+]
 
 
 class _MessageItem(RequestBody):

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from perilune.engine.request import SamplingParams
-from perilune.serve.bodies import Body, Document, RequestBody, bounded
-from perilune.serve.errors import shorten
+from perilune.serve.bodies import Body, Document, RequestBody, bounded, parts_of_types
 from perilune.serve.tool_formats import ToolFormat
 
 MOST_CHOICES = 256  # samples of one request
@@ -212,14 +211,6 @@ class TextPart(Body):
     text: str
 
 
-def _only_text(content: Any) -> Any:
-    """Name the first part that is not text; pydantic would only say that a list is not a string."""
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
-            raise ValueError(f"a part has the type {shorten(str(kind))!r}, and this server reads only text")
-    return content
-
-
 class Function(Body):
     """A function that the model may call."""
 
@@ -276,7 +267,7 @@ class Message(Body):
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_only_text)
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, parts_of_types("text")
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST_CALLS, fail_fast=True)] | None = None
