@@ -142,7 +142,7 @@ def begun(visibility: float = 0.0) -> Life:
     return Life(Recorded(state, LEASE, PRICE, leased=at(0.0), visibility=visibility))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 10**9),
     st.floats(0, 12),
@@ -177,7 +177,7 @@ def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
     assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two looks, some time apart
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.floats(0, 12), st.floats(0, 0.9))
 def test_nothing_that_is_needed_is_ended_before_its_lease_is(
     seed: int, visibility: float, trouble: float

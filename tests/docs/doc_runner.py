@@ -34,7 +34,7 @@ SMALL = {
     "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
-SHELL = {"|", "<", ">", ">>", "&", "&&", ";", "2>"}  # where the shell ends a command
+SHELL = {"|", "||", "<", ">", ">>", "&", "&&", ";", "2>"}  # where the shell ends a command
 SEEDS = re.compile(r"--seeds \S+")
 TWO_VALUES = re.compile(r"^([\w.]+=[^,\[{]+,[^,]+),.*")  # of an axis with more
 
@@ -178,7 +178,7 @@ class Runner:
 
 
 def parses(words: list[str]) -> None:
-    """Check that the command line has this command, and the command these options.
+    """Check that the command line has this command, and the command these options and arguments.
 
     Raises:
         click.UsageError: when it does not.
@@ -188,4 +188,4 @@ def parses(words: list[str]) -> None:
     command = load_command(name)
     while commands := getattr(command, "commands", None):
         command, rest = commands[rest[0]], rest[1:]
-    command.make_parser(command.context_class(command, info_name=name)).parse_args(rest)
+    command.make_context(name, rest)

@@ -16,6 +16,10 @@ from perilune.models.decoder import Decoder
 from perilune.models.logprobs import apply_temperature, log_distribution, token_logprobs
 
 PROMPTS = [Prompt([5, 6, 7, last], (1, 2, last)) for last in range(4)]
+TEMPERATURES = [
+    *(1e-30, 1e-6, 0.7, 1.0, 1.7, 1e30),
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in (1e-9, 1e-3, 1.1, 3.0)),
+]
 FEW = torch.tensor([[30.0, 29.9, -50.0, 30.0]])
 
 
@@ -30,7 +34,7 @@ DECODER = make()
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("options", [{}, {"raw_logprobs": True}, {"repetition_penalty": 1.5}])
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.7, 1.0, 1.7, 1e30])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_sampled_scored_and_learned_logprobs_are_equal(temperature: float, options: dict[str, Any]) -> None:
     params = SamplingParams(30, temperature=temperature, **options)
     groups = Engine(DECODER).sample(PROMPTS, 3, params)

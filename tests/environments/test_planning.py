@@ -253,7 +253,15 @@ def test_what_is_asked_and_answered_in_characters():
     assert "A2,1 00-20" in compact.prompt(plane)
 
 
-@pytest.mark.parametrize(("name", "style"), [("planning", "words"), ("planning_repair", "compact")])
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("planning", "words"),
+        ("planning_repair", "compact"),
+        pytest.param("planning", "compact", marks=pytest.mark.thorough),
+        pytest.param("planning_repair", "words", marks=pytest.mark.thorough),
+    ],
+)
 def test_it_conforms_and_its_reward_can_be_trusted(name, style):
     section = {"id": name, "style": style, **HARD}
     found = check_environment(section, tasks=2)

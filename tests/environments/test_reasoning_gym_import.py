@@ -29,9 +29,8 @@ def run(code: str) -> None:
     "code",
     [
         "import reasoning_gym; assert reasoning_gym.create_dataset('syllogism', seed=1, size=1)[0]",
-        "from reasoning_gym.factory import DATASETS, create_dataset; "
-        "assert len(DATASETS) > 100 and 'composite' in DATASETS; "
-        "assert create_dataset('chain_sum', seed=1)[0]",
+        "from reasoning_gym import create_dataset; assert create_dataset('chain_sum', seed=1, size=1)[0]",
+        "from reasoning_gym.factory import DATASETS; assert len(DATASETS) > 100 and 'composite' in DATASETS",
         "import reasoning_gym; assert reasoning_gym.arithmetic.chain_sum.DATASET_NAME == 'chain_sum'; "
         "assert 'sympy' not in sys.modules; assert reasoning_gym.__version__",
         "assert one_family('no_such_family') is None and one_family('chain_sum')",

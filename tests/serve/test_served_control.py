@@ -462,10 +462,12 @@ def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
     engine = Engine(decoder, tokenizer=tokenizer)
     prompt = [Prompt(tokenizer.encode("1+1="), (0, 0, 0))]
     before = engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist()
-    runner = weakref.ref(engine._runner)  # owns the cache
+    cache: Any = engine._runner.cache
+    held = [weakref.ref(one) for one in (engine._runner, *cache._parts, *cache.keys, *cache.values)]
+    del cache
     engine.sleep()
     gc.collect()
-    assert runner() is None
+    assert not any(one() is not None for one in held)
     with pytest.raises(RequestError, match="the engine sleeps"):
         engine.sample(prompt, 1, SamplingParams(4))
     state = {name: tensor * 0 for name, tensor in decoder.state_dict().items()}

@@ -3,6 +3,9 @@
 from task_cases import episodes, run_task, summary
 
 from perilune.files import read_json_lines
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
 
 SUMS = {
     "id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "max_digits": 1},
@@ -23,6 +26,17 @@ def test_an_evaluation_stops_at_the_texts_and_a_new_model_needs_no_format(tmp_pa
     found = summary(workspace)
     assert found["format"] == 0.0
     assert "warnings" not in found  # a new model is not expected to know the form
+
+
+def test_an_evaluation_of_a_trained_model_warns_about_the_format(tmp_path) -> None:
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(tmp_path / "sft", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
+    inputs = {"checkpoint": tmp_path / "sft"}
+    workspace = run_task(
+        tmp_path / "evaluate", "evaluate", inputs=inputs, checkpoint="sft", max_tokens=40, environment=SUMS
+    )
+    (warning,) = summary(workspace)["warnings"]
+    assert "0.0% of answers have the form" in warning and "sft stage" in warning
 
 
 def test_rl_warns_after_its_first_steps(tmp_path) -> None:
