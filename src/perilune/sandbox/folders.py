@@ -12,15 +12,19 @@ def remove_folder(path: str) -> None:
     Every folder inside is moved up first, so neither recursion nor the length of a path limits the depth.
     """
     pending, moved = [Path(path)], 0
-    with suppress(OSError):
-        while pending:
-            folder = pending.pop()
+    while pending:
+        folder = pending.pop()
+        entries: list[Path] = []
+        with suppress(OSError):
             folder.chmod(0o700)
-            for entry in folder.iterdir():
+            entries = [*folder.iterdir()]
+        for entry in entries:
+            with suppress(OSError):
                 if entry.is_dir() and not entry.is_symlink():
                     moved += 1
                     entry.chmod(0o700)  # else its owner may not move it
                     pending.append(entry.rename(f"{path}.{moved}"))
                 else:
                     entry.unlink()
+        with suppress(OSError):
             folder.rmdir()
