@@ -107,7 +107,10 @@ HOSTILE = {
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         "messages.0.content: a part has the type 'image_url'",
     ),
-    "a route that an option adds": (("embeddings", {"input": "x"}), "perilune serve --embeddings mean has"),
+    "a route that an option adds": (
+        ("embeddings", {"input": "x"}),
+        "no route /v1/embeddings: start it with --embeddings mean",
+    ),
     "a long model": (complete(model="x" * 1_000_000), "no model"),
 }
 

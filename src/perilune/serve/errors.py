@@ -15,11 +15,11 @@ from perilune.errors import PeriluneError
 from perilune.serve.engine_thread import StoppedError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_SWITCHED_ON_BY = {
-    "/v1/embeddings": "perilune serve --embeddings mean",
-    "/v1/load_lora_adapter": "perilune serve --adapters-from FOLDER",
-    "/v1/unload_lora_adapter": "perilune serve --adapters-from FOLDER",
-    "/v1/audio/speech": "perilune serve with a speech model",
+_OPTIONAL = {  # routes that only some servers have
+    "/v1/embeddings": "start it with --embeddings mean",
+    "/v1/load_lora_adapter": "start it with --adapters-from FOLDER",
+    "/v1/unload_lora_adapter": "start it with --adapters-from FOLDER",
+    "/v1/audio/speech": "serve a speech model",
 }
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _SHOWN = 200  # characters of a request's value that an error message repeats
@@ -73,8 +73,8 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     """The response to an `HTTPException` of ours or of the framework."""
     assert isinstance(error, AnyHTTPException)
     message, path = error.detail, request.url.path
-    if path in _SWITCHED_ON_BY and not isinstance(error, ApiError) and error.status_code == 404:
-        message = f"this server has no {path}; {_SWITCHED_ON_BY[path]} has"
+    if path in _OPTIONAL and not isinstance(error, ApiError) and error.status_code == 404:
+        message = f"this server has no route {path}: {_OPTIONAL[path]}"
     document = error_document(
         error.status_code, message, getattr(error, "param", None), getattr(error, "code", None)
     )
