@@ -10,8 +10,6 @@ Qwen:
 Converting back gives the original conversation. Text that only resembles a call stays text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

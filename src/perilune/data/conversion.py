@@ -1,7 +1,5 @@
 """Convert conversations between formats; rows that cannot be converted are rejected with a reason."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,13 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
-from perilune.data.records import (
-    TraceRecord,
-    as_row,
-    parse_provenance,
-    parse_record,
-    records_file,
-)
+from perilune.data.records import TraceRecord, as_row, parse_provenance, parse_record, records_file
 from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_bytes, strict_json

@@ -4,8 +4,6 @@ The bytes depend only on the episodes and the pyarrow version: there are no time
 fixed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import cache

@@ -5,8 +5,6 @@ with `text`. A preference is a row with `chosen` and `rejected`, with `prompt` o
 are text or lists of messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

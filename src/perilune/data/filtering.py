@@ -4,8 +4,6 @@ Two passes over the lines. The first checks each line by itself and against earl
 the remaining lines, once the best answers of each task are known. Memory does not grow with the input.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

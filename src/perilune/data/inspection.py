@@ -1,7 +1,5 @@
 """Statistics of data files: counts, lengths, scores, duplicates, and tasks that files share."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations

@@ -4,8 +4,6 @@ Such answers must not train a model that will not see the system message. There 
 instructions, and characters copied from the system message that the prompt does not contain.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

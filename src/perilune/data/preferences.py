@@ -4,8 +4,6 @@ The format is TRL's conversational one (`prompt`, `chosen` and `rejected` as lis
 fields for the origin of the pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher

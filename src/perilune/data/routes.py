@@ -5,8 +5,6 @@ token i, which were computed to predict token i + 1, so the last token has no ro
 the largest of the dtype is missing: its experts are not known. No expert has that number.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from typing import Any

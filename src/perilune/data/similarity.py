@@ -1,7 +1,5 @@
 """Near duplicates, languages, and contamination with evaluations."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import unicodedata

@@ -3,8 +3,6 @@
 Rows are read in order and one batch at a time, so memory does not grow with the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice

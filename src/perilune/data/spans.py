@@ -6,8 +6,6 @@ through the turns of the episode: its critical steps. Where every sub-agent is j
 started it, this is sum over stages t of S_main(t) + max_i S_sub,i(t) (Kimi K2.5, arXiv 2602.02276).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Read records line by line; a broken line is returned with the reason and does not end the reading."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

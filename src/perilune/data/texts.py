@@ -1,7 +1,5 @@
 """The texts that a recipe's model reads and writes: tasks of environments, and rows of own files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice

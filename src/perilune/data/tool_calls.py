@@ -3,8 +3,6 @@
 <tool_call>{"name": "f", "arguments": {}}</tool_call>
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

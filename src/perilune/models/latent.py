@@ -13,8 +13,6 @@ log-probs equal the engine's bit for bit. Elsewhere the learner expands, because
 product of a query and a key has D = key_size + rotary_size terms instead of rank + rotary_size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Log-probs of tokens, for both the engine and the learner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

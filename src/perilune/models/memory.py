@@ -180,12 +180,7 @@ def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOA
 
 
 def blocks_bytes(
-    model: Model,
-    num_blocks: int,
-    samples: int,
-    item_bytes: int = _FLOAT,
-    *,
-    token_budget: int = TOKEN_BUDGET,
+    model: Model, num_blocks: int, samples: int, item_bytes: int = _FLOAT, *, token_budget: int = TOKEN_BUDGET
 ) -> int:
     """Bytes of a KV cache of `num_blocks` blocks, or fewer for layers with a window, and `samples` samples.
 
@@ -203,12 +198,7 @@ def blocks_bytes(
 
 
 def window_blocks(
-    window: int | None,
-    num_blocks: int,
-    *,
-    slots: int,
-    token_budget: int = TOKEN_BUDGET,
-    size: int = BLOCK,
+    window: int | None, num_blocks: int, *, slots: int, token_budget: int = TOKEN_BUDGET, size: int = BLOCK
 ) -> int:
     """Blocks of `size` tokens that layers with this window can use, at most `num_blocks`.
 

@@ -7,8 +7,6 @@
 Sums are in the dtype of the activations. The C kernels use the same two formats.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

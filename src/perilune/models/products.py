@@ -5,8 +5,6 @@ number of threads; a single row is computed as two. (MKL, torch's default, chang
 and is half as fast on some processors.)
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The angles of rotary position embeddings."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -9,8 +9,6 @@ replay (R3, Ma et al., arXiv 2510.11370), the learner computes the experts that 
 router weights them, so the router is still trained.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -5,8 +5,6 @@ memory than all live tensors. So each thread keeps one buffer per purpose, as la
 far.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

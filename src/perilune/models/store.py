@@ -4,8 +4,6 @@ Each is a Hugging Face folder with a file source.json, which says where the mode
 under another name and renamed when it is complete, so that a kill never leaves an incomplete model.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -3,8 +3,6 @@
 Nothing in the folder is executed: no code from the checkpoint, no pickles, nothing from the network.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

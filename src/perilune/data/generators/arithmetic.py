@@ -1,7 +1,5 @@
 """The arithmetic teacher: answers arithmetic prompts directly or with working."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar

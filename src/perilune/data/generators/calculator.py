@@ -1,7 +1,5 @@
 """The calculator's teacher: answers with the calculator or directly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

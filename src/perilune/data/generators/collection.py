@@ -1,7 +1,5 @@
 """Collect verified records from a teacher."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The gold teacher: writes the answer that the environment states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

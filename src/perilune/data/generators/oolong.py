@@ -1,7 +1,5 @@
 """The oolong teacher: right answers to questions about a context, at once or after notes on its lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 A trace is the conversation that a policy in the teacher's seat would have had, move by move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """The planning teacher: writes the best plan of a trip, directly, with working, or as a repair."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The recursive teacher: Python that explores a context of the environment oolong, in three habits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ strategies. Its attribute `strategies` maps each strategy to its default share. 
 the attribute `Options`, the constructor takes an instance of the model as second argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -113,9 +111,7 @@ def _class(name: str, source: str | None) -> Any:
         return teacher_class
     if name not in _classes():
         raise RequestError(
-            f"no teacher is called '{name}'",
-            where="teacher",
-            remedy=did_you_mean(name, teacher_names()),
+            f"no teacher is called '{name}'", where="teacher", remedy=did_you_mean(name, teacher_names())
         )
     module, _, attribute = _classes()[name].partition(":")
     return getattr(import_module(module), attribute)

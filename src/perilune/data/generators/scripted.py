@@ -1,7 +1,5 @@
 """The base class of teachers that write episodes from a script."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence

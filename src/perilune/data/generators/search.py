@@ -1,7 +1,5 @@
 """The search teacher: searches the corpora of the environment facts, from code or with single calls."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 The environment's scorer decides which candidates become records. Rejected candidates get a reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """The teacher of tasks with tools: runs the solution, looks at the files first, or answers at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar
 

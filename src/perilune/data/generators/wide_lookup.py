@@ -1,18 +1,10 @@
 """The wide lookup teacher: finds all values, by itself or with a sub-agent for each key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.wide_lookup.lines import (
-    END,
-    JOIN,
-    SPAWN,
-    folding_actions,
-    serial_actions,
-)
+from perilune.environments.builtin.wide_lookup.lines import END, JOIN, SPAWN, folding_actions, serial_actions
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError

@@ -5,8 +5,6 @@ give full or partial credit to text that is not an answer. The patterns here acc
 reject calls, attributes, strings and nested powers.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

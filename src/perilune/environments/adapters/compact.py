@@ -3,8 +3,6 @@
 The policy answers with `working;answer` or `;answer`. The text after the last semicolon is the answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Isolated copies of Python's and NumPy's global random state, for packages that draw from it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 https://github.com/Farama-Foundation/Gymnasium (MIT); Towers et al. 2024, arXiv:2407.17032.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib import import_module

@@ -6,8 +6,6 @@ here. For the remaining families there is no second opinion. Some scorers give f
 for those, the second opinion decides.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

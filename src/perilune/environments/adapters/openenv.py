@@ -4,8 +4,6 @@ https://github.com/meta-pytorch/OpenEnv (BSD-3-Clause). The server is not truste
 response fails one episode.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

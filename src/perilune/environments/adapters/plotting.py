@@ -4,8 +4,6 @@ Some families of reasoning-gym import cellpylib, which imports matplotlib at mod
 long as the rest of reasoning-gym.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 https://github.com/open-thought/reasoning-gym (Apache-2.0).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ process of every stage. Here the package begins without its `__init__`, and one 
 Code that asks the package or its registry for anything else gets the complete package.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from importlib import import_module

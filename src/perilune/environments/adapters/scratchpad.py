@@ -12,8 +12,6 @@ stands between two steps, between slashes: 1+2+3 is `12003/3/33006`. A brief wor
 characters of each column.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import zip_longest

@@ -3,8 +3,6 @@
 https://github.com/LeonGuertler/TextArena (MIT); Guertler et al. 2025, arXiv:2504.11442.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

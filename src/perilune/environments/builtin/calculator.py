@@ -4,8 +4,6 @@
 (`=1776`). `;1791` answers and ends the episode.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Tasks in JSON Lines files: each row holds a question and, if answers are compared, the reference answer."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The environment `judge`: a model behind an OpenAI-compatible server scores the answers to other tasks."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,14 +10,7 @@ from pydantic import Field, field_validator
 
 from perilune.environments.core import registry
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
-from perilune.environments.core.protocol import (
-    EpisodeFailedError,
-    Outcome,
-    Score,
-    Split,
-    Task,
-    Transcript,
-)
+from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.rewards import GOLD
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.tasks_section import TasksSection

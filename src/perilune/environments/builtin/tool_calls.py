@@ -6,8 +6,6 @@ is the answer if there is no call. In the compact form, for character-level mode
 and everything else is Python.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ function on hidden test cases. Nothing of it enters the sandbox, except the inpu
 function finally runs on them.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

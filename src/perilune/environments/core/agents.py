@@ -13,8 +13,6 @@ A program yields the turns that it needs next, receives their actions in the sam
             answer = yield ask(f"the parts have {total}")
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from itertools import chain
 from typing import Generic, TypeVar, overload

@@ -5,8 +5,6 @@ that it marks are the same one; anything else is no answer, so that a policy can
 a reasoning model writes up to `</think>` is not searched.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -142,10 +140,7 @@ def _after_think(text: str) -> list[str]:
 
 FORMATS: Mapping[FormatName, AnswerFormat] = {
     "answer_tags": AnswerFormat(
-        "End with the final answer between tags: <answer>your answer</answer>",
-        "<answer>",
-        "</answer>",
-        _tags,
+        "End with the final answer between tags: <answer>your answer</answer>", "<answer>", "</answer>", _tags
     ),
     "boxed": AnswerFormat(
         "End with the final answer in a box: \\boxed{your answer}", "\\boxed{", "}", _boxes

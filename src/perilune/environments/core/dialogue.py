@@ -3,8 +3,6 @@
 This turns an environment that calls a model into a session that is called with actions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """The `episodes` section that every environment accepts: bounds of an episode and the policy for failures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Sums the rewards, terms and metrics of an episode."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from perilune.environments.core.protocol import Observation, Score

@@ -1,7 +1,5 @@
 """An endless sequence of tasks: a finite set of tasks is reshuffled in every epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import count
 

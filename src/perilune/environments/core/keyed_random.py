@@ -4,8 +4,6 @@ A stateful generator returns a different number if one more draw came before. Th
 replayed episode sees the same random numbers, whatever was drawn before and in whatever order.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

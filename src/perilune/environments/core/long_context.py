@@ -1,7 +1,5 @@
 """Long contexts, which an agent explores instead of reading them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol

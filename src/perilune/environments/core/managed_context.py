@@ -6,8 +6,6 @@ keeps the context in which it was sampled, also in the loss, and contexts with t
 the prefix cache.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Iterator, Sequence
 from itertools import chain

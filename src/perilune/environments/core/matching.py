@@ -1,7 +1,5 @@
 """Rules that compare an output with the reference answer."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from decimal import Decimal

@@ -4,8 +4,6 @@ A system prompt and examples come before a task's own messages, one sentence ask
 the environment scores only the answer that was found in that format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache

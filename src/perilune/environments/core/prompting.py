@@ -1,7 +1,5 @@
 """The `prompting` section that every environment accepts: the prompt of a pretrained model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

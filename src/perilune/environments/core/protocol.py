@@ -16,8 +16,6 @@ Derive your environment from `SingleTurn` (a prompt and a score) or from `MultiT
 the episode). Both implement the protocol, and `perilune.verifiers.conformance` tests it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol

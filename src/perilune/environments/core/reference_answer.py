@@ -1,7 +1,5 @@
 """Reference answers, for process rewards that ask the policy for its answer early."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from perilune.environments.core.protocol import Environment, Task

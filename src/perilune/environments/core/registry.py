@@ -9,8 +9,6 @@ The id file.py:name is such a class in a file, whose text is the section's field
 those of `Spec` without `id`.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Rebuilds the conversations of a transcript."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

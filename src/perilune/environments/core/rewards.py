@@ -8,8 +8,6 @@ never as a reward of 0.
 Functions are loaded and run only in the scorer's process, after it has given up files and network.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Assigns tasks to the training and the held-out split by a digest of the task."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The field of a spec by which an environment borrows the tasks of another."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict, Field
 
 

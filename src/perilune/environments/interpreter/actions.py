@@ -4,8 +4,6 @@ Natural: a fenced block of Python or a `<tool_call>` of `ask`, and `<answer>...<
 begins with `;`, and everything else is Python, or a range of lines such as `1-8` to ask about.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

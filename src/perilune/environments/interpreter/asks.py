@@ -1,7 +1,5 @@
 """The arguments of the functions `ask` and `ask_all`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

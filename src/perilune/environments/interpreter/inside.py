@@ -11,8 +11,6 @@ outcome.json, at the end:
     answer: the variable `answer`, if its "ready" is true.
 """
 
-from __future__ import annotations
-
 import json
 import linecache
 import os

@@ -5,8 +5,6 @@ and all blocks run again with the results so far. So an episode needs no process
 same blocks and results always give the same output. Equal runs are made once.
 """
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The texts that an agent with an interpreter sees."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from perilune.environments.core.long_context import Glimpse

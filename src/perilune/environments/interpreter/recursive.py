@@ -5,8 +5,6 @@ itself about parts of the context, each in a context of its own. Source: Zhang, 
 Language Models, arXiv 2512.24601.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 

@@ -5,8 +5,6 @@ change the text of an answer in another way is refused. Tools are described in t
 calls are read from the text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ else, the call begins a conversation of its own. The first conversation is the p
 its sub-agents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

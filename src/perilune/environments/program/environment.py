@@ -5,8 +5,6 @@ gateway in this process. Every call of the program is a turn of the policy, and 
 scores what the program answers at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property

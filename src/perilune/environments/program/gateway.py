@@ -4,8 +4,6 @@ A call waits until the policy has taken a turn. It listens on loopback only, and
 programs that call it are not trusted.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The base of environments that start a program for each episode, with the tasks of another environment."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path

@@ -5,8 +5,6 @@ without is the answer, which the environment of `tasks` scores. An episode repea
 functions of the calls so far: a tool that reads a clock or a network makes it differ.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from queue import SimpleQueue

@@ -4,8 +4,6 @@ https://modelcontextprotocol.io: JSON-RPC 2.0, one message a line. The server is
 timeout, and every message a largest size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

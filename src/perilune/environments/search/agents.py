@@ -1,7 +1,5 @@
 """The two ways to use the search stack: from code, and with single calls whose results enter the context."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from perilune.environments.builtin.tool_calls import Answer, Misunderstood

@@ -1,7 +1,5 @@
 """Documents to search, made by a generator or read from a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

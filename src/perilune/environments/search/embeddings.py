@@ -1,7 +1,5 @@
 """Similarities of texts, from an OpenAI-compatible server of embeddings."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

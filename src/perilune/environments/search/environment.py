@@ -4,8 +4,6 @@ In the mode `code` the policy writes Python that calls the search stack, and see
 `calls` it calls the same functions one at a time, and sees every result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 

@@ -1,7 +1,5 @@
 """Functions of the search stack that need no index. The sandbox, too, runs this file."""
 
-from __future__ import annotations
-
 import re
 
 

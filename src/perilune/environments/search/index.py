@@ -1,7 +1,5 @@
 """Ranks documents with BM25, by the package bm25s. Source: Lù, BM25S, arXiv 2407.03618."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import lru_cache

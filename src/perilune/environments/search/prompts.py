@@ -1,7 +1,5 @@
 """The texts that an agent sees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

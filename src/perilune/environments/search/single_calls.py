@@ -4,8 +4,6 @@ Natural: `<tool_call>{"name": "search", "arguments": {"query": "...", "k": 5}}</
 `<answer>...</answer>`. Compact, for character-level models: `search('...',5)`, or `;...`.
 """
 
-from __future__ import annotations
-
 import ast
 
 from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Misunderstood

@@ -1,7 +1,5 @@
 """The search stack: the functions that an agent calls, with checked arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path

@@ -14,8 +14,6 @@ A is float32[r, I], B float32[O, r]; s = alpha / r. They are submodules of their
 names, `q_proj.lora_A.weight` and `q_proj.lora_B.weight`.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Collection, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A model card as a JSON document, for the command line, reports and notebooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.models.card.model_card import ModelCard

@@ -6,20 +6,11 @@ The keys that are present describe the model: `kv_lora_rank` means latent attent
     notes that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.models.card.layers import (
-    Attention,
-    FeedForward,
-    LatentAttention,
-    Layer,
-    LinearAttention,
-    Mixer,
-)
+from perilune.models.card.layers import Attention, FeedForward, LatentAttention, Layer, LinearAttention, Mixer
 from perilune.models.card.model_card import ModelCard
 from perilune.models.config.families import FAMILIES
 from perilune.models.config.family import Bias, Family

@@ -8,8 +8,6 @@ Elements in the cache per token and layer:
 * linear attention: a state of fixed size per sequence, so the bytes per token fall with the length.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ stage from it. The cache bytes per token are constant when all layers have full 
 depend on the sequence length.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A checksum of weights that is cheap enough for every step and runs on their device."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Access to the files of a checkpoint folder, and to no file outside it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A checkpoint is untrusted. Loading executes nothing in it: weights must be safet
 compared with the configuration before memory is allocated, and no file outside the folder is opened.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Mapping

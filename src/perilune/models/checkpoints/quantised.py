@@ -8,8 +8,6 @@
 The conversion is that of transformers, to the bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ An engine keeps its own copy of the weights in the layout that its kernels read.
 reads one layer at a time, so that only this copy is in memory.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

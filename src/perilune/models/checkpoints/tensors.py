@@ -1,7 +1,5 @@
 """The tensors in the weight files of a folder: their headers, and reading them in turn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

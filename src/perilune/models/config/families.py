@@ -6,8 +6,6 @@ needs to count parameters, cache and compute; tests compare each count with the 
 builds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

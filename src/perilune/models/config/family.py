@@ -1,7 +1,5 @@
 """A model family: what all models of one `model_type` share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal

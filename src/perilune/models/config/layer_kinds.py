@@ -1,7 +1,5 @@
 """What layers are made of beside plain attention: windows, latent and linear attention, experts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

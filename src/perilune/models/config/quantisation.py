@@ -1,7 +1,5 @@
 """How the weights of a published checkpoint are quantised, read from its config.json."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from perilune.errors import RequestError

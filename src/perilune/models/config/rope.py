@@ -4,8 +4,6 @@ Sources: RoFormer (Su et al., 2021); linear scaling: position interpolation (Che
 wavelength: Llama 3.1; YaRN (Peng et al., arXiv 2309.00071), with DeepSeek's factors on attention scores.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Ideas that tell architectures apart, each with the function of our decoder that implements it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The models of the gallery: shipped configurations with their sources, and those that a user names."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ llama.cpp writes tensors under names of its own. In files of the architecture "l
 rows of the query and key projections: it rotates neighbouring pairs of values, Hugging Face rotates halves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

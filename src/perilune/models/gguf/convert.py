@@ -4,8 +4,6 @@ Quantised tensors become float32. Tensors in float32, float16 and bfloat16 keep 
 reads and writes one tensor at a time, so its memory is that of the largest tensor.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ loop without end.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

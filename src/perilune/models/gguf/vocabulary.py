@@ -5,8 +5,6 @@ A GGUF file has the vocabulary, the merges and the name of the rule that splits 
 transformers ignores rules that it doesn't know, for example "smollm", and then splits some texts otherwise.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

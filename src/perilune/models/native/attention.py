@@ -1,7 +1,5 @@
 """The attention kernels: for packed sequences, forward and backward, and over a paged cache."""
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 
@@ -24,10 +22,7 @@ class Cache(Structure):
 class RouteMemory(Structure):
     """struct route_store."""
 
-    _fields_ = (
-        ("experts", c_void_p),
-        *((name, c_int64) for name in ("table", "bytes", "layers")),
-    )
+    _fields_ = (("experts", c_void_p), *((name, c_int64) for name in ("table", "bytes", "layers")))
 
 
 class Step(Structure):

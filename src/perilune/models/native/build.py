@@ -4,8 +4,6 @@ The library is cached in the user's cache folder under a digest of sources, comp
 other versions and machines never load it. Without a C compiler, torch computes everything.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """A whole decoding step in one call of the C kernels."""
 
-from __future__ import annotations
-
 from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 
 import torch

@@ -1,7 +1,5 @@
 """The kernels of linear attention: the gated delta rule and the convolution before it, with gradients."""
 
-from __future__ import annotations
-
 from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 
 import torch

@@ -4,8 +4,6 @@ Every function requires `available()`. Shapes are those of the decoder. Callers 
 shapes; the functions do not check them again.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p

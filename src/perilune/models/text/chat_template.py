@@ -6,8 +6,6 @@ process also renders the prompts that follow; a process that hangs or dies is re
 creates have no template and start no process.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence

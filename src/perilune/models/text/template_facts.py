@@ -1,7 +1,5 @@
 """Facts about a chat template: defaults of its variables, its use of a system prompt, a prompt's tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ a template gives the same text in both. `strftime_now` is not defined: a prompt 
 cannot be reproduced, and templates that use it fall back to a fixed date.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -7,8 +7,6 @@ The decoder in tokenizer.json distinguishes three kinds of vocabulary:
 * plain text, joined without separators (the character tokenizer).
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

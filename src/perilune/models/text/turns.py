@@ -5,8 +5,6 @@ pieces than the tokenizer would choose. So a conversation only grows at the end:
 messages of the other side follow, with the text that the chat template puts around them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

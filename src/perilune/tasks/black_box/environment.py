@@ -1,7 +1,5 @@
 """Virtual environments for external programs, created once for each set of exact versions and then reused."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

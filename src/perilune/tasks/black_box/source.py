@@ -1,7 +1,5 @@
 """The code of an external program: a repository at one commit, or a folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

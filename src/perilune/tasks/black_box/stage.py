@@ -55,8 +55,7 @@ class BlackBoxSpec(Frozen):
         description="argument list; {seed}, {outputs}, {threads}, {checkpoint} and {data} are filled in",
     )
     requirements: tuple[str, ...] | str = Field(
-        (),
-        description="packages as name==version, or a lock file in the source; for its virtual environment",
+        (), description="packages as name==version, or a lock file in the source; for its virtual environment"
     )
     checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
         None, description="stage whose model the program receives"

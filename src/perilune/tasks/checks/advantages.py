@@ -5,8 +5,6 @@ If the algorithm compares within groups, they do not depend on other groups. A r
 less likely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ it answers. The share of answers with the form comes from the reward term `forma
 section), or else from the environment's own term `well_formed`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

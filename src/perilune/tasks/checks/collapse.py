@@ -7,8 +7,6 @@ below 20% of the best. The standard error comes from differences between neighbo
 does not inflate it.
 """
 
-from __future__ import annotations
-
 import math
 
 WINDOW = 10  # steps in a mean

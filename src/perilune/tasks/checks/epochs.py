@@ -1,7 +1,5 @@
 """The epoch check: no task repeats within an epoch, unless the environment itself repeats it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The over-optimisation watch: compares the trained reward with a gold score that is never trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace

@@ -9,8 +9,6 @@ The sampler has drifted from the policy, and the reference is another policy, so
 matter. Products are float32 for every precision of the run: some mistakes are smaller than bfloat16 rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

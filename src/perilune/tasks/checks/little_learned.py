@@ -1,7 +1,5 @@
 """Says why reinforcement learning may have changed little: groups without a gradient, or answers cut off."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ is. From the same probabilities it draws the tokens again. The seed determines t
 ignores part of the vocabulary is found by its choices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,12 +21,7 @@ from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.adapters.lora import base_of, pairs_of
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
-from perilune.tasks.stage.publishing import (
-    RANDOM,
-    WITHOUT_ADAPTER,
-    is_random,
-    plain_scores,
-)
+from perilune.tasks.stage.publishing import RANDOM, WITHOUT_ADAPTER, is_random, plain_scores
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 EPISODES = 4  # episodes rescored at each step

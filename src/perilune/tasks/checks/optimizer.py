@@ -5,8 +5,6 @@ its update in float64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Be
 elements must not change. This finds, for example, an optimizer that is recreated at each step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The work of connect_four_judge: compare a player with the exact solver, and play matches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.bundle.workspace import Workspace

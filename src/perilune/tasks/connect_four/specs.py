@@ -1,7 +1,5 @@
 """The fields of the Connect Four stages."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The loop of connect_four: self-play and updates, then the player is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.bundle.workspace import Workspace

@@ -1,7 +1,5 @@
 """The work of collect: a teacher writes traces, and those that pass the verifier are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

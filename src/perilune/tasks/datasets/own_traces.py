@@ -1,7 +1,5 @@
 """A policy's own answers as training records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import perilune

@@ -1,7 +1,5 @@
 """The work of pairs: sample and score answers, and pair a better with a worse answer to the same task."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ than the policy that will be trained, so answers that reveal the message, or are
 rejected.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -18,12 +16,7 @@ from perilune.errors import WorkFailedError
 from perilune.files import write_json_lines
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.datasets.own_traces import (
-    most_likely,
-    reason_to_reject,
-    sampling_provenance,
-    to_record,
-)
+from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, sampling_provenance, to_record
 from perilune.tasks.datasets.specs import RejectionSamplingSpec
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player

@@ -1,7 +1,5 @@
 """The fields of the stages that make training data: collect, rejection_sampling, pairs."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema

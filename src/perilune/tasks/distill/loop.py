@@ -1,7 +1,5 @@
 """The loop of distill: the student samples, the teacher scores every token, and the student is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The work of evaluate: sample held-out tasks, score the answers, and summarise them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop of flywheel: each round samples, trains and evaluates, and records yield, gain and cost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

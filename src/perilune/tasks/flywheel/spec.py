@@ -1,7 +1,5 @@
 """The fields of a flywheel stage."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

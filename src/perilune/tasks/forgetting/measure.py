@@ -4,8 +4,6 @@ Both checkpoints are read from their folders, one after the other. All figures a
 tasks and random numbers before and after.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

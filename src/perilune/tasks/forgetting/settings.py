@@ -1,7 +1,5 @@
 """The `forgetting` section of a training stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The key `forgetting` of the stages that train a policy."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

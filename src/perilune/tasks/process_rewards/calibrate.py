@@ -1,7 +1,5 @@
 """The work of calibrate: compare cheap values of prefixes with Monte Carlo values."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

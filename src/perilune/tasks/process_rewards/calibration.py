@@ -1,7 +1,5 @@
 """Statistics of a calibration: whether cheap values rank prefixes as Monte Carlo values do."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

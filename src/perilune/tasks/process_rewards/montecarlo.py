@@ -1,7 +1,5 @@
 """Monte Carlo values: continue answers from their prefixes, and score the continuations."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

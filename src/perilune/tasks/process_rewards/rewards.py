@@ -1,7 +1,5 @@
 """Process rewards: cut episodes into segments, compute the value of each prefix, take differences."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ uniform sample, and the inclusion probability of each drawn task is known, so fi
 uniform objective can be estimated without bias (Horvitz and Thompson 1952).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The settings of a curriculum by pass rate (`perilune.tasks.rl.curriculum`)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The loop of reinforcement learning: each step publishes weights, samples groups, trains and records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Metrics and episodes of each RL step, and the stop of a run without signal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

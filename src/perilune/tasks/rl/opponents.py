@@ -1,7 +1,5 @@
 """The opponents of an RL stage without any, and the interface that a league overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

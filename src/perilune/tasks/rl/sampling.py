@@ -4,8 +4,6 @@ The learner side (`perilune.tasks.rl.update`) receives only groups of `Episode`,
 version of the weights that sampled them. Weights travel the other way, through `Publisher`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any

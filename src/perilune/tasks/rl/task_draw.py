@@ -1,7 +1,5 @@
 """Draws the training tasks of a run: in their order, or by a curriculum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

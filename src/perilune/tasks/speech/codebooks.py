@@ -4,8 +4,6 @@ Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which i
 way.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ decoder is trained on their codes. It predicts spectra (`SpectralVocoder`). A lo
 makes speech intelligible early. Losses on the spectra of the samples train consistent phases.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A module and its optimizer that a training loop can save and resume."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@
 The three were not trained with the recogniser, and the recogniser was not trained on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fields of the speech stages."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -62,10 +60,7 @@ class VoiceSpec(TrainingSpec):
     predictor_width: int = Field(64, ge=32, multiple_of=32, description="hidden size of the code predictor")
     predictor_layers: int = Field(2, ge=1, description="layers of the code predictor")
     shifts: int = Field(
-        4,
-        ge=1,
-        le=16,
-        description="copies of each utterance, shifted by different fractions of a frame",
+        4, ge=1, le=16, description="copies of each utterance, shifted by different fractions of a frame"
     )
     temperature: float = Field(0.0, ge=0, description="default sampling temperature of the voice; 0: greedy")
     learning: FitSettings = Field(

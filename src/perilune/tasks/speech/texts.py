@@ -1,7 +1,5 @@
 """Texts that a small voice learns to say: digits, numbers up to 999, and sentences from a small grammar."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice

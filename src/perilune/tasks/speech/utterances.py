@@ -4,8 +4,6 @@ utterances.jsonl   one {"text", "kind", "split", "start", "samples"} a line
 audio.npy          int16, the samples of all utterances end to end, at 16 kHz
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast

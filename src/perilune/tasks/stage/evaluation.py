@@ -4,8 +4,6 @@ All random numbers are keyed by (seed, 0, task, sample), as in an evaluate stage
 from 1, so evaluations change nothing in it, and two evaluations differ by the weights alone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

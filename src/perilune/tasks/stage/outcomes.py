@@ -1,7 +1,5 @@
 """The outcomes of episodes: pass rates, strategies, and the summary of an evaluation with pass@k."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

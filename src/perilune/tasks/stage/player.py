@@ -1,7 +1,5 @@
 """The set-up of a stage that samples: policy, engine, environment and rollout worker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Device, process group and weights of a stage that uses a model, and the held-out tasks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from itertools import islice

@@ -1,7 +1,5 @@
 """Publishing weights from the learner to the engine, with checks that the engine uses them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -5,8 +5,6 @@ of summation changes a log-prob by about 0.01 nats, and the largest of a million
 there the mean and the KL divergence decide, and the largest is only reported.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The frozen policy of sub-agents, from the checkpoint that a stage names."""
 
-from __future__ import annotations
-
 import torch
 
 from perilune.bundle.workspace import Workspace

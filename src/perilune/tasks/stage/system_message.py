@@ -1,7 +1,5 @@
 """System messages before prompts, for example for a teacher but not for its student."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The training loop of every stage: it resumes, times, records, saves and finishes around `step`."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +22,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.forgetting.settings import ForgettingSettings
-from perilune.tasks.stage.evaluation import (
-    EvaluationRecord,
-    HeldOutData,
-    HeldOutEvaluation,
-    open_evaluation,
-)
+from perilune.tasks.stage.evaluation import EvaluationRecord, HeldOutData, HeldOutEvaluation, open_evaluation
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (

@@ -1,7 +1,5 @@
 """An endless stream of training tasks; a finite set of tasks is reshuffled in every epoch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Rows to imitate as episodes to train on; the order depends only on the seed and the step."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures of the examples that a stage holds out of its data, by number, for evaluations while training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The loop of preference: preference optimisation on pairs (DPO, IPO)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop of reward_model: train a reward model on pairs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.bundle.machine import require_memory

@@ -1,7 +1,5 @@
 """The loop of sft: supervised fine-tuning on verified traces."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

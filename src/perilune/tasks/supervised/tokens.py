@@ -1,7 +1,5 @@
 """Rows of training data as token ids with a loss mask, and the rule for rows that are too long."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice

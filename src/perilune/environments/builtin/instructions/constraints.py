@@ -4,8 +4,6 @@ After IFEval (Zhou et al. 2023, arXiv:2311.07911), with stricter rules: an answe
 short, and more than an echo of the request, so that no text satisfies many requests at once.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

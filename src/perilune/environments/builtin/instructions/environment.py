@@ -1,7 +1,5 @@
 """Requests for a short text on a topic, with constraints that code can check."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writes a plain text that satisfies the constraints of a request, so that each request can be satisfied."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

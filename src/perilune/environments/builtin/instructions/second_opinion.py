@@ -1,7 +1,5 @@
 """A second opinion on answers for audits. It shares no code with the checks that score."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

@@ -1,7 +1,5 @@
 """The words that requests and right answers are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 REQUESTS = (

@@ -4,8 +4,6 @@ An answer is one field, compared as a whole. Only ASCII digits are numbers, with
 leading zeros. White space around the field is ignored.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from types import ModuleType

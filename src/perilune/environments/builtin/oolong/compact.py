@@ -16,8 +16,6 @@ A?B                     has A more lines than B (>), fewer (<) or as many (=)?
 ;2 ;A ;> ;e ;1-4,2-3    answers; any text without ";" may precede
 """
 
-from __future__ import annotations
-
 from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question
 from perilune.environments.builtin.oolong.records import Record
 

@@ -1,7 +1,5 @@
 """Draws questions that have one answer."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

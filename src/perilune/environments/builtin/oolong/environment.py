@@ -1,7 +1,5 @@
 """Aggregation over long contexts in a single turn: all lines and the question are in the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Lines, questions and answers in English."""
 
-from __future__ import annotations
-
 import re
 
 from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question

@@ -1,7 +1,5 @@
 """Questions about records, and the evaluator that answers them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The records of a context: who wrote a line, when, and on what. Drawn again whenever they are needed."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping

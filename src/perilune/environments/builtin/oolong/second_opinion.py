@@ -3,8 +3,6 @@
 It shares only the vocabulary with the rest: the words of compact lines and the names of labels.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ context of millions of tokens never has to be stored.
     question(data), gold(data), score_answer(data, "17")
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ entry between these steps; @2:04-05 on the second day
 ;A05,B10 is a plan: place and time of each visit. "/" separates days. Any text may precede ";".
 """
 
-from __future__ import annotations
-
 import re
 
 from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, Window, travel

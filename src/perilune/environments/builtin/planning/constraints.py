@@ -1,7 +1,5 @@
 """The constraints of a plan, each checked by itself, and the interest of a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import groupby, pairwise
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Generates trips around a plan, so that a valid plan exists and no solver is needed to find one."""
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Sequence

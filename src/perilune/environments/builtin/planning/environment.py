@@ -1,7 +1,5 @@
 """Trips to plan, in one turn or in several. Every constraint is a reward term."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from perilune.environments.builtin.planning.constraints import TERMS

@@ -4,8 +4,6 @@ https://developers.google.com/optimization (Apache-2.0). One worker, a fixed see
 time: the same version of OR-Tools returns the same plan on every machine.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ An audit of a reward needs a second opinion that shares no code with it. This on
 separators and walks: it tracks the traveller's position at each step and checks which places are open.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

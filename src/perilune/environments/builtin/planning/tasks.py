@@ -1,7 +1,5 @@
 """Trips as tasks: generates them, solves each once, and scores plans."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

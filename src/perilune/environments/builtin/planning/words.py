@@ -1,7 +1,5 @@
 """Trips and plans in English. A step is half an hour, and days start at nine."""
 
-from __future__ import annotations
-
 import re
 
 from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, travel

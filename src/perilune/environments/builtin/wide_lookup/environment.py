@@ -4,8 +4,6 @@ Rewards after PARL (Kimi K2.5, arXiv 2602.02276): the reward is performance, and
 are for `auxiliary_rewards` of the rl stage. The report states no formulas for them; those here are ours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

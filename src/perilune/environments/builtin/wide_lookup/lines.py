@@ -7,8 +7,6 @@ A7     note: the value of A is 7
 .      end
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

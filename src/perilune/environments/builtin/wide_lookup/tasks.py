@@ -4,8 +4,6 @@ A key is a capital letter and its value a digit. They stand next to each other s
 of the key's shard: A has the value 7 if its shard is `kqzA7mre`.
 """
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whether two mathematical answers are equal."""
 
-from __future__ import annotations
-
 import cmath
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Tokens of mathematical answers in LaTeX or plain text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Questions about generated documents, which only an environment such as `search` can show."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Questions about a world: one hop, two hops, a count, and a count over two facts of each company."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ What a company makes, where it is and who leads it stand in different documents.
 seats distract, and reprints repeat.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

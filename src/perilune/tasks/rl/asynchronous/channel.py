@@ -3,8 +3,6 @@
 A message names a file without its folder. Each side has a folder for files; on one machine both use the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ A process that dies loses its episodes in progress. Their groups begin again in 
 replacement.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -12,8 +12,6 @@ Messages name files in FOLDER: weights, finished groups and snapshots. The proce
 input ends, so it never outlives the learner; it then removes FOLDER, because a killed learner cannot.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ files. Weights and finished groups travel through Ray's object store. Every node
 Perilune.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

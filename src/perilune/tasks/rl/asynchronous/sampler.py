@@ -8,8 +8,6 @@ and a step trains on the finished groups that were admitted first. No group is d
 would remove long episodes (docs/results/pacing.md).
 """
 
-from __future__ import annotations
-
 import base64
 from collections import ChainMap
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ Each entry of "groups" is the number of a group in the order of admission, and f
 versions with their numbers of tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from perilune.errors import RequestError

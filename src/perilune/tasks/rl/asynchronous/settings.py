@@ -1,7 +1,5 @@
 """The settings of asynchronous training."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from perilune.frozen import Frozen
