@@ -143,11 +143,7 @@ def _joined(said: str, blocks: Sequence[str]) -> str:
 
 
 def _block(call: Any, where: str) -> str:
-    """A call as text.
-
-    Raises:
-        RequestError: when `call` is not a call with name and arguments.
-    """
+    """A call as text."""
     fine = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
     _require(fine and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
     return f"<tool_call>\n{_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"

@@ -96,7 +96,6 @@ class SelfAttention(nn.Module):
         return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
     def freeze(self, source: SelfAttention) -> None:
-        """Copy the current norms and sinks of `source`, without gradients."""
         if self.qk_norm == "head":
             self.frozen_qk_norm = copied_in_place(self.frozen_qk_norm, source.qk_norm_weight())
         if self.sinks is not None and source.sinks is not None:
@@ -286,7 +285,6 @@ class Decoder(nn.Module):
         yield
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of config.json."""
         return self.config.to_hf()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -43,7 +43,6 @@ class RMSNorm(nn.Module):
         return 1 + self.weight if self.offset else self.weight
 
     def freeze(self, source: RMSNorm) -> None:
-        """Copy the current factor of `source`, without gradient."""
         factor = copied_in_place(self.weight.detach(), source.factor().detach().clone())
         self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
@@ -100,7 +99,6 @@ class Projection:
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
-        """Copy the current weights of `source`, without gradients."""
         weight, bias = source.joined()
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         old = self.frozen or (None, None)

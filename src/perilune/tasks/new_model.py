@@ -51,7 +51,6 @@ class NewModel(Stage[NewModelSpec]):
         return {"model": f"{config.num_layers} layers of width {config.hidden_size}"}
 
     def execute(self, spec: NewModelSpec, workspace: Workspace) -> dict[str, Any]:
-        """Initialise the weights from the recipe's seed."""
         from perilune.models.checkpoints.loading import new_model, save_checkpoint
 
         data = workspace.input("data") if workspace.has_input("data") else None

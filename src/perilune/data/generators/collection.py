@@ -134,7 +134,6 @@ class TeacherGenerator:
         self.provenance = provenance_of(teacher, section, **extra)
 
     def rows(self, tasks: Sequence[Task], first: int) -> Iterator[TraceRecord | Rejected]:
-        """The record or the rejection of each candidate."""
         return verify_candidates(
             self._teacher.candidates(tasks, self._seed),
             self._score,

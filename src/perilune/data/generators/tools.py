@@ -23,7 +23,6 @@ class ToolsTeacher(ScriptedTeacher):
     strategies: ClassVar = {"solve": 0.3, "careful": 0.0, "guess": 0.7}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of the strategy."""
         solved, answer = task.data["actions"]
         earlier = {"guess": (), "solve": (solved,), "careful": (*_prints(task), solved)}[strategy]
         return (*earlier, answer)

@@ -73,17 +73,14 @@ class GymnasiumEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Names of the games, sorted."""
         return tuple(sorted(_GAMES))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield tasks without end; each has its own random seed."""
         prompt = ({"role": "user", "content": f"{self._rules} Moves: {', '.join(self._moves)}."},)
         for task_id in numbered_ids(self.id, split, seed):
             yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Play until the game ends."""
         game = self._make_game()
         try:
             state, _ = game.reset(seed=rng.integer(1 << 31, "reset"))

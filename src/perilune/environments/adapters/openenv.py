@@ -85,7 +85,6 @@ class OpenEnvEnvironment(MultiTurn):
             yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Act until the server is done."""
         reset = {**self.spec.config, "seed": rng.integer(1 << 31, "reset")}
         with Connection(self.spec.url, self.spec.seconds) as server:
             seen, reward, done = _read(server.request("reset", reset) or {})

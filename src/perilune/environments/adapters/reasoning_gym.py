@@ -92,7 +92,6 @@ class ReasoningGymEnvironment(SingleTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """All valid values of `task`, sorted."""
         return tuple(sorted(all_families().keys() - _EXCLUDED))
 
     def settings(self) -> dict[str, Any]:

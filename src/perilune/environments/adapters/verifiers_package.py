@@ -61,7 +61,6 @@ class VerifiersEnvironment(MultiTurn):
         self.max_turns = self._package.turns
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield every task of the split once, in an order that `seed` determines."""
         tasks = [task for task in self._tasks if split_of(task.task_id) == split]
         random.Random(f"{self.id}/{seed}").shuffle(tasks)
         yield from tasks
@@ -87,7 +86,6 @@ class VerifiersEnvironment(MultiTurn):
         yield Observation(rewards=(score.reward,), terms=score.terms, metrics=score.metrics, done=True)
 
     def close(self) -> None:
-        """Close the event loop."""
         self._loop.close()
 
     @cached_property

@@ -44,14 +44,12 @@ class CalculatorEnvironment(MultiTurn):
         self.max_turns = spec.turns
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct questions until the generator has no new ones."""
         draw = random.Random(f"{self.id}/{seed}")
         questions = (self._question(draw) for _ in itertools.count())
         drawn = ((hashlib.sha256(question.encode()).hexdigest(), question) for question in questions)
         return (_task(question, digest) for digest, question in new_draws(split, drawn))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Run operations until the policy answers."""
         calls = 0
         action = yield ask()
         while not action.startswith(ANSWER_MARK):
@@ -67,7 +65,6 @@ class CalculatorEnvironment(MultiTurn):
         )
 
     def gold(self, task: Task) -> Transcript:
-        """Every operation with the calculator, then the answer."""
         *earlier, answer = task.data["actions"]
         return Transcript(answer, earlier=tuple(earlier))
 

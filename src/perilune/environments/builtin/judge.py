@@ -107,7 +107,6 @@ class JudgeEnvironment(SingleTurn):
         )
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The other environment's tasks."""
         return self._borrowed.draw(split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
@@ -120,7 +119,6 @@ class JudgeEnvironment(SingleTurn):
         return Score(reward, {"judge": reward}, gold)
 
     def close(self) -> None:
-        """Close the connections, and end the process of the tasks' verifier."""
         if "_client" in vars(self):
             vars(self).pop("_client").close()
         self._borrowed.close()
@@ -138,11 +136,7 @@ class JudgeEnvironment(SingleTurn):
         return _FIELDS.sub(lambda found: texts[found[1]], self.spec.prompt)
 
     def _graded(self, prompt: str) -> float:
-        """Ask the judge.
-
-        Raises:
-            EpisodeFailedError: when the server does not answer, or the reply has no valid grade.
-        """
+        """Ask the judge."""
         body = {
             "model": self.spec.model,
             "messages": [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}],

@@ -107,7 +107,6 @@ class ToolsEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """The task families."""
         return ("all", *FAMILIES)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
@@ -116,7 +115,6 @@ class ToolsEnvironment(MultiTurn):
         return (task for _, task in new_draws(split, ((task.task_id, task) for task in drawn)))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Run calls until the policy answers."""
         files: Mapping[str, bytes] = {name: text.encode() for name, text in task.data["files"].items()}
         counts: dict[str, float] = {"calls": 0.0}
         action = read_action((yield ask()), compact=self._compact)
@@ -138,12 +136,10 @@ class ToolsEnvironment(MultiTurn):
         return Score(outcome.reward, outcome.terms, {**outcome.metrics, "replay_differs": differs})
 
     def gold(self, task: Task) -> Transcript:
-        """The solution, then the answer."""
         *earlier, answer = task.data["actions"]
         return Transcript(answer, earlier=tuple(earlier))
 
     def close(self) -> None:
-        """Stop the sandbox."""
         self._sandbox.close()
 
     def _execute_action(
@@ -182,11 +178,7 @@ class ToolsEnvironment(MultiTurn):
         return self._shown(run.output + ended), run.files
 
     def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
-        """Run code in the sandbox.
-
-        Raises:
-            EpisodeFailedError: if the sandbox itself fails or lacks a wall, which is not the policy's fault.
-        """
+        """Run code in the sandbox."""
         try:
             return self._sandbox.run(code, files)
         except PeriluneError as error:

@@ -36,12 +36,10 @@ class BorrowedTasks:
             )
 
     def check_files(self) -> None:
-        """Check the files of the tasks."""
         if hasattr(self.environment, "check_files"):
             self.environment.check_files()
 
     def characters(self) -> dict[str, str]:
-        """The characters of the tasks."""
         found: dict[str, str] = getattr(self.environment, "characters", dict)()
         return found
 
@@ -84,7 +82,6 @@ class BorrowedTasks:
         return outcome
 
     def close(self) -> None:
-        """End the process that scores."""
         if "_scorer" in vars(self):
             vars(self).pop("_scorer").close()
 

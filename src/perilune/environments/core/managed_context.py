@@ -82,17 +82,14 @@ class ManagedContext(MultiTurn):
         self._environment, self._settings = environment, settings
 
     def __getattr__(self, name: str) -> Any:
-        """What the environment offers besides the protocol."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._environment, name)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's tasks."""
         return self._environment.tasks(split, seed)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Play the environment's episode in as many contexts as the rule needs."""
         session = self._environment.reset(task, rng.seed)
         context = _Context(task, self._settings)
         try:
@@ -109,7 +106,6 @@ class ManagedContext(MultiTurn):
         )
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
 

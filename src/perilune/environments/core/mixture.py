@@ -110,13 +110,11 @@ class Mixture:
                 )
 
     def check_files(self) -> None:
-        """Check the files of all parts."""
         for part in self.parts.values():
             if hasattr(part, "check_files"):
                 part.check_files()
 
     def load_confined(self) -> None:
-        """Load the reward functions of all parts."""
         for part in self.parts.values():
             if hasattr(part, "load_confined"):
                 part.load_confined()
@@ -126,7 +124,6 @@ class Mixture:
         return {f"share.{name}": round(share, 4) for name, share in self.shares.items()}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Training tasks without end, or each held-out task once."""
         if split == "heldout":
             yield from self._heldout(seed)
             return
@@ -138,7 +135,6 @@ class Mixture:
             yield named_task(names[index], next(streams[names[index]]))
 
     def reset(self, task: Task, seed: int) -> Session:
-        """Open a session of the task's part."""
         name, own = split_task(task)
         session = self.parts[name].reset(own, seed)
         return _ScaledSession(session, self._scales[name]) if self._is_scaled else session
@@ -153,25 +149,21 @@ class Mixture:
         return replace(outcome, reward=outcome.reward * self._scales[name], metrics=metrics)
 
     def gold(self, task: Task) -> Transcript | None:
-        """The right answer that the task's part states; None if it states none."""
         name, own = split_task(task)
         answer: Transcript | None = getattr(self.parts[name], "gold", lambda _: None)(own)
         return answer
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        """The second opinion of the task's part; None if it has none."""
         name, own = split_task(task)
         opinion = getattr(self.parts[name], "is_right", lambda task, transcript: None)
         right: bool | None = opinion(own, transcript)
         return right
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
-        """The reference answer of the task's part; None if it has none."""
         name, own = split_task(task)
         return reference_answer(self.parts[name], own)
 
     def close(self) -> None:
-        """Close all parts."""
         for part in self.parts.values():
             if hasattr(part, "close"):
                 part.close()
@@ -195,7 +187,6 @@ class _ScaledSession:
         self.observation = session.observation
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        """Apply the action."""
         seen = self._session.step(action, finished)
         self._gold += math.fsum(seen.rewards)  # of one player
         self.observation = replace(
@@ -206,7 +197,6 @@ class _ScaledSession:
         return self.observation
 
     def close(self) -> None:
-        """Close the session."""
         self._session.close()
 
 

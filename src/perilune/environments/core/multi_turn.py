@@ -110,7 +110,6 @@ class ScriptedSession:
         return self.observation
 
     def close(self) -> None:
-        """Close the generator."""
         self._play.close()
 
     def _next(self, action: str) -> Observation:

@@ -81,7 +81,6 @@ class PromptedEnvironment:
                 yield replace(task, prompt=self._asker.prompt(task.prompt, messages))
 
     def reset(self, task: Task, seed: int) -> Session:
-        """Open a session that parses each action."""
         if self.max_turns == 1:
             return OneAnswer(self, task, seed)  # type: ignore[arg-type]  # needs nothing but `score`
         session = self._environment.reset(task, seed)
@@ -106,7 +105,6 @@ class PromptedEnvironment:
         return replace(outcome, terms={**outcome.terms, FORMAT: formed})
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def parse(self, text: str) -> str | None:
@@ -231,7 +229,6 @@ class _ParsedSession:
         return self.observation
 
     def close(self) -> None:
-        """Close the session."""
         self._session.close()
 
 

@@ -281,11 +281,7 @@ def _not_made(name: str, error: Exception) -> RequestError:
 
 
 def _require_protocol(environment: Any, name: str) -> None:
-    """Check that the object of a user's file is an environment.
-
-    Raises:
-        RequestError: naming the method or attribute that is missing.
-    """
+    """Check that the object of a user's file is an environment."""
     lacking = [method for method in ("tasks", "score") if not callable(getattr(environment, method, None))]
     lacking += [] if isinstance(getattr(environment, "id", None), str) else ["id"]
     if lacking:

@@ -93,17 +93,14 @@ class WeightedRewards(SingleTurn):
         self._functions = {name: _load_function(name, section) for name, section in self._sections.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """Forward everything else, such as reference answers, to the environment."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._environment, name)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's tasks."""
         return self._environment.tasks(split, seed)
 
     def close(self) -> None:
-        """Close the environment."""
         self._environment.close()
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
@@ -149,11 +146,7 @@ class WeightedRewards(SingleTurn):
 
 
 def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
-    """A weight, or a function's section with its defaults.
-
-    Raises:
-        RequestError: if it is neither.
-    """
+    """A weight, or a function's section with its defaults."""
     section = {"weight": 1.0, "format": "messages", **term} if isinstance(term, Mapping) else {"weight": term}
     weight, function = section["weight"], section.get("function", "")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):

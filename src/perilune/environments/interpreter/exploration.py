@@ -158,11 +158,7 @@ class Exploration:
         return f"={answer}\n" if self._settings.prompt == "compact" else answer[: self._most_output]
 
     def _answer_all(self, agent: Agent, asked: Sequence[asks.Question]) -> AgentProgram[list[str]]:
-        """The answers of sub-agents, which work at the same time.
-
-        Raises:
-            InvalidCallError: when the episode has not enough asks left.
-        """
+        """The answers of sub-agents, which work at the same time."""
         left = self._settings.asks - int(self.counts["asks"])
         if len(asked) > left:
             raise InvalidCallError(

@@ -103,7 +103,6 @@ class CodeRunner:
         return execution
 
     def close(self) -> None:
-        """Stop the sandbox."""
         self._sandbox.close()
 
     def _execute(self, state: str, texts: tuple[tuple[str, str], ...]) -> Execution:

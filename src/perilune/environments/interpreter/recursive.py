@@ -63,7 +63,6 @@ class RecursiveEnvironment(MultiTurn):
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The other environment's tasks, with a description of the context as prompt."""
         glimpse = getattr(self._source, "glimpse", lambda task: glimpse_of(self._source.context(task)))
         for task in self._borrowed.draw_bare(split, seed):
             text = self.spec.opening(glimpse(task), self._source.question(task), self.spec.depth)
@@ -71,7 +70,6 @@ class RecursiveEnvironment(MultiTurn):
             yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Let the policy explore until it answers."""
         own = self._borrowed.without_prompt(task)
         exploration = Exploration(self._code, self.spec, self.spec.sandbox.output)
         root = Agent("", self._source.context(own), self.spec.depth)
@@ -87,6 +85,5 @@ class RecursiveEnvironment(MultiTurn):
         )
 
     def close(self) -> None:
-        """Stop the sandbox, and the process that scores."""
         self._code.close()
         self._borrowed.close()

@@ -81,7 +81,6 @@ class ProgramEnvironment(LaunchedEnvironment):
         yield self._end(task, event, made, reply)
 
     def close(self) -> None:
-        """End all programs, the gateway, and the process that scores."""
         super().close()
         if "_gateway" in vars(self):
             vars(self).pop("_gateway").close()
@@ -147,7 +146,6 @@ class _Run:
         return calls or None
 
     def close(self) -> None:
-        """End the program."""
         self._gateway.close_session(self._key)
         self._program.end()
 

@@ -65,7 +65,6 @@ class Gateway:
         self._sessions.pop(key).close()
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 

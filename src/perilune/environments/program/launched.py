@@ -141,7 +141,6 @@ class LaunchedEnvironment(MultiTurn):
         return Observation(rewards=(0.0,), metrics={f"contained/{cause}": 1.0}, done=True)
 
     def close(self) -> None:
-        """End all programs, and the process that scores."""
         self._borrowed.close()
         if "_programs" in vars(self):
             vars(self).pop("_programs").close()

@@ -42,7 +42,6 @@ class McpEnvironment(LaunchedEnvironment):
         self.max_turns = spec.turns
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Run calls until the policy answers."""
         endings: SimpleQueue[Ending] = SimpleQueue()
         server = ToolServer(lambda streams: self.start(task, streams, endings.put), self.spec.seconds)
         calls = 0.0

@@ -93,7 +93,6 @@ class ToolServer:
             raise ServerBrokeError("the result of a tool is malformed") from None
 
     def close(self) -> None:
-        """End the server."""
         os.close(self._requests)
         self.program.end()
         os.close(self._responses)

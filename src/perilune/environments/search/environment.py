@@ -102,7 +102,6 @@ class SearchEnvironment(MultiTurn):
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 
     def check_files(self) -> None:
-        """Check the corpus, and the files of the tasks."""
         self._borrowed.check_files()
         if self.spec.corpus is not None:
             read_corpus(self.spec.corpus)
@@ -117,7 +116,6 @@ class SearchEnvironment(MultiTurn):
             yield Task(task.task_id, prompt, {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Let the policy search until it answers."""
         own = self._borrowed.without_prompt(task)
         index = index_of(self._corpus(own))
         stack = SearchStack(index, self.spec.results, self.spec.searches, self._embeddings)
@@ -143,7 +141,6 @@ class SearchEnvironment(MultiTurn):
         )
 
     def close(self) -> None:
-        """Stop the sandbox, and the process that scores."""
         self._code.close()
         self._borrowed.close()
 

@@ -60,7 +60,6 @@ class Experts:
         return None
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json."""
         return {
             "num_experts": self.count,
             "num_experts_per_tok": self.per_token,
@@ -103,7 +102,6 @@ class Latent:
         return not_positive(self, sizes, "latent.")
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json."""
         sizes = {key: getattr(self, name) for name, key in _LATENT_KEYS.items()}
         return {**sizes, "q_lora_rank": self.query_rank, "rope_interleave": self.interleaved}
 
@@ -157,7 +155,6 @@ class DeltaRule:
         return None
 
     def to_hf(self, layers: int) -> dict[str, Any]:
-        """The keys of the config.json of a model with `layers` layers."""
         linear = [layer in self.layers for layer in range(layers)]
         kinds = ["linear_attention" if one else "full_attention" for one in linear]
         return {"layer_types": kinds, **{key: getattr(self, name) for name, key in _DELTA_KEYS.items()}}

@@ -29,7 +29,6 @@ class Multipliers:
         return cls(**{name: read.number(key, 1.0) for name, key in _KEYS.items()})
 
     def to_hf(self) -> dict[str, float]:
-        """The keys of a config.json."""
         return {key: getattr(self, name) for name, key in _KEYS.items()}
 
 

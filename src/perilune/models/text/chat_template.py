@@ -93,20 +93,12 @@ class _TemplateProcess:
         self._interrupted = False
 
     def start(self) -> None:
-        """Start the process and compile the template, unless that is done.
-
-        Raises:
-            _TemplateRefusedError, BrokenChannelError: when the template cannot be compiled.
-        """
+        """Start the process and compile the template, unless that is done."""
         with self._lock:
             self._retried(self._started)
 
     def render(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One text for each of `inputs`.
-
-        Raises:
-            _TemplateRefusedError, BrokenChannelError: when the template cannot render the inputs.
-        """
+        """One text for each of `inputs`."""
         with self._lock:
             return self._retried(lambda: self._render(inputs))
 

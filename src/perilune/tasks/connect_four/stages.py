@@ -22,7 +22,6 @@ class ConnectFour(Stage[ConnectFourSpec]):
     standalone = True
 
     def describe(self, spec: ConnectFourSpec, job: Job) -> Mapping[str, object]:
-        """Moves, updates and the learning rate."""
         learning = spec.learning
         a_step = learning.games * learning.moves
         played = f"{spec.steps} steps x {learning.games} games x {learning.moves}"
@@ -33,7 +32,6 @@ class ConnectFour(Stage[ConnectFourSpec]):
         }
 
     def execute(self, spec: ConnectFourSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train and write the player."""
         from perilune.tasks.connect_four.training import run
 
         return run(workspace, spec)
@@ -49,7 +47,6 @@ class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
     standalone = True
 
     def describe(self, spec: ConnectFourJudgeSpec, job: Job) -> Mapping[str, object]:
-        """The positions to compare and the games to play."""
         return {
             "moves": f"{41 - spec.first_ply} plies x {spec.positions} positions, each column solved",
             "games": f"{spec.games} against each of {', '.join(spec.opponents)}",
@@ -57,7 +54,6 @@ class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
         }
 
     def execute(self, spec: ConnectFourJudgeSpec, workspace: Workspace) -> dict[str, Any]:
-        """Evaluate the player."""
         from perilune.tasks.connect_four.judge import run
 
         return run(workspace, spec)

@@ -46,7 +46,6 @@ class Collect(Stage[CollectSpec]):
         }
 
     def execute(self, spec: CollectSpec, workspace: Workspace) -> dict[str, Any]:
-        """Generate and verify traces."""
         from perilune.tasks.datasets.collect import run
 
         return run(workspace, spec)
@@ -61,7 +60,6 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
     output = "artifacts/traces"
 
     def describe(self, spec: RejectionSamplingSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample, and memory."""
         answers = spec.tasks * spec.samples
         system = f" with system message {spec.system[:40]!r}" if spec.system else ""
         return {
@@ -70,7 +68,6 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
         }
 
     def execute(self, spec: RejectionSamplingSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample, score and filter traces."""
         from perilune.tasks.datasets.rejection_sampling import run
 
         return run(workspace, spec)
@@ -85,7 +82,6 @@ class Pairs(Stage[PairsSpec]):
     output = "artifacts/pairs"
 
     def describe(self, spec: PairsSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample, the most pairs, and memory."""
         answers = spec.tasks * spec.samples
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}",
@@ -94,7 +90,6 @@ class Pairs(Stage[PairsSpec]):
         }
 
     def execute(self, spec: PairsSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample, score and pair answers."""
         from perilune.tasks.datasets.pairs import run
 
         return run(workspace, spec)

@@ -85,7 +85,6 @@ class _Source:
         workspace.episodes.mkdir(exist_ok=True)
 
     def start(self, done: int, publisher: Publisher) -> None:
-        """Skip the tasks of the completed steps."""
         self._publisher = publisher
         self._tasks = self._player.training_tasks(skip=int(self._on_policy[:done].sum()) * self._spec.prompts)
 

@@ -23,7 +23,6 @@ class Distill(Stage[DistillSpec]):
     parallel = True
 
     def describe(self, spec: DistillSpec, job: Job) -> Mapping[str, object]:
-        """Answers, the loss, the schedule and memory."""
         memory = spec.memory_plan(model_config(job), job.resources.device)
         answers = spec.steps * spec.prompts * spec.samples
         system = f", the teacher with system message {spec.system[:40]!r}" if spec.system else ""
@@ -34,7 +33,6 @@ class Distill(Stage[DistillSpec]):
         }
 
     def execute(self, spec: DistillSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample with the student, score with the teacher, train the student."""
         from perilune.tasks.distill.loop import run
 
         return run(workspace, spec)

@@ -25,7 +25,6 @@ class Evaluate(Stage[EvaluateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: EvaluateSpec, job: Job) -> Mapping[str, object]:
-        """Answers to sample, and memory or the server."""
         OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
         server = spec.engine if isinstance(spec.engine, ServerSpec) else None
         config = None if server else model_config(job)
@@ -44,7 +43,6 @@ class Evaluate(Stage[EvaluateSpec]):
         }
 
     def execute(self, spec: EvaluateSpec, workspace: Workspace) -> dict[str, Any]:
-        """Sample and score answers."""
         from perilune.tasks.evaluate.evaluation import run
 
         return run(workspace, spec)

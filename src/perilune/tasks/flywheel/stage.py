@@ -22,7 +22,6 @@ class Flywheel(Stage[FlywheelSpec]):
     produces = "checkpoint"
 
     def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
-        """Answers, updates and memory."""
         answers = spec.tasks * spec.samples
         memory = stage_memory(
             model_config(job),
@@ -40,7 +39,6 @@ class Flywheel(Stage[FlywheelSpec]):
         }
 
     def execute(self, spec: FlywheelSpec, workspace: Workspace) -> dict[str, Any]:
-        """Run rounds until a round gains nothing."""
         from perilune.tasks.flywheel.loop import run
 
         return run(workspace, spec)

@@ -112,11 +112,7 @@ def measure_forgetting(
 
 
 def _require_room(folder: Path, device: torch.device) -> None:
-    """Refuse to load a second model that may not fit beside the one that was trained.
-
-    Raises:
-        WorkFailedError: when the free memory is less than the plan of an engine.
-    """
+    """Refuse to load a second model that may not fit beside the one that was trained."""
     if device.type != "cpu":
         return
     config = DecoderConfig.from_hf(read_json(folder / "config.json"), where=str(folder))

@@ -35,7 +35,6 @@ class ForgettingSettings(Frozen):
         return [section for section in found if make_environment(section).id != trained]
 
     def describe(self, own: Mapping[str, Any]) -> str:
-        """What is measured, for the plan."""
         parts = [f"{self.passages} passages of English text"] if self.passages else []
         if self.tasks:
             others = (

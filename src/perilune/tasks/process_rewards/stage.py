@@ -23,7 +23,6 @@ class Calibrate(Stage[CalibrateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
-        """Answers and continuations to sample, and memory."""
         answers = spec.tasks * spec.samples
         most = spec.process_rewards.segments.most if spec.process_rewards else 0
         memory = stage_memory(
@@ -39,7 +38,6 @@ class Calibrate(Stage[CalibrateSpec]):
         }
 
     def execute(self, spec: CalibrateSpec, workspace: Workspace) -> dict[str, Any]:
-        """Compare the values of sampled prefixes."""
         from perilune.tasks.process_rewards.calibrate import run
 
         return run(workspace, spec)

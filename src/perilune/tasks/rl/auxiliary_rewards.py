@@ -38,7 +38,6 @@ class AuxiliaryRewards(Frozen):
         return max(0.0, 1 - (step - 1) / (self.until * steps))
 
     def describe(self) -> str:
-        """The settings, for the plan."""
         terms = " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items())
         return f"{terms}, falling to 0 over {self.until:.0%} of the steps"
 

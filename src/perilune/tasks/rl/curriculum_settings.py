@@ -28,6 +28,5 @@ class CurriculumSettings(Frozen):
     )
 
     def describe(self) -> str:
-        """The settings, for the plan."""
         objective = "uniform objective" if self.importance_weight else "objective follows the draw"
         return f"by {self.by}, 1 of {self.candidates} tasks drawn by pass rate; {objective}"

@@ -72,7 +72,6 @@ class GroupSampler(GroupSource):
 
     @property
     def epoch(self) -> int:
-        """Number of completed epochs of the training tasks."""
         return self._draw.epoch
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:

@@ -82,18 +82,13 @@ class RL(ReinforcementStage[RLSpec]):
     parallel = True
 
     def execute(self, spec: RLSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train the policy with the RL loop."""
         from perilune.tasks.rl.loop import run
 
         return run(workspace, spec)
 
 
 def _require_asynchronous(job: Job) -> None:
-    """Check that the job's rollouts can run in processes of their own.
-
-    Raises:
-        RequestError: for several training processes, or secrets that would have to reach a Ray cluster.
-    """
+    """Check that the job's rollouts can run in processes of their own."""
     where = f"stages.{job.stage}.asynchronous"
     if job.resources.processes > 1:
         raise RequestError(

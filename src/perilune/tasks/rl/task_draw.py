@@ -30,7 +30,6 @@ class TaskDraw:
 
     @property
     def epoch(self) -> int:
-        """Number of completed epochs of the training tasks."""
         return self._tasks.epoch
 
     def take(self, count: int, step: int, first: int = 0) -> list[Drawn]:

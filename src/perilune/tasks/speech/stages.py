@@ -24,7 +24,6 @@ class Utterances(Stage[UtterancesSpec]):
     standalone = True
 
     def describe(self, spec: UtterancesSpec, job: Job) -> Mapping[str, object]:
-        """The texts, the teacher, and whether espeak-ng is installed here."""
         from perilune.speech.espeak import require_espeak
 
         texts = f"{spec.train} to train on, {spec.held_out} held out: {', '.join(spec.kinds)}"
@@ -32,7 +31,6 @@ class Utterances(Stage[UtterancesSpec]):
         return {"texts": texts, "teacher": teacher, **_missing(require_espeak)}
 
     def execute(self, spec: UtterancesSpec, workspace: Workspace) -> dict[str, Any]:
-        """Write the utterances."""
         from perilune.tasks.speech.utterances import run
 
         return run(workspace, spec)
@@ -47,7 +45,6 @@ class SpeechCodec(Stage[CodecSpec]):
     standalone = True
 
     def describe(self, spec: CodecSpec, job: Job) -> Mapping[str, object]:
-        """The codes and the training."""
         codes = f"{spec.codebooks} of {spec.codebook_size} a frame of 80 ms"
         learning = spec.learning
         return {
@@ -57,7 +54,6 @@ class SpeechCodec(Stage[CodecSpec]):
         }
 
     def execute(self, spec: CodecSpec, workspace: Workspace) -> dict[str, Any]:
-        """Fit the codec."""
         from perilune.tasks.speech.codec import run
 
         return run(workspace, spec)
@@ -72,7 +68,6 @@ class SpeechVoice(Stage[VoiceSpec]):
     standalone = True
 
     def describe(self, spec: VoiceSpec, job: Job) -> Mapping[str, object]:
-        """The model's sizes and the training."""
         learning = spec.learning
         return {
             "talker": f"{spec.layers} layers of width {spec.width}",
@@ -82,7 +77,6 @@ class SpeechVoice(Stage[VoiceSpec]):
         }
 
     def execute(self, spec: VoiceSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train the voice."""
         from perilune.tasks.speech.voice import run
 
         return run(workspace, spec)
@@ -98,7 +92,6 @@ class SpeechEvaluation(Stage[HearingSpec]):
     standalone = True
 
     def describe(self, spec: HearingSpec, job: Job) -> Mapping[str, object]:
-        """The evaluated texts, and whether the recogniser is installed here."""
         from perilune.speech.recogniser import require_recogniser
 
         count = "all" if spec.utterances is None else str(spec.utterances)
@@ -106,7 +99,6 @@ class SpeechEvaluation(Stage[HearingSpec]):
         return {"utterances": said, **_missing(require_recogniser)}
 
     def execute(self, spec: HearingSpec, workspace: Workspace) -> dict[str, Any]:
-        """Evaluate the voice."""
         from perilune.tasks.speech.hearing import run
 
         return run(workspace, spec)

@@ -346,11 +346,7 @@ def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 
 
 def _restore_optimizer(workspace: Workspace, learner: Learner) -> None:
-    """Load the second moments from the optimizer state of the stage's checkpoint.
-
-    Raises:
-        RequestError: when the checkpoint has no optimizer state, or the state has other parameters.
-    """
+    """Load the second moments from the optimizer state of the stage's checkpoint."""
     state = workspace.input("checkpoint") / OPTIMIZER if workspace.has_input("checkpoint") else None
     if state is None or not state.is_dir():
         raise RequestError(

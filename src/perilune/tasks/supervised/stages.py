@@ -26,13 +26,11 @@ class SFT(Stage[SFTSpec]):
     needs_environment = False
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
-        """The user's own data, traces seen, the schedule and memory."""
         memory = _memory(spec, job)
         own = _own_data(spec, job)
         return {**own, "traces seen": _examples(spec), **training_plan(spec, job, memory)}
 
     def execute(self, spec: SFTSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train on traces."""
         from perilune.tasks.supervised.sft import run
 
         return run(workspace, spec)
@@ -48,7 +46,6 @@ class Preference(Stage[PreferenceSpec]):
     needs_environment = False
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
-        """The user's own data, pairs seen, the loss, the schedule and memory."""
         memory = _memory(spec, job)
         return {
             **_own_data(spec, job),
@@ -58,7 +55,6 @@ class Preference(Stage[PreferenceSpec]):
         }
 
     def execute(self, spec: PreferenceSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train on pairs."""
         from perilune.tasks.supervised.preference import run
 
         return run(workspace, spec)
@@ -74,7 +70,6 @@ class RewardModelStage(Stage[RewardModelSpec]):
     needs_environment = False
 
     def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
-        """The user's own data, pairs seen, the schedule and memory."""
         memory = stage_memory(
             model_config(job), token_budget=spec.token_budget, cache=CacheRoom(job.resources.device)
         )
@@ -82,18 +77,13 @@ class RewardModelStage(Stage[RewardModelSpec]):
         return {**own, "pairs seen": _examples(spec), **training_plan(spec, job, memory)}
 
     def execute(self, spec: RewardModelSpec, workspace: Workspace) -> dict[str, Any]:
-        """Train a reward model on pairs."""
         from perilune.tasks.supervised.reward_model import run
 
         return run(workspace, spec)
 
 
 def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
-    """What is in the user's own files; empty for a stage that trains on another stage's output.
-
-    Raises:
-        RequestError: naming the first row that cannot be trained on.
-    """
+    """What is in the user's own files; empty for a stage that trains on another stage's output."""
     lines: dict[str, object] = {}
     for name, path in file_fields(type(spec), job.spec).items():
         from perilune.data.texts import training_texts

@@ -55,7 +55,6 @@ class InstructionsEnvironment(SingleTurn):
         self._kinds: tuple[str, ...] = spec.kinds or tuple(KINDS)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct requests until the generator has no new ones."""
         draw = random.Random(f"{self.id}/{seed}")
         drawn = (self._request(draw) for _ in itertools.count())
         keyed = ((_digest(one["topic"], one["asked"]), one) for one in drawn if one is not None)
@@ -69,11 +68,9 @@ class InstructionsEnvironment(SingleTurn):
         return Score(reward * terms[SOUND], terms)
 
     def gold(self, task: Task) -> Transcript:
-        """A text that satisfies the constraints."""
         return Transcript(task.data["answer"])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """A second opinion for audits, in separate code."""
         return transcript.finished and satisfies(task.data, transcript.text)
 
     def _request(self, draw: random.Random) -> dict[str, Any] | None:

@@ -32,7 +32,6 @@ class OolongEnvironment(SingleTurn):
         self.own_format = "after ';'" if spec.style == "compact" else ""
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct tasks without end."""
         for task in self.bare_tasks(split, seed):
             yield replace(task, prompt=({"role": "user", "content": direct_prompt(task.data)},))
 
@@ -50,7 +49,6 @@ class OolongEnvironment(SingleTurn):
         return Score(float(official == 1.0), {"official": official}, {f"official/{find}": official})
 
     def gold(self, task: Task) -> Transcript:
-        """The right answer."""
         return Transcript(marked(task.data, gold(task.data)))
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:

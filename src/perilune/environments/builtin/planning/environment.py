@@ -26,7 +26,6 @@ class PlanningEnvironment(SingleTurn):
         self.id = "planning"
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct trips until the generator has no new ones."""
         return trips(self.spec, split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Score:
@@ -57,11 +56,9 @@ class PlanningRepairEnvironment(MultiTurn):
         self.max_turns = spec.proposals
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct trips until the generator has no new ones."""
         return trips(self.spec, split, seed, self.spec.proposals)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Take proposals until one is valid."""
         score = score_plan(task, (yield ask()))
         proposals = 1
         while not score.reward and proposals < self.max_turns:
@@ -76,5 +73,4 @@ class PlanningRepairEnvironment(MultiTurn):
         return Transcript(task.data["actions"][-1])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """A second opinion for audits: whether the last proposal is valid."""
         return transcript.finished and works(task.data["trip"], task.data["style"], transcript.text)

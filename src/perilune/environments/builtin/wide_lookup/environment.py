@@ -37,11 +37,9 @@ class WideLookupEnvironment(MultiTurn):
         self.max_turns = spec.turns
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct tasks without end."""
         return draw_tasks(self.spec, split, seed)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        """Let the orchestrator write lines until it ends."""
         found = yield from sample(_orchestrate(task.data["shards"], self.spec))
         budget = self.spec.critical_budget
         is_right = all(found.notes.get(key) == value for key, value in task.data["values"].items())

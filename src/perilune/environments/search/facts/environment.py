@@ -84,7 +84,6 @@ class FactsEnvironment(SingleTurn):
         return Score(float(right), metrics={f"right/{task.data['question']['kind']}": float(right)})
 
     def gold(self, task: Task) -> Transcript:
-        """The right answer."""
         return Transcript(self.reply(task, task.data["answer"]))
 
     def corpus(self, task: Task) -> Corpus:

@@ -95,7 +95,6 @@ class Fleet:
         self._processes = [self._start(number) for number in range(settings.workers)]
 
     def close(self) -> None:
-        """End all processes and remove their files."""
         for one in self._processes:
             one.channel.close()
         self._folder.cleanup()

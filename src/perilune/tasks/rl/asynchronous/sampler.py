@@ -81,11 +81,9 @@ class AsynchronousSampler(GroupSource):
 
     @property
     def epoch(self) -> int:
-        """Number of completed epochs of the training tasks."""
         return self._draw.epoch
 
     def close(self) -> None:
-        """End the rollout processes."""
         self._fleet.close()
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:

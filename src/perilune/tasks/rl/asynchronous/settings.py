@@ -50,7 +50,6 @@ class AsynchronousSettings(Frozen):
         return self.keep_sent and self.weights != "full" and narrow
 
     def describe(self) -> str:
-        """The settings, for the plan."""
         processes = "1 rollout process" if self.workers == 1 else f"{self.workers} rollout processes"
         place = "" if self.ray is None else f" on the Ray cluster {self.ray.address}"
         each = f"with {self.environments} environments each"
