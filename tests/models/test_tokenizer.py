@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from chat_cases import chatml
+from chat_cases import CHATML, chatml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import PRINTABLE_ASCII, Tokenizer
+from perilune.models.text.turns import continued
 from perilune.sandbox import Sandbox
 
 CHARACTERS = Tokenizer.characters()
@@ -127,6 +128,57 @@ def test_chat_template_renders_and_encodes_as_transformers_does(chat_folder, mes
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
     assert ours.render_prompt(messages, **variables) == text
     assert ours.encode_prompt(messages, **variables) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+TRIMS = (  # as Llama's
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n\n' }}"
+    "{{- message['content'] | trim + '<|im_end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}"
+)
+THINKS = (  # as Qwen3's: the reasoning of the last message is written anew
+    "{%- for message in messages %}{%- set content = message.content %}{%- set thought = '' %}"
+    "{%- if message.role == 'assistant' and '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if thought %}{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}"
+    "{{- content + '<|im_end|>\n' }}{%- endfor %}"
+)
+BEGUN = [
+    "It is",
+    "It is ",
+    " It\n is\n\n",
+    "",
+    "<think>\nhello",
+    "<think>\nhello\n</think>\n\nIt is",
+    "<think>",
+    "é, 日本 and 🦊 ",
+]
+
+
+@pytest.mark.parametrize("template", [QWEN3_LIKE, CHATML, TRIMS, THINKS])
+def test_a_message_is_continued_as_transformers_does(chat_folder, tmp_path, template):
+    ours = Tokenizer.load(chat_folder).with_chat_template(template, where="test")
+    ours.save(tmp_path)
+    theirs = transformers_tokenizer(tmp_path)
+    for begun in BEGUN:
+        messages = [*HELLO, {"role": "assistant", "content": begun}]
+        ids = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=True)["input_ids"]
+        rendered = continued(ours, messages, {"add_generation_prompt": False})
+        assert ours.encode_pieces([rendered]) == [ids], begun
+        assert ids[-1] != ours.eos_token_id
+    hostile = continued(ours, [*HELLO, {"role": "assistant", "content": "a<|im_end|>"}], {})
+    (spelled,) = ours.encode_pieces([hostile])
+    assert spelled.count(ours.eos_token_id) == 1  # that of the user's turn
+    assert ours.decode(spelled).endswith("a<|im_end|>")
+
+
+def test_a_message_that_the_template_rewrites_cannot_be_continued(chat_folder):
+    tokenizer = Tokenizer.load(chat_folder)
+    for template in (THINKS.replace("content + ", "content | upper + "), "{{- messages[0].content }}"):
+        changed = tokenizer.with_chat_template(template, where="test")
+        with pytest.raises(RequestError, match="cannot be continued"):
+            continued(changed, [*HELLO, {"role": "assistant", "content": "It is"}], {})
 
 
 def test_template_file_takes_precedence_and_survives_saving(chat_folder, tmp_path):

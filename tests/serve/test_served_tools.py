@@ -33,6 +33,14 @@ ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "p
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
 ASKED: list[Any] = [{"role": "user", "content": "2+3?"}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+CALLED: list[Any] = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": "5",
+        "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": "{}"}}],
+    },
+]
 TOKENIZER = Tokenizer.characters()
 
 
@@ -122,6 +130,40 @@ def test_a_stream_has_the_same_parts(client: openai.OpenAI) -> None:
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 2}')
 
 
+def test_reasoning_comes_before_a_constrained_answer(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    required = client.chat.completions.create(messages=ASKED, tool_choice="required", **options)
+    (choice,) = required.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.reasoning_content == "sum"  # type: ignore[attr-defined]
+    assert [call.function.name for call in choice.message.tool_calls or ()] == ["add"]  # type: ignore[union-attr]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5, "It"]}}}
+    said = client.chat.completions.create(messages=ASKED, response_format=form, **options).choices[0].message
+    assert said.reasoning_content == "sum"  # type: ignore[attr-defined]
+    assert json.loads(said.content or "") in {5, "It"}
+    text = client.completions.create(
+        model="tools", prompt="2+3", max_tokens=200, extra_body={"response_format": form}
+    )
+    assert json.loads(text.choices[0].text) in {5, "It"}  # a text has no reasoning
+
+
+def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
+    """Inside the reasoning, inside the content, and up to a call."""
+    whole = f"<think>sum</think>\nI add.\n{CALL}"
+    options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 120}
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    for begun, reasoning, content in (
+        ("<think>s", "um", "I add."),
+        ("<think>sum</think>\nI a", None, "dd."),
+        (whole[:20], None, " add."),
+    ):
+        messages: Any = [*ASKED, {"role": "assistant", "content": begun}]
+        (choice,) = client.chat.completions.create(messages=messages, extra_body=going_on, **options).choices
+        assert getattr(choice.message, "reasoning_content", None) == reasoning
+        assert choice.message.content == content
+        assert [call.function.arguments for call in choice.message.tool_calls or ()] == ['{"a": 2}']  # type: ignore[union-attr]
+
+
 def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
     told: Any = {"role": "system", "content": describe_tools([ADD])}
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -154,7 +196,18 @@ def test_tokens_of_prompts_and_conversations(server: Served) -> None:
         ("/tokenize", {"prompt": "a" * 200_000}, "characters"),
         ("/detokenize", {"tokens": [1 << 30]}, "the vocabulary has no token"),
         ("/v1/chat/completions", {"tools": TOOLS * 129}, "tools"),
-        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"reasoning_effort": "huge"}, "reasoning_effort"),
+        (
+            "/v1/chat/completions",
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "contradict",
+        ),
+        ("/v1/chat/completions", {"continue_final_message": True}, "needs add_generation_prompt: false"),
+        (
+            "/v1/chat/completions",
+            {"continue_final_message": True, "add_generation_prompt": False, "messages": CALLED},
+            "cannot be continued",
+        ),
         ("/v1/chat/completions", {"chat_template_kwargs": {"tools": []}}, "cannot contain tools"),
     ],
 )
@@ -193,6 +246,42 @@ def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
     assert TOKENIZER.decode(asked["tokens"]) == expected
     assert TOKENIZER.decode(alone["tokens"]) == "[user] 2+3?\n"
     assert service.model.tool_format.name == "mistral"
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ({}, "[2+3?] "),
+        ({"reasoning_effort": None}, "[2+3?] "),
+        ({"reasoning_effort": "low"}, "[2+3?] Effort: low. think "),
+        ({"reasoning_effort": "none"}, "[2+3?] Effort: none. "),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            "[2+3?] Effort: high. ",
+        ),
+        ({"chat_template_kwargs": {"reasoning_effort": "any"}}, "[2+3?] Effort: any. "),
+        ({"add_generation_prompt": False}, "[2+3?]"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "[2+3?"),
+    ],
+)
+def test_options_of_the_prompt_reach_the_template(
+    tmp_path: Path, options: dict[str, Any], prompt: str
+) -> None:
+    template = (
+        "[{{ messages[0].content }}]{% if add_generation_prompt %} "
+        "{% if reasoning_effort %}Effort: {{ reasoning_effort }}. {% endif %}"
+        "{% if enable_thinking %}think {% endif %}{% endif %}"
+    )
+    tokenizer = TOKENIZER.with_chat_template(template, where="test")
+    save_checkpoint(tmp_path / "m", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
+    service, _ = _service(Settings(tmp_path / "m", "m"), print)
+    app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
+    with TestClient(app, base_url="http://127.0.0.1") as http:
+        found = http.post("/tokenize", json={"messages": ASKED, **options}).json()
+        body = {"model": "m", "messages": ASKED, "max_tokens": 1, "return_token_ids": True, **options}
+        answer = http.post("/v1/chat/completions", json=body).json()
+    assert TOKENIZER.decode(found["tokens"]) == prompt
+    assert answer["choices"][0]["prompt_token_ids"] == found["tokens"]
 
 
 # -- responses -------------------------------------------------------------------------------------------
@@ -303,7 +392,7 @@ def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Se
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
         ({"background": True}, 400, "background is not supported"),
-        ({"reasoning": {"effort": "high"}}, 400, "effort"),
+        ({"reasoning": {"effort": "huge"}}, 400, "effort"),
         ({"temperature": -1}, 400, "temperature"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools"),
         ({"top_logprobs": 2}, 400, "log-probs need"),

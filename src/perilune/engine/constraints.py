@@ -25,6 +25,8 @@ from perilune.models.text.tokenizer import Tokenizer
 _WHITESPACE = r"( |\n[ \t]{0,16})?"
 """Whitespace between the parts of JSON: none, a space, or a line break with indentation. JSON allows
 unlimited whitespace, which a model could write without end."""
+JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE}
+"""The value of "x-guidance" in a schema of a grammar, so that its JSON has this whitespace."""
 _MOST_ITEMS = 10_000
 """Most grammar items at one place: enough for about 2,500 optional properties, whose masks take 40 ms."""
 
@@ -116,9 +118,16 @@ class Constraints:
             raise RequestError(f"not JSON: {error}", where="json_schema") from None
         if not isinstance(document, dict):
             raise RequestError(f"a schema is an object, not {document!r}", where="json_schema")
-        options = {"whitespace_pattern": _WHITESPACE}
-        grammar = self._guidance.LLMatcher.grammar_from_json_schema(document, overrides=options)
+        grammar = self._guidance.LLMatcher.grammar_from_json_schema(document, overrides=JSON_OPTIONS)
         return self._constraint(grammar, "json_schema")
+
+    def grammar(self, rules: str) -> Constraint:
+        """Text that a grammar in llguidance's variant of Lark allows from the rule `start`.
+
+        Raises:
+            RequestError: on a malformed grammar, or a schema in it that cannot be enforced.
+        """
+        return self._constraint(_text(rules, "grammar"), "grammar")
 
     def regex(self, pattern: str) -> Constraint:
         """Text that a regular expression matches as a whole, without look-around and back-references.

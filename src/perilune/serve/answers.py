@@ -94,6 +94,8 @@ class Answer:
     Attributes:
         reasoning_begun: whether the prompt ends with the beginning of the reasoning.
         with_usage: whether a stream ends with the usage.
+        names_function: whether the request names the function to call. A call then is the whole answer, whose
+            finish reason is "stop", as in OpenAI's API.
         echoed: the prompts, which stand before the choices of a text completion; empty unless requested.
     """
 
@@ -108,7 +110,7 @@ class Answer:
         parts: Callable[..., PartsReader] | None = None,
         new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
-        self.with_usage = False
+        self.with_usage = self.names_function = False
         self.echoed: Sequence[Delta] = ()
         self._new_id = new_id
         self.reasoning_begun = False
@@ -203,7 +205,7 @@ class Answer:
                 for place, (name, arguments) in enumerate(parts.calls)
             ]
             self._calls[index] += len(parts.calls)
-        if self._calls[index] and choice["finish_reason"] == "stop":
+        if self._calls[index] and choice["finish_reason"] == "stop" and not self.names_function:
             choice["finish_reason"] = "tool_calls"
         return said
 

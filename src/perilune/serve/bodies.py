@@ -158,11 +158,12 @@ class RequestBody(Body):
             raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
         kept = {}
         for name, value in body.items():
-            if name in cls.unsupported and name not in cls.model_fields:
-                if value is not None and not _is_one_of(value, cls.unsupported[name]):
-                    raise ValueError(f"{name} is not supported")
-            elif name not in cls.no_effect and value is not None:
+            if value is None:
+                continue
+            if name in cls.model_fields or not (name in cls.unsupported or name in cls.no_effect):
                 kept[name] = value
+            elif name in cls.unsupported and not _is_one_of(value, cls.unsupported[name]):
+                raise ValueError(f"{name} is not supported")
         return kept
 
 

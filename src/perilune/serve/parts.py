@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perilune.data.tool_calls import ToolCall
-from perilune.serve.tool_formats import Brackets, ToolFormat
+from perilune.serve.tool_formats import MOST_CALLS, Brackets, ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -54,11 +54,14 @@ class PartsReader:
     Args:
         calls: the format of calls; None if calls are content.
         reasoning: whether reasoning is read; otherwise it is content.
-        opened: whether the prompt ends with the beginning of the reasoning.
+        opened: whether the prompt ends inside the reasoning.
+        most_calls: further calls are left out.
     """
 
-    def __init__(self, *, calls: ToolFormat | None, reasoning: bool, opened: bool = False) -> None:
-        self._format = calls
+    def __init__(
+        self, *, calls: ToolFormat | None, reasoning: bool, opened: bool = False, most_calls: int = MOST_CALLS
+    ) -> None:
+        self._format, self._calls_left = calls, most_calls
         self._state: Literal["start", "reasoning", "content"] = "content"
         if reasoning:
             self._state = "reasoning" if opened else "start"
@@ -115,7 +118,8 @@ class PartsReader:
             self._say(parts, before.rstrip() if found.calls else self._held[:end])
             self._held, self._brackets = self._held[end:], Brackets(self._format.quotes)
             if found.calls:
-                parts.items += [("call", call) for call in found.calls]
+                parts.items += [("call", call) for call in found.calls[: self._calls_left]]
+                self._calls_left -= min(len(found.calls), self._calls_left)
                 self._fresh = True
 
     def _say(self, parts: Parts, text: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from perilune.errors import WorkFailedError
 from perilune.models.text.spelled_tokens import Rendered
+from perilune.models.text.turns import continued
 from perilune.serve.errors import ApiError
 from perilune.serve.lanes import LONG, Lanes
 from perilune.serve.model import ServedModel
@@ -18,11 +19,16 @@ _CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English h
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to continue, the tools to show to the model, and variables of the chat template."""
+    """Messages, the tools to show to the model, and variables of the chat template.
+
+    Attributes:
+        continued: whether the answer continues the last message.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
     variables: Mapping[str, Any]
+    continued: bool = False
 
 
 class Prompts:
@@ -41,6 +47,13 @@ class Prompts:
     async def conversation(self, conversation: Conversation, size: int) -> list[int]:
         """The tokens of a conversation from a body of `size` bytes."""
         tokenizer = self.model.tokenizer
+        last = conversation.messages[-1]
+        if conversation.continued and (last.content is None or last.tool_calls):
+            raise ApiError(
+                400,
+                "the last message has no content, or has tool calls, so it cannot be continued",
+                param="continue_final_message",
+            )
         messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
         if tokenizer.chat_template is None:
             return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
@@ -75,6 +88,8 @@ class Prompts:
         variables = dict(conversation.variables)
         if conversation.tools and self._template_has("tools"):
             variables["tools"] = conversation.tools
+        if conversation.continued:
+            return [continued(self.model.tokenizer, messages, variables)]
         return self.model.tokenizer.render_pieces([messages], **variables)
 
     def _template_has(self, variable: str) -> bool:

@@ -18,15 +18,20 @@ from perilune.serve.schema import (
     MOST_MESSAGES,
     MOST_TOOLS,
     ChatBody,
+    Effort,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 # Arguments that mean the same in a chat.
-FORWARDED = frozenset(
-    ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "key", "stop", "stop_token_ids")
-) | {"repetition_penalty", "min_tokens", "ignore_eos", "returns_in", "chat_template_kwargs", "tool_choice"}
+FORWARDED = (
+    frozenset(
+        ("model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "key", "stop", "stop_token_ids")
+    )
+    | {"repetition_penalty", "min_tokens", "ignore_eos", "returns_in", "chat_template_kwargs"}
+    | {"parallel_tool_calls"}
+)
 _NO_EFFECT = frozenset(("prompt_cache_key", "prompt_cache_retention", "safety_identifier")) | {
     "service_tier",
     "user",
@@ -109,7 +114,7 @@ class _Function(Body):
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     description: str | None = None
     parameters: Returned | None = None
-    strict: bool | None = None  # arguments are not constrained
+    strict: bool | None = None  # only `tool_choice` constrains arguments
 
 
 def _few(entries: Any) -> Any:
@@ -139,6 +144,7 @@ class _Text(Body):
 
 
 class _Reasoning(Body):
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None  # reasoning is returned as it is
 
 
@@ -208,6 +214,13 @@ class ResponseBody(RequestBody):
             add_item(messages, item.model_dump(exclude_none=True))
         return messages
 
+    @property
+    def _chat_tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return choice
+        return {"type": choice.get("type"), "function": {key: choice[key] for key in choice if key != "type"}}
+
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
         """The same request as a chat about `messages`.
 
@@ -228,6 +241,8 @@ class ResponseBody(RequestBody):
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,
+            "tool_choice": self._chat_tool_choice,
+            "reasoning_effort": self.reasoning.effort,
         }
         form = self.text.format
         if form is not None:

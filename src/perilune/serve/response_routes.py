@@ -129,7 +129,7 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
                 conversations.add(document, after)
 
         answer = ResponseAnswer(
-            _echo(body, chat.temperature, chat.top_p, chat.tool_choice),
+            _echo(body, chat.temperature, chat.top_p),
             streams=body.stream,
             keep=keep,
             spelling=service.spelling if body.logprobs else None,
@@ -158,7 +158,7 @@ def _count(service: Service, text: str) -> int:
         return len(text)
 
 
-def _echo(body: ResponseBody, temperature: float, top_p: float, tool_choice: str) -> dict[str, Any]:
+def _echo(body: ResponseBody, temperature: float, top_p: float) -> dict[str, Any]:
     """The fields of a response that repeat arguments of the request."""
     form = body.text.format
     return {
@@ -169,13 +169,13 @@ def _echo(body: ResponseBody, temperature: float, top_p: float, tool_choice: str
         "metadata": body.metadata,
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
         "store": body.store,
         "temperature": temperature,
         "text": {
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
         },
-        "tool_choice": tool_choice,
+        "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools],
         "top_logprobs": body.top_logprobs,
         "top_p": top_p,

@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import Body, Document, RequestBody, bounded, parts_of_types
-from perilune.serve.tool_formats import ToolFormat
+from perilune.serve.tool_formats import MOST_CALLS, ToolFormat
 
 MOST_CHOICES = 256  # samples of one request
 MOST_STOPS = 16
@@ -42,7 +42,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 128
-_MOST_CALLS = 128  # of a message
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -140,6 +140,11 @@ class Sampling(RequestBody):
         return self
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar holds the answer."""
+        return self.response_format is not None and self.response_format.schema_document is not None
+
+    @property
     def random_key(self) -> tuple[int, int, int] | None:
         """The counters of the random numbers, or None."""
         if self.key is not None:
@@ -217,7 +222,7 @@ class Function(Body):
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     description: str | None = None
     parameters: Document = Field(default_factory=dict)
-    strict: bool | None = None  # arguments are not constrained
+    strict: bool | None = None  # only `tool_choice` constrains arguments
 
 
 class Tool(Body):
@@ -270,7 +275,7 @@ class Message(Body):
         str | Annotated[list[TextPart], Field(fail_fast=True)] | None, parts_of_types("text")
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -299,6 +304,45 @@ class Message(Body):
         return {"role": self.role, "content": self.text, **named, **called, **of_call}
 
 
+class PromptOptions(Body):
+    """How a conversation becomes a prompt.
+
+    Attributes:
+        tools: functions that the model may call.
+        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": false}.
+        reasoning_effort: a variable of the chat template, which also sets `enable_thinking`, as in vLLM.
+        add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
+        continue_final_message: whether the last message stays open, so that the answer continues it.
+    """
+
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    chat_template_kwargs: Document = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _prompt_is_consistent(self) -> PromptOptions:
+        given = self.chat_template_kwargs
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+            if name in given:
+                raise ValueError(f"chat_template_kwargs cannot contain {name}")
+        effort = self.reasoning_effort
+        if effort is not None and given.get("reasoning_effort", effort) != effort:
+            raise ValueError("reasoning_effort and chat_template_kwargs contradict each other")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
+        return self
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template, without messages and tools."""
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        prompt = {"add_generation_prompt": self.add_generation_prompt}
+        return {**thinking, **self.chat_template_kwargs, **prompt}
+
+
 class DetokenizeBody(Body):
     """POST /detokenize, as in vLLM."""
 
@@ -306,14 +350,29 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
-class ChatBody(Sampling):
+class _NamedFunction(Body):
+    name: str
+
+
+class _NamedTool(Body):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[_NamedTool, Tag("function")],
+    Discriminator(lambda choice: "mode" if isinstance(choice, str) else "function"),
+]
+
+
+class ChatBody(PromptOptions, Sampling):
     """POST /v1/chat/completions.
 
     Attributes:
         max_completion_tokens: newer name of `max_tokens`. Default: as many as fit into the context.
-        chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": false}.
         tools: functions that the model may call. A choice that does has `tool_calls`.
-        tool_choice: "none" reads no calls, and does not show the tools to the model.
+        tool_choice: "none" reads no calls, and does not show the tools to the model. "required" and a named
+            function hold the answer to calls.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -321,21 +380,47 @@ class ChatBody(Sampling):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
-    chat_template_kwargs: Document = Field(default_factory=dict)
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is shown."""
         return [] if self.tool_choice == "none" else [tool.document for tool in self.tools]
 
+    @property
+    def forced_functions(self) -> list[Function]:
+        """The functions one of which the model must call; empty if it need not."""
+        if isinstance(self.tool_choice, _NamedTool):
+            name = self.tool_choice.function.name
+            return [tool.function for tool in self.tools if tool.function.name == name]
+        return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar holds the answer."""
+        return bool(self.forced_functions) or super().is_constrained
+
+    @property
+    def names_function(self) -> bool:
+        """Whether `tool_choice` names a function."""
+        return isinstance(self.tool_choice, _NamedTool)
+
+    @property
+    def most_calls(self) -> int:
+        """Most calls of an answer."""
+        return MOST_CALLS if self.parallel_tool_calls and not self.names_function else 1
+
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        for name in {"messages", "tools"} & self.chat_template_kwargs.keys():
-            raise ValueError(f"chat_template_kwargs cannot contain {name}")
+        if self.tool_choice in ("none", "auto"):
+            return self
+        if not self.forced_functions:
+            raise ValueError("tool_choice needs a function in tools that it may call")
+        if super().is_constrained:
+            raise ValueError("tool_choice and response_format both constrain the answer; give only one")
         return self
 
     @property
@@ -344,14 +429,12 @@ class ChatBody(Sampling):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeBody(Body):
+class TokenizeBody(PromptOptions):
     """POST /tokenize, as in vLLM: of a prompt, or of a conversation as a chat would send it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
-    chat_template_kwargs: Document = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:

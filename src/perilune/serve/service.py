@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -23,13 +22,14 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_request
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, ApiError, no_model, shorten, with_remedy
+from perilune.serve.errors import CLIENT_LEFT, ApiError, no_model
 from perilune.serve.exchange import Answering, Exchange
 from perilune.serve.gate import Gate
+from perilune.serve.grammars import AnswerConstraints
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, PartsReader
+from perilune.serve.parts import THINK, THOUGHT, PartsReader
 from perilune.serve.prompts import Conversation, Prompts
 from perilune.serve.responses import Disconnected, EventStream, while_connected
 from perilune.serve.schema import (
@@ -42,10 +42,7 @@ from perilune.serve.schema import (
 )
 
 if TYPE_CHECKING:
-    from perilune.engine.constraints import Constraint, Constraints
-
-_KEPT_SCHEMAS = 64  # compiled grammars
-_MOST_SCHEMA = 1 << 17  # characters
+    from perilune.engine.constraints import Constraint
 
 
 def queue_is_full(answer_seconds: float) -> ApiError:
@@ -81,7 +78,7 @@ class Service:
         self._entering = 0  # samples that are not submitted to the engine yet
         self.lanes = Lanes()
         self.prompts = Prompts(model, self.lanes)
-        self._constraint = lru_cache(_KEPT_SCHEMAS)(self._make_constraint)
+        self._constraints = AnswerConstraints(model)
         self.spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
@@ -110,7 +107,9 @@ class Service:
 
     async def converse(self, body: ChatBody, answer: Answering, size: int, request: Request) -> Response:
         """Sample the answer of a chat from a body of `size` bytes, and respond."""
-        conversation = Conversation(body.messages, body.usable_tools, body.chat_template_kwargs)
+        conversation = Conversation(
+            body.messages, body.usable_tools, body.variables, body.continue_final_message
+        )
 
         async def encode() -> list[list[int]]:
             return [await self.prompts.conversation(conversation, size)]
@@ -122,7 +121,7 @@ class Service:
         body, size = await read_request(request, TokenizeBody, self.lanes)
         if body.messages is not None:
             tools = [tool.document for tool in body.tools]
-            conversation = Conversation(body.messages, tools, body.chat_template_kwargs)
+            conversation = Conversation(body.messages, tools, body.variables, body.continue_final_message)
             tokens = await self.prompts.conversation(conversation, size)
         else:
             prompt = body.prompt or ""
@@ -193,6 +192,7 @@ class Service:
             new_id=self.model.tool_format.new_id,
         )
         answer.with_usage = body.stream_options is not None and body.stream_options.include_usage
+        answer.names_function = isinstance(body, ChatBody) and body.names_function
         return answer
 
     def parts_of(self, body: ChatBody) -> Callable[..., PartsReader] | None:
@@ -200,7 +200,7 @@ class Service:
         calls = self.model.tool_format if body.usable_tools else None
         if calls is None and not self.model.reasoning:
             return None
-        return partial(PartsReader, calls=calls, reasoning=self.model.reasoning)
+        return partial(PartsReader, calls=calls, reasoning=self.model.reasoning, most_calls=body.most_calls)
 
     async def _complete(  # noqa: PLR0917
         self,
@@ -217,11 +217,8 @@ class Service:
         self.answering += 1
         handed_on = False
         try:
-            beginning = self._begin(body, encode, max_tokens, top_logprobs)
+            beginning = self._begin(body, answer, encode, max_tokens, top_logprobs)
             stream = await while_connected(beginning, request.receive)
-            if self.model.reasoning:
-                ending = self.model.tokenizer.decode(stream.requests[0].token_ids[-8:])
-                answer.reasoning_begun = ending.rstrip().endswith(THINK)
             exchange = Exchange(stream, answer, self.metrics, began)
             request.state.model, request.state.usage = body.model, exchange.usage
             if not body.stream:
@@ -238,6 +235,7 @@ class Service:
     async def _begin(
         self,
         body: Sampling,
+        answer: Answering,
         encode: Callable[[], Awaitable[list[list[int]]]],
         max_tokens: int | None,
         top_logprobs: int,
@@ -246,9 +244,12 @@ class Service:
         self._entering += body.n
         try:
             prompts = await encode()
+            if isinstance(body, ChatBody) and self.model.reasoning:
+                answer.reasoning_begun = self._begins_reasoning(body, prompts[0])
             constraint = None
-            if body.response_format is not None:
-                constraint = await self.lanes.schema(lambda: self._constrained(body))
+            if body.is_constrained:
+                begun = answer.reasoning_begun
+                constraint = await self.lanes.schema(lambda: self._constraints.of(body, in_reasoning=begun))
             await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, in_pieces=body.stream)
@@ -327,31 +328,12 @@ class Service:
             raise ApiError(400, f"the vocabulary has no token {outside[0]}", param="logit_bias")
         return body.params(max_tokens, self.model.end_tokens, top_logprobs)
 
-    def _constrained(self, body: Sampling) -> Constraint | None:
-        schema = body.response_format and body.response_format.schema_document
-        if schema is None:
-            return None
-        text = json.dumps(schema)  # keeps the order of keys, which is the order in answers
-        if len(text) > _MOST_SCHEMA:
-            raise ApiError(
-                400, f"the schema is longer than {_MOST_SCHEMA:,} characters", param="response_format"
-            )
-        try:
-            return self._constraint(text)
-        except RequestError as error:
-            message = with_remedy(error)
-        except (ValueError, TypeError) as error:  # a number beyond 64 bits, a lone surrogate
-            message = f"the schema is invalid: {shorten(str(error))}"
-        raise ApiError(400, message, param="response_format")
-
-    def _make_constraint(self, schema: str) -> Constraint:
-        return self._constraints.json_schema(schema)
-
-    @cached_property
-    def _constraints(self) -> Constraints:
-        from perilune.engine.constraints import Constraints
-
-        return Constraints(self.model.tokenizer, self.model.vocab_size, self.model.end_tokens)
+    def _begins_reasoning(self, body: ChatBody, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends inside the reasoning."""
+        if body.continue_final_message:
+            _, opened, thought = body.messages[-1].text.rpartition(THINK)
+            return bool(opened) and THOUGHT not in thought
+        return self.model.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
 
 
 def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:

@@ -16,16 +16,18 @@ import ast
 import json
 import re
 import secrets
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from perilune.data.tool_calls import ToolCall, describe_tools, read_calls, write_call
+from perilune.data.tool_calls import ToolCall, describe_tools, write_call
 
 ToolFormatName = Literal["hermes", "mistral", "llama3_json", "pythonic"]
 
-_NAME = r"[A-Za-z_][\w.-]{0,63}"
+NAME = r"[\w.:/-]{1,64}"  # of a function
+MOST_CALLS = 128  # of a message
 _STRUCTURE = re.compile(r"""["'\\{}\[\]()]""")
 _CLOSES = {"}": "{", "]": "[", ")": "("}
 _LONGEST_EXPRESSION = 1 << 16  # characters that Python's parser gets
@@ -73,6 +75,23 @@ class Brackets:
         return None
 
 
+class Spelling(NamedTuple):
+    """The texts around the names and the JSON arguments of calls.
+
+    Attributes:
+        opening, closing: around all calls.
+        before, between, after: around the name and the arguments of a call.
+        separator: between calls.
+    """
+
+    opening: str
+    before: str
+    between: str
+    after: str
+    separator: str
+    closing: str
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The result of parsing the beginning of a text.
@@ -93,12 +112,14 @@ class ToolFormat(ABC):
         marks: control tokens that must appear in the decoded text of an answer.
         quotes: characters that begin and end strings in calls.
         usage: instructions for a model without a chat template for tools.
+        spelling: how calls are spelled; None if their arguments are no JSON.
     """
 
     name: ToolFormatName
     marks: tuple[str, ...] = ()
     quotes = '"'
     usage = ""
+    spelling: Spelling | None = None
 
     @abstractmethod
     def begin(self, text: str, *, at_start: bool) -> int:
@@ -132,7 +153,8 @@ class ToolFormat(ABC):
 
 class Hermes(ToolFormat):
     name = "hermes"
-    _open, _close = "<tool_call>", "</tool_call>"
+    _open, _close = marks = ("<tool_call>", "</tool_call>")
+    spelling = Spelling("", f'{_open}\n{{"name": "', '", "arguments": ', f"}}\n{_close}", "\n", "")
 
     def begin(self, text: str, *, at_start: bool) -> int:
         return _find(text, self._open)
@@ -142,8 +164,8 @@ class Hermes(ToolFormat):
         if end < 0:
             return None
         end += len(self._close)
-        read = read_calls(text[:end])
-        return Found(end, () if read is None else read[1])
+        call = _json(text[len(self._open) : end - len(self._close)])
+        return Found(end, _canonical([_fields(call, "arguments")]))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(map(write_call, calls))
@@ -160,9 +182,10 @@ class Mistral(ToolFormat):
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     usage = 'To call some, write [TOOL_CALLS][{"name": NAME, "arguments": {...}}, ...] at the end.'
     _head = re.compile(
-        rf"\s*(?:({_NAME})\s*(?:\[CALL_ID\]\w{{1,64}}\s*)?(?:\[ARGS\]\s*)?(?=\{{)|(?=\[[\s{{\]]))"
+        rf"\s*(?:({NAME})\s*(?:\[CALL_ID\]\w{{1,64}}\s*)?(?:\[ARGS\]\s*)?(?=\{{)|(?=\[[\s{{\]]))"
     )
     _longest_head = 256
+    spelling = Spelling(f"{marks[0]}[", '{"name": "', '", "arguments": ', "}", ", ", "]")
 
     def begin(self, text: str, *, at_start: bool) -> int:
         return _find(text, self.marks[0])
@@ -195,8 +218,18 @@ class Mistral(ToolFormat):
         return self.marks[0] in template
 
 
+class NamedMistral(Mistral):
+    """The format of Mistral's models from tokenizer version 11."""
+
+    spelling = Spelling("", Mistral.marks[0], Mistral.marks[1], "", "", "")
+
+    def is_of(self, template: str) -> bool:
+        return all(mark in template for mark in self.marks[:2])
+
+
 class Llama3Json(ToolFormat):
     name = "llama3_json"
+    spelling = Spelling("", '{"name": "', '", "parameters": ', "}", "; ", "")
     usage = 'To call one, write {"name": NAME, "parameters": {...}} and nothing else.'
     _tag = "<|python_tag|>"  # a control token of Llama, so it is usually not in the text
     _before = re.compile(rf"[\s;]*(?:{re.escape(_tag)}\s*)?")
@@ -229,8 +262,8 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     quotes = "\"'"
     usage = "To call some, write [NAME(ARGUMENT=VALUE, ...), ...] and nothing else."
-    _may_begin = re.compile(rf"\s*(?:\[\s*(?:{_NAME}\s*)?)?")
-    _begins = re.compile(rf"\s*(?=\[\s*{_NAME}\s*\()")
+    _may_begin = re.compile(rf"\s*(?:\[\s*(?:{NAME}\s*)?)?")
+    _begins = re.compile(rf"\s*(?=\[\s*{NAME}\s*\()")
 
     def begin(self, text: str, *, at_start: bool) -> int:
         return 0 if at_start else len(text)
@@ -253,11 +286,12 @@ class Pythonic(ToolFormat):
 
 
 FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (Hermes(), Mistral(), Pythonic(), Llama3Json())}
+_DETECTED = (NamedMistral(), *FORMATS.values())
 
 
 def format_of(template: str | None) -> ToolFormat:
     """The format of a chat template; that of Hermes if it shows none."""
-    return next((one for one in FORMATS.values() if one.is_of(template or "")), FORMATS["hermes"])
+    return next((one for one in _DETECTED if one.is_of(template or "")), FORMATS["hermes"])
 
 
 def _find(text: str, mark: str) -> int:
@@ -270,8 +304,10 @@ def _find(text: str, mark: str) -> int:
 
 
 def _json(text: str) -> Any:
+    """The value of a JSON text; None if it is malformed. Floats too large for 64 bits become the largest."""
+    most = sys.float_info.max
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=lambda number: max(min(float(number), most), -most))
     except (ValueError, RecursionError):
         return None
 
@@ -316,7 +352,7 @@ def _canonical(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
     """The calls with their arguments as JSON; none if one of them is malformed."""
     read = []
     for name, arguments in calls:
-        if not isinstance(name, str) or not re.fullmatch(_NAME, name) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):
             return ()
         try:
             text = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)

@@ -285,6 +285,12 @@ class Tokenizer:
         return text
 
     @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
+    @cached_property
     def boundaries(self) -> Boundaries:
         """Where characters end between tokens."""
         return Boundaries(self._decoder)

@@ -42,6 +42,30 @@ def continuation(
     return ids[1:] if ids[:1] == [last_token] else ids
 
 
+def continued(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]) -> Rendered:
+    """The chat template's output up to the end of the last message's content, which the policy continues.
+
+    It equals that of transformers with `continue_final_message`: white space at the end of the content is
+    left out if the template leaves it out.
+
+    Raises:
+        RequestError: when the template refuses the messages or changes the content.
+    """
+    mark, content = _mark(messages, []), messages[-1]["content"]
+    marked = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
+    (rendered,) = tokenizer.render_inputs([{**variables, "messages": marked}])
+    before, found, after = rendered.text.rpartition(mark)
+    text = before if after.startswith(" ") else before.rstrip()
+    written = rendered.with_text(text)
+    if not found or content.strip() not in "".join(written.pieces()):
+        raise RequestError(
+            "the chat template does not write the content of the last message unchanged, so it cannot be"
+            " continued",
+            where="chat template",
+        )
+    return written
+
+
 def encode_turns(
     tokenizer: Tokenizer, messages: Sequence[Message], first: int | None = None
 ) -> tuple[list[int], list[int], list[bool]]:

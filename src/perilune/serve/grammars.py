@@ -1,0 +1,135 @@
+"""The constraints of answers: JSON that fits a schema, or calls of tools, after any reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from perilune.errors import RequestError
+from perilune.serve.errors import shorten
+from perilune.serve.model import ServedModel
+from perilune.serve.parts import THINK, THOUGHT
+from perilune.serve.schema import ChatBody, Function, Sampling
+from perilune.serve.tool_formats import NAME
+
+if TYPE_CHECKING:
+    from perilune.engine.constraints import Constraint, Constraints
+
+_KEPT = 64  # compiled grammars
+_LONGEST = 1 << 17  # characters of a grammar
+_ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
+_START = "start: answer\n"
+
+Schema = Mapping[str, Any]
+
+
+class AnswerConstraints:
+    """Makes the constraints of requests to one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._compiled = lru_cache(_KEPT)(self._compile)
+
+    def of(self, body: Sampling, *, in_reasoning: bool) -> Constraint:
+        """The constraint of the answers to a request that `is_constrained`.
+
+        Args:
+            in_reasoning: whether the prompt ends inside the reasoning.
+
+        Raises:
+            RequestError: when the request's format or tools cannot be enforced.
+        """
+        schemas: Mapping[str, Schema]
+        if isinstance(body, ChatBody) and body.forced_functions:
+            schemas = {function.name: _arguments(function) for function in body.forced_functions}
+            rules, where = self._calls(schemas, body.most_calls), "tools"
+        else:
+            schema = body.response_format and body.response_format.schema_document
+            schemas, where = {"the schema": schema or {}}, "response_format"
+            rules = f"answer: {_json(schema or {})}"
+        if len(rules) > _LONGEST:
+            raise RequestError(f"the schema is longer than {_LONGEST:,} characters", where=where)
+        constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
+        try:
+            beginning = self._beginning(in_reasoning=in_reasoning) if isinstance(body, ChatBody) else _START
+            return self._compiled(beginning + rules)
+        except RequestError as error:
+            raise _schema_error(constraints, schemas, where) or error from None
+
+    def _compile(self, grammar: str) -> Constraint:
+        return self._constraints.grammar(grammar)
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        from perilune.engine.constraints import Constraints
+
+        return Constraints(self._model.tokenizer, self._model.vocab_size, self._model.end_tokens)
+
+    def _beginning(self, *, in_reasoning: bool) -> str:
+        """The rules up to `answer`. Reasoning comes first if the server returns it apart."""
+        if not self._model.reasoning:
+            return _START
+        gap, end = r"/\n{0,2}/", THOUGHT.replace("/", r"\/")
+        begun = f"thought {gap}" if in_reasoning else f'("{THINK}" thought {gap})?'
+        return f"start: {begun} answer\nthought[lazy]: /(.|\\n)*{end}/\n"
+
+    def _calls(self, schemas: Mapping[str, Schema], most: int) -> str:
+        """The rules of one to `most` calls of functions with these schemas of arguments."""
+        form = self._model.tool_format
+        if form.spelling is None:
+            raise RequestError(
+                f"calls in the format {form.name} cannot be constrained",
+                where="tool_choice",
+                remedy="use tool_choice auto, or start the server with --tool-format hermes",
+            )
+        opening, before, between, after, separator, closing = map(self._text, form.spelling)
+        more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
+        calls = [f'{before} "{name}" {between} {_json(schema)} {after}' for name, schema in schemas.items()]
+        return f"answer: {opening} call {more} {closing}\ncall: " + "\n  | ".join(calls)
+
+    def _text(self, text: str) -> str:
+        """The expression of a fixed text. Line breaks are optional, because chat templates differ in them."""
+        control = self._model.tokenizer.control_tokens
+        rules = []
+        for part in re.split("|".join(["(\n", *map(re.escape, control)]) + ")", text):
+            if part in control:
+                rules.append(f"<[{control[part]}]>")
+            elif part:
+                rules.append(r"/\n?/" if part == "\n" else json.dumps(part))
+        return " ".join(rules)
+
+
+def _json(schema: Schema) -> str:
+    """The expression of JSON that matches a schema."""
+    from perilune.engine.constraints import JSON_OPTIONS
+
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+def _arguments(function: Function) -> Schema:
+    """The schema of a function's arguments, which are an object.
+
+    Where a schema only lists arguments, others are excluded. JSON Schema would allow them, but the function
+    does not have them.
+    """
+    name, schema = function.name, function.parameters
+    if not re.fullmatch(NAME, name):
+        raise RequestError(f"the function name {shorten(name)!r} does not match {NAME}", where="tools")
+    if schema.get("type", "object") != "object":
+        raise RequestError(f"the parameters of function {name!r} are not of type object", where="tools")
+    closed = {} if schema.keys() - _ONLY_ARGUMENTS else {"additionalProperties": False}
+    return {"type": "object", **schema, **closed}
+
+
+def _schema_error(constraints: Constraints, schemas: Mapping[str, Schema], where: str) -> RequestError | None:
+    """The error of the first schema that cannot be enforced."""
+    for name, schema in schemas.items():
+        try:
+            constraints.json_schema(schema)
+        except ValueError as error:  # also a number beyond 64 bits, or a lone surrogate
+            what = error.what if isinstance(error, RequestError) else shorten(str(error))
+            return RequestError(f"{name}: {what}", where=where)
+    return None

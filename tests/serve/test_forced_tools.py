@@ -1,0 +1,203 @@
+"""Answers that must call tools: whatever the model, their calls fit the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from served import Served, served
+from tokenizers import AddedToken
+
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.parts import PartsReader
+from perilune.serve.tool_formats import FORMATS
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}{# FORM #}"
+)
+FORMS = {  # the parts of chat templates by which the families are recognised
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "named mistral": "[TOOL_CALLS] [ARGS]",
+    "llama3_json": "<|python_tag|>",
+    "pythonic": "[func_name1(",
+}
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 4},
+        "unit": {"enum": ["C", "°F"]},
+        "days": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+        "exact": {"type": ["boolean", "null"]},
+    },
+    "required": ["city", "unit"],
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+SCHEMAS = {"weather": PLACE, "now": {"maxProperties": 0}}
+ASKED: Any = [{"role": "user", "content": "warm?"}]
+
+
+def make_checkpoint(folder: Path, form: str) -> Path:
+    """A model with random weights, whose answers differ."""
+    tokenizer = Tokenizer.byte_level()
+    if "mistral" in form:
+        tokenizer._backend.add_special_tokens(
+            [AddedToken(mark, special=True) for mark in FORMS[form].split()]
+        )
+    tokenizer = tokenizer.with_chat_template(TEMPLATE.replace("FORM", FORMS[form]), where="test")
+    shape = PRESETS["tiny"].replace(initializer_range=0.1, max_position_embeddings=4096)
+    save_checkpoint(folder, new_model(shape, tokenizer, seed=0), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[form for form in FORMS if form != "pythonic"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model") / "m", request.param)
+    with served(folder, "--slots", "16") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+def asked(client: openai.OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "m", "messages": ASKED, "tools": TOOLS, "seed": 3, "max_tokens": 600, "n": 16} | options
+    )
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    """The calls of a message, all of which fit their schemas."""
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert len({call.id for call in message.tool_calls or ()}) == len(calls)
+    return calls
+
+
+def test_required_calls_fit_their_schemas(client: openai.OpenAI) -> None:
+    choices = asked(client, tool_choice="required").choices
+    complete = [choice for choice in choices if choice.finish_reason == "tool_calls"]
+    assert len(complete) > 8
+    assert {choice.finish_reason for choice in choices} <= {"tool_calls", "length"}
+    called = [calls_of(choice.message) for choice in complete]
+    assert all(called) and all(choice.message.content is None for choice in complete)
+    assert {name for calls in called for name, _ in calls} == set(SCHEMAS)
+    assert any(len(calls) > 1 for calls in called)
+    assert any(json.loads(given) for calls in called for _, given in calls)
+
+
+def test_one_call_where_parallel_calls_are_off(client: openai.OpenAI) -> None:
+    for choice in asked(client, tool_choice="required", parallel_tool_calls=False).choices:
+        assert choice.finish_reason == "tool_calls"
+        assert len(calls_of(choice.message)) == 1
+
+
+def test_a_named_function_is_called_once(client: openai.OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    choices = asked(client, tool_choice=named).choices
+    assert {choice.finish_reason for choice in choices} == {"stop"}  # as OpenAI's
+    calls = [calls_of(choice.message) for choice in choices]
+    assert all([name for name, _ in one] == ["weather"] for one in calls)
+    assert len({arguments for one in calls for _, arguments in one}) > 8
+
+
+def test_a_stream_has_the_same_calls(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        whole = asked(client, tool_choice=choice, n=2)
+        streamed: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
+        reasons = {}
+        for chunk in asked(client, tool_choice=choice, n=2, stream=True):
+            for part in chunk.choices:
+                for call in part.delta.tool_calls or ():
+                    assert call.index == len(streamed[part.index])
+                    streamed[part.index].append((call.function.name, call.function.arguments))
+                reasons[part.index] = part.finish_reason or reasons.get(part.index)
+        assert streamed == {one.index: calls_of(one.message) for one in whole.choices}
+        assert reasons == {one.index: one.finish_reason for one in whole.choices}
+
+
+def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
+    flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        response = client.responses.create(
+            model="m", input="warm?", tools=flat, tool_choice=choice, parallel_tool_calls=False,
+            max_output_tokens=600,
+        )  # fmt: skip
+        (item,) = response.output
+        assert (response.status, item.type) == ("completed", "function_call")
+        jsonschema.validate(json.loads(item.arguments), PLACE)
+        assert response.model_dump()["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"tool_choice": "some"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "function is missing"),
+        ({"tool_choice": "required", "tools": []}, None, "tool_choice needs a function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, None, "tool_choice needs"),
+        ({"response_format": {"type": "json_object"}}, None, "give only one"),
+        ({"min_tokens": 3}, None, "min_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "'a b' does not match"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools",
+            "the parameters of function 'f' are not of type object",
+        ),
+        (
+            {"tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+            "tools",
+            'f: Unimplemented keys: ["not"]',
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused(
+    client: openai.OpenAI, change: dict[str, Any], param: str | None, message: str
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked(client, stream=stream, tool_choice="required", extra_body=change)
+        assert message in refused.value.message
+        assert param is None or (refused.value.param or "").startswith(param)
+
+
+def test_python_calls_are_refused(tmp_path: Path) -> None:
+    with served(make_checkpoint(tmp_path / "m", "pythonic")) as running, running.client() as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked(client, tool_choice="required")
+        assert "calls in the format pythonic cannot be constrained" in refused.value.message
+        assert "--tool-format hermes" in refused.value.message
+        auto = asked(client, tool_choice="auto", n=1, max_tokens=4)
+        assert auto.choices[0].finish_reason == "length"
+
+
+def test_a_number_beyond_the_floats_becomes_the_largest() -> None:
+    """JSON allows it, and a call that fits its schema is a call."""
+    reader = PartsReader(calls=FORMATS["hermes"], reasoning=False)
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1e999, "b": -1e999}}</tool_call>'
+    ((_, arguments),) = reader.feed(text, last=True).calls
+    assert json.loads(arguments) == {"a": 1.7976931348623157e308, "b": -1.7976931348623157e308}
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_further_calls_are_left_out(form: str) -> None:
+    text = FORMATS[form].write([("f", '{"a": 1}'), ("g", "{}")])
+    reader = PartsReader(calls=FORMATS[form], reasoning=False, most_calls=1)
+    parts = reader.feed(text + " x", last=True)
+    assert parts.calls == [("f", '{"a": 1}')]
