@@ -391,7 +391,7 @@ def test_a_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch
         ({"input": []}, 400, "input"),
         ({"input": ["a"] * 2049}, 400, "input"),
         ({"input": "7" * 300}, 400, "the context has"),
-        ({"input": [[1 << 20]]}, 400, "outside"),
+        ({"input": [[1 << 20]]}, 400, "no token"),
         ({"dimensions": 97}, 400, "96 dimensions"),
         ({"encoding_format": "hex"}, 400, "encoding_format"),
         ({"mystery": 1}, 400, "mystery"),

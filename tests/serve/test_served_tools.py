@@ -106,10 +106,12 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-    again: Any = [*ASKED, choice.message.model_dump(exclude_none=True), result]
-    (last,) = client.chat.completions.create(messages=again, **options).choices
-    assert (last.message.content, last.finish_reason) == ("It is 5.", "stop")
-    assert last.message.tool_calls is None
+    parsed = {"parsed": {}, "annotations": []}  # as in messages of other servers, and of the client's `parse`
+    for message in (choice.message, choice.message.model_dump(), choice.message.model_dump() | parsed):
+        again: Any = [*ASKED, message, result]
+        (last,) = client.chat.completions.create(messages=again, **options).choices
+        assert (last.message.content, last.finish_reason) == ("It is 5.", "stop")
+        assert last.message.tool_calls is None
 
 
 def test_a_stream_has_the_same_parts(client: openai.OpenAI) -> None:
@@ -388,7 +390,9 @@ def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Se
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"input": []}, 400, "input"),
+        ({"input": []}, 400, "input: List should have at least 1 item"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, 400, "tool_choice.type"),
+        ({"text": {"verbosity": "low"}}, 400, "verbosity is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
         ({"background": True}, 400, "background is not supported"),

@@ -57,6 +57,9 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert (card.id, card.owned_by) == ("tiny", "perilune")
     assert card.max_model_len == CONTEXT  # type: ignore[attr-defined]
+    assert client.models.retrieve("tiny") == card
+    with pytest.raises(openai.NotFoundError, match="no model 'of/another'"):
+        client.models.retrieve("of/another")
 
 
 def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: Direct) -> None:
@@ -230,9 +233,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "no model 'other'; this server has 'tiny'"),
     ({"prompt": "x" * CONTEXT}, 400, "256 tokens; the prompt has 256, and max_tokens is 16"),
     ({"prompt": "x", "max_tokens": CONTEXT}, 400, "256 tokens; the prompt has 1, and max_tokens is 256"),
-    ({"prompt": ""}, 400, "no tokens"),
+    ({"prompt": ""}, 400, "the prompt has no tokens"),
     ({"prompt": "é"}, 400, "cannot encode"),
-    ({"prompt": [98]}, 400, "outside"),
+    ({"prompt": [98]}, 400, "the vocabulary has no token 98"),
     ({"prompt": 1}, 400, "prompt"),
     ({"prompt": None}, 400, "prompt is missing"),
     ({"tempreature": 1}, 400, "unrecognised argument: tempreature"),
@@ -269,10 +272,35 @@ def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: i
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("change", "param", "told"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": ["hi"]}, "messages.0", "not a JSON object"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", ""),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a", "valid integer"),
+        ({"structured_outputs": {"choice": ["a"]}}, None, "structured_outputs is not supported"),
+    ],
+)  # fmt: skip
+def test_the_invalid_value_is_named(
+    server: Served, change: dict[str, Any], param: str | None, told: str
+) -> None:
+    """Without the names of the types that it may have."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "1"}]} | change
+    with server.http() as http:
+        error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == param
+    assert told in error["message"]
+
+
 def test_arguments_that_ask_for_nothing_are_taken(server: Served) -> None:
     nothing = {
         "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0,
-        "user": "me", "tools": [], "logit_bias": None, "stop": None,
+        "user": "me", "tools": [], "logit_bias": None, "stop": None, "skip_special_tokens": True,
     }  # fmt: skip
     body = {"model": "tiny", "prompt": "1", "max_tokens": 1, **nothing}
     with server.http() as http:

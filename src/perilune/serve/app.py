@@ -130,22 +130,26 @@ def text_routes(service: Service) -> APIRouter:
     ):
         router.post(path, response_model=None)(reply)
 
+    def card(name: str) -> dict[str, Any]:
+        base = service.model.name
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "perilune",
+            "max_model_len": service.model.context,
+            "root": str(service.model.adapters.get(name, base)),
+            "parent": None if name == base else base,
+        }
+
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        base = service.model.name
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": started,
-                "owned_by": "perilune",
-                "max_model_len": service.model.context,
-                "root": str(service.model.adapters.get(name, base)),
-                "parent": None if name == base else base,
-            }
-            for name in service.model.names
-        ]
-        return {"object": "list", "data": cards}
+        return {"object": "list", "data": [card(name) for name in service.model.names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.adapter_of(name)
+        return card(name)
 
     return router
 

@@ -52,14 +52,16 @@ def validated(document: Any, kind: type[BodyT]) -> BodyT:
     Raises:
         ApiError: 400, with the first error.
     """
-    if isinstance(document, dict) and len(document) > len(kind.model_fields):  # pydantic would list them all
+    if not isinstance(document, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    if len(document) > len(kind.model_fields):  # pydantic would list them all
         unknown = next(key for key in document if key not in kind.model_fields)
         raise ApiError(400, _unrecognised(unknown), param=shorten(unknown))
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    place = [str(part) for part in first["loc"]]
+        first = _most_telling(error.errors(include_url=False, include_input=False))
+    place = _place(first, document)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         place.append(message)
@@ -70,6 +72,32 @@ def validated(document: Any, kind: type[BodyT]) -> BodyT:
     elif field and first["type"] != "extra_forbidden":
         message = f"{field}: {message}"
     raise ApiError(400, message, param=field or None)
+
+
+def _most_telling(errors: list[Any]) -> Any:
+    """The first error; of a value that may have several types, the one in a part of it or of its own type."""
+    field = errors[0]["loc"][:1]
+    return next(
+        (
+            one
+            for one in errors
+            if one["loc"][:1] == field and not one["type"].endswith(("_type", "_parsing"))
+        ),
+        errors[0],
+    )
+
+
+def _place(error: Any, document: Any) -> list[str]:
+    """The keys and indices of the invalid value, without the names of types that pydantic puts between."""
+    parts = list(error["loc"])
+    missing = [str(parts.pop())] if error["type"] == "missing" else []
+    place = []
+    for part in parts:
+        kind = list if isinstance(part, int) else dict
+        if isinstance(document, kind) and (kind is list or part in document):
+            document = document[part]
+            place.append(str(part))
+    return place + missing
 
 
 def _unrecognised(argument: str) -> str:
@@ -155,7 +183,7 @@ class RequestBody(Body):
     @classmethod
     def _without_unsupported(cls, body: Any) -> Any:
         if not isinstance(body, dict):
-            raise ValueError("the body is not a JSON object")  # noqa: TRY004 - pydantic's own way
+            raise ValueError("not a JSON object")  # noqa: TRY004 - pydantic's own way
         kept = {}
         for name, value in body.items():
             if value is None:

@@ -103,6 +103,8 @@ class Prompts:
         if isinstance(prompt, str):
             self.check_characters(len(prompt), param)
             prompt = self.model.tokenizer.encode_text_prompt(prompt)
+        if prompt and max(prompt) >= self.model.vocab_size:
+            raise ApiError(400, f"the vocabulary has no token {max(prompt)}", param=param)
         self.tokens_left(len(prompt), max_tokens, param)
         return prompt
 
@@ -119,6 +121,8 @@ class Prompts:
 
     def tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
         """Number of tokens left for an answer after a prompt of `prompt` tokens."""
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens", param=param)
         room = self.model.context - prompt
         if room < 1 or (max_tokens is not None and max_tokens > room):
             more = "" if max_tokens is None else f", and max_tokens is {max_tokens}"

@@ -139,7 +139,9 @@ class _Format(Body):
     strict: bool | None = None
 
 
-class _Text(Body):
+class _Text(RequestBody):
+    unsupported = {"verbosity": ("medium",)}  # noqa: RUF012 - a class variable of RequestBody
+
     format: _Format | None = None
 
 

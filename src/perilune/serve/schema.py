@@ -36,8 +36,22 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
+    # Of vLLM:
+    "chat_template": (),
+    "documents": (),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 
 MOST_MESSAGES = 10_000
@@ -237,8 +251,10 @@ class Tool(Body):
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
-class CalledFunction(Body):
+class CalledFunction(RequestBody):
     """The function of a call, and its arguments as JSON."""
+
+    no_effect = frozenset({"parsed_arguments"})
 
     name: str
     arguments: str
@@ -267,8 +283,10 @@ class CalledTool(Body):
         }
 
 
-class Message(Body):
+class Message(RequestBody):
     """One message of a conversation. Earlier reasoning is left out of the prompt."""
+
+    no_effect = frozenset(("annotations", "parsed", "reasoning", "reasoning_content", "refusal"))
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Annotated[
@@ -277,8 +295,6 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
 
     @property
     def text(self) -> str:
@@ -360,8 +376,8 @@ class _NamedTool(Body):
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[_NamedTool, Tag("function")],
-    Discriminator(lambda choice: "mode" if isinstance(choice, str) else "function"),
+    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[_NamedTool, Tag("named")],
+    Discriminator(lambda choice: "named" if isinstance(choice, dict | _NamedTool) else "mode"),
 ]
 
 
