@@ -177,7 +177,8 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise RequestError(f"no file {path.name}", where=str(path.parent)) from None
+        folder = "" if path.parent == Path() else str(path.parent)
+        raise RequestError(f"no file {path.name}", where=folder) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise RequestError(

@@ -95,7 +95,7 @@ def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path)
     [
         (("{config}", "--dtype", "int3"), "--dtype: unknown dtype 'int3'"),
         (("{config}", "--context", "-1"), "'--context'"),
-        (("nowhere/to-be-found",), "no model nowhere/to-be-found in the home or the Hugging Face cache"),
+        (("nowhere/to-be-found",), "no model nowhere/to-be-found is fetched or in the Hugging Face cache"),
     ],
 )
 def test_what_cannot_be_asked(perilune, config, arguments: tuple[str, ...], message: str) -> None:

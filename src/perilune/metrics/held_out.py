@@ -140,7 +140,7 @@ def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def curve_notes(found: Mapping[str, Any]) -> list[str]:
-    """Sentences about `summary["held_out"]`: the changes, the checkpoint that is handed on, an early stop."""
+    """Sentences about `summary["held_out"]`: the changes, the output checkpoint, an early stop."""
     notes = []
     for name, one in found["sets"].items():
         if change := one["change"]:
@@ -148,11 +148,11 @@ def curve_notes(found: Mapping[str, Any]) -> list[str]:
             mean, low, high = (scale * change[key] for key in ("mean", "low", "high"))
             digits = 3 if scale == 1 else 1
             notes.append(
-                f"{name}: {one['figure']} {mean:+.{digits}f}{unit} since the start"
+                f"{name}: {one['figure']} changed by {mean:+.{digits}f}{unit} since the start"
                 f" ({low:+.{digits}f} to {high:+.{digits}f}, paired)"
             )
     step = found["best"] if found["output"] == "best" else found["curve"][-1]["step"]
-    notes.append(f"the stage hands on the {found['output']} checkpoint, of step {step}")
+    notes.append(f"output: the {found['output']} checkpoint, of step {step}")
     return notes + ([f"stopped early: {found['stopped']}"] if found["stopped"] else [])
 
 

@@ -102,6 +102,19 @@ ADVICE: Mapping[str, str] = {
 """Remedies for names without a key of the same meaning in the same section."""
 
 
+TASKS: Mapping[str, str] = {
+    "grpo": "task: rl, with algorithm: grpo",
+    "ppo": "task: rl, with algorithm: ppo",
+    "rloo": "task: rl, with algorithm: rloo",
+    "dpo": "task: preference",
+    "ipo": "task: preference, with loss: ipo",
+    "gkd": "task: distill, with loss: gkd",
+    "train": "task: sft, or task: rl",
+    "eval": "task: evaluate",
+}
+"""Remedies for kinds of training that other libraries name after their algorithm."""
+
+
 def alias_of(name: str, valid: Collection[str]) -> str | None:
     """The key among `valid` that means what `name` means elsewhere, or None."""
     return next((key for key in ALIASES.get(name, ()) if key in valid), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -70,7 +71,9 @@ def _read(path: Path) -> str:
         raise RequestError("is a folder, not a recipe", where=str(path), remedy="the path of a YAML file")
     try:
         if not path.exists():
+            close = difflib.get_close_matches(path.stem, bundled_recipes(), n=1)
             remedy = f"a path to a YAML file; bundled recipes: {', '.join(bundled_recipes())}"
+            remedy = f"'{close[0]}', which is bundled, or a path to a YAML file" if close else remedy
             raise RequestError("no such recipe", where=str(path), remedy=remedy)
         return read_regular(path, MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:

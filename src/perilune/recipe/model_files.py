@@ -28,8 +28,9 @@ def find_model(path: str, base: Path) -> Path:
     given = (base / Path(path).expanduser()).absolute()
     found = given if given.exists() else _stored(path) or _cached(path)
     if found is None:
-        what = f"model.path: no file or folder {given}, no model {path} in the home or the Hugging Face cache"
         is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
+        what = f"model.path: no file or folder {given}"
+        what += "" if is_path else f", and no model {path} is fetched or in the Hugging Face cache"
         remedy = "check the path" if is_path else f"perilune model fetch {path}"
         raise ProblemsError([Problem(("model", "path"), what, remedy)])
     if found.is_dir() and not (found / REQUIRED).is_file():

@@ -16,6 +16,8 @@ from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+_MOST_LISTED = 16  # names that an error lists beside the nearest one
+
 _IN_YAML = {  # pydantic speaks of JSON
     "should be an object": "should be a section of keys",
     "should be a valid dictionary": "should be a section of keys",
@@ -52,7 +54,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
-    return f"'{close[0]}'; {listed}" if close else listed
+    if close:
+        return f"'{close[0]}'; {listed}" if len(names) <= _MOST_LISTED else f"'{close[0]}'"
+    return listed
 
 
 def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) -> NoReturn:

@@ -23,6 +23,7 @@ from perilune.data.sources import find_source
 from perilune.errors import RequestError
 from perilune.extensions import names_file
 from perilune.files import field_of, with_field
+from perilune.recipe.aliases import TASKS
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
 from perilune.recipe.reward_files import read_code, read_terms, with_code, with_source
@@ -247,9 +248,8 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
     try:
         spec = load_plugin(stage.task).spec
     except RequestError as error:
-        raise ProblemsError(
-            [Problem((*path, "task"), f"{label}.task: {error.what}", nearest(stage.task, plugin_names()))]
-        ) from None
+        remedy = TASKS.get(stage.task) or nearest(stage.task, plugin_names())
+        raise ProblemsError([Problem((*path, "task"), f"{label}.task: {error.what}", remedy)]) from None
     own = {key: value for key, value in item.items() if key not in header}
     own = with_code(own, code_fields(spec), base, path)
     fields = validate(spec, own, path, label).model_dump(mode="json")

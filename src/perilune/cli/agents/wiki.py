@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 app = command_group("Compile a wiki of all runs, check it, and search it.")
 Folder = Annotated[
-    Path | None, typer.Option("--wiki", metavar="DIR", help="Folder of the wiki. Default: wiki in the home.")
+    Path | None,
+    typer.Option("--wiki", metavar="DIR", help="Folder of the wiki. Default: $PERILUNE_HOME/wiki."),
 ]
 MOST_SHOWN = 20  # changes and pages that are listed
 
@@ -33,9 +34,9 @@ def build(
 ) -> None:
     """Write a page for each run, recipe, environment and algorithm, and fill in all numbers.
 
-    Text between the marks `hand` of a page stays. Write a number there as {{ pass@1 of run ID }} or
+    Text between the `hand` markers of a page stays. Write a number there as {{ pass@1 of run ID }} or
     {{ mean pass@1 of recipe NAME stage STAGE }}. Pages in the folder questions are yours. The same home gives
-    the same bytes. Ends with 1 if a citation has no answer, or an edited page was not written.
+    the same bytes. Exits with 1 if a citation has no answer, or an edited page was not written.
 
     \b
     perilune wiki build
@@ -57,7 +58,7 @@ def build(
 
 @app.command()
 def lint(wiki: Folder = None, as_json: Json = False) -> None:
-    """Check all pages against the evidence. Ends with 1 if there are findings.
+    """Check all pages against the evidence. Exits with 1 if there are findings.
 
     Verifies the signature and the figures of every run, and finds dead links, orphans, numbers that differ
     from the evidence, bare numbers, replaced runs, claims from few seeds or overlapping intervals, and more.
@@ -92,7 +93,7 @@ def search(
     most: Annotated[int, typer.Option("--most", min=1, help="Number of passages.")] = 6,
     as_json: Json = False,
 ) -> None:
-    """Show the passages that fit best.
+    """Show the passages that best match a question.
 
     \b
     perilune wiki search "pass@1 after rl"
@@ -128,8 +129,8 @@ def ask(
 ) -> None:
     """Answer a question from the wiki, with sources.
 
-    A model may only repeat numbers that stand in the passages. An answer with any other number is shown, ends
-    with 1, and is not filed.
+    A model may only repeat numbers from the passages. If an answer has any other number, the command prints
+    it, does not file it, and exits with 1.
 
     \b
     perilune wiki ask "which recipe reached the best pass@1?"

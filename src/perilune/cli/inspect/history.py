@@ -129,7 +129,8 @@ def diff(
     if as_json:
         print_json(comparison.document())
         return
+    echo(f"{a} -> {b}")
     for part, changes in comparison.parts().items():
-        echo(f"{part}: {'' if changes else 'identical'}")
+        echo(f"{part}:{'' if changes else ' identical'}")
         for change in changes:
             echo(f"  {change}")

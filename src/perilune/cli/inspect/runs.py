@@ -81,7 +81,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     """Show one run: its state and cause, attempts, metrics and files.
 
     \b
-    perilune show evaluate
+    perilune show rl
     perilune show quickstart/rl --json
     """
     from perilune.cli.train.estimate import compared, kept_estimate

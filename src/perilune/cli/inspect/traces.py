@@ -40,14 +40,14 @@ Where = Annotated[
         "metrics.NAME. Signs: < <= > >= == != and ~ for contains.",
     ),
 ]
-Most = Annotated[int, typer.Option(min=1, help="Most episodes to record of each file, evenly spaced.")]
+Most = Annotated[int, typer.Option(min=1, help="Maximum number of episodes per file, evenly spaced.")]
 
 
 @app.command("record", epilog="Example: perilune traces record calculator --where 'reward < 1' --out tapes")
 def record_command(
     targets: Targets, *, out: Out, where: Where = "", most: Most = 100, as_json: Json = False
 ) -> None:
-    """Record every episode that fulfils a condition, as a suite without clusters.
+    """Record every episode that matches a condition, as a suite without clusters.
 
     A cassette is kept only if it replays exactly now.
     """
@@ -127,7 +127,7 @@ def run_command(
     mode: Annotated[
         Literal["harness", "rescore", "exact"],
         typer.Option(
-            help="harness: the model's turns from the tape, all else live. rescore: the verifier alone. "
+            help="harness: the recorded turns of the model, all else live. rescore: only the verifier. "
             "exact: the model live, and its tokens must be equal."
         ),
     ] = "harness",
@@ -138,7 +138,8 @@ def run_command(
         str | None, typer.Option(help="For exact: the weights, as a folder or a run.")
     ] = None,
     accept: Annotated[
-        bool, typer.Option("--accept", help="Expect from now on what the replays gave; print the change.")
+        bool,
+        typer.Option("--accept", help="Accept the results of the replays as expected; print the change."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -180,12 +181,12 @@ def fork_command(
     suite: SuiteArgument,
     digest: Annotated[str, typer.Argument(metavar="DIGEST", help="First characters of a cassette's digest.")],
     *,
-    after: Annotated[int, typer.Option(min=0, help="Turns to take from the tape.")],
+    after: Annotated[int, typer.Option(min=0, help="Turns to take from the recording.")],
     checkpoint: Annotated[str | None, typer.Option(help="The weights, as a folder or a run.")] = None,
     samples: Annotated[int, typer.Option(min=1, max=4096, help="Continuations to sample.")] = 16,
     as_json: Json = False,
 ) -> None:
-    """Play an episode to a turn, and sample its continuations: how often does it still come out right?"""
+    """Replay an episode up to a turn, sample continuations, and report how often they succeed."""
     from perilune.metrics.bootstrap import bootstrap_problems
     from perilune.traces.replay import Replayer
     from perilune.traces.suite import Suite

@@ -27,7 +27,7 @@ def track(
     to: Annotated[str, typer.Option("--to", metavar="NAME", help="tensorboard, wandb or mlflow.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for the tracker. Default: tracking/NAME in the home."),
+        typer.Option("--out", "-o", help="Folder for the tracker. Default: $PERILUNE_HOME/tracking/NAME."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Copy until the run ends.")] = False,
     tied: Annotated[bool, typer.Option("--tied", hidden=True)] = False,

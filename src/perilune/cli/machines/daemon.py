@@ -35,10 +35,10 @@ class _Stop(BaseException):
 def daemon(
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two passes.")] = 2.0,
 ) -> None:
-    """Keep the runs of this home going until SIGTERM.
+    """Keep runs going until SIGTERM.
 
     The daemon records results, retries failed attempts, starts the next stage of experiments, and releases
-    rented machines. It prints each change of state, for a journal.
+    rented machines. It prints each change of state.
 
     A home has at most one daemon. It keeps no state of its own: if it is killed, the next one continues.
     docs/how-to/daemon.md has a systemd unit.

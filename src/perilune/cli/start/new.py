@@ -167,7 +167,7 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
     if given:
         return given
     if not sys.stdin.isatty():
-        raise RequestError(f"{option} is missing", remedy=f"{option}: {question}")
+        raise RequestError(f"{option} is missing", remedy=f"{option} takes the {question}")
     return str(typer.prompt(question, default=default, err=True)).strip()
 
 

@@ -126,7 +126,7 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
             return f"bpe, {most}, trained on the data of the stage that makes the model"
         case "bytes":
             return f"bytes; {foreign_character(recipe) or 'set in the recipe'}"
-    return "one token per character; all sampled texts are printable ASCII"
+    return "one token per character, because the texts that were checked are printable ASCII"
 
 
 def print_estimate(

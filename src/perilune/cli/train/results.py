@@ -217,7 +217,7 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     for part in sorted({part for one in evaluations for part in one.get("by_environment") or ()}):
         found = [(one.get("by_environment") or {}).get(part) or {} for one in evaluations]
         row(f"pass@1 in {as_markup(part)}", [_interval(figures.get("pass@1")) for figures in found])
-    row("in the answer's form", [_share(one.get("format")) for one in evaluations])
+    row("in the expected form", [_share(one.get("format")) for one in evaluations])
     row("live groups", [_interval(one.get("live_groups")) for one in evaluations])
     row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
     row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])

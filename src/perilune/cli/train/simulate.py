@@ -52,7 +52,7 @@ def simulate(
         typer.Option(
             metavar="FOLDER",
             help="Take lengths from these episodes of a run. Default: the last finished run of the same "
-            "stage in this home, else an assumption.",
+            "stage, else an assumption.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of drawn lengths and waits.")] = 0,

@@ -22,7 +22,7 @@ POISSON = "poisson:"
 
 def simulate_serving(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A config.json, its folder, or a model in the home.")
+        str, typer.Argument(metavar="MODEL", help="A config.json, its folder, or a fetched model.")
     ],
     *,
     requests: Annotated[

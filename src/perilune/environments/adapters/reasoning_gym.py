@@ -53,7 +53,9 @@ class ReasoningGymSpec(Frozen):
     """The environment section of a recipe, for `id: reasoning_gym`."""
 
     id: Literal["reasoning_gym"] = Field("reasoning_gym", description="id of the environment")
-    task: str = Field(description="name of a reasoning-gym task family, e.g. basic_arithmetic")
+    task: str = Field(
+        description="a family, such as basic_arithmetic; `perilune environments list reasoning_gym` has all"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="the family's own settings")
     prompt: Literal["original", "compact"] = Field(
         "original", description="original: the family's wording; compact: a few characters, answer after ';'"

@@ -345,10 +345,15 @@ def _factory(spec: Mapping[str, Any]) -> Any:
             )
         return _load(reference)
     if not isinstance(name, str) or name not in _factories():
+        puzzle = (
+            f"reasoning_gym/{name}; in a recipe id: reasoning_gym, task: {name}"
+            if name in environment_families("reasoning_gym")
+            else ""
+        )
         raise RequestError(
             f"no environment called {name!r} is installed",
             where="environment.id",
-            remedy=did_you_mean(str(name or "")[:80], environment_ids()),
+            remedy=puzzle or did_you_mean(str(name or "")[:80], environment_ids()),
         )
     return _load(_factories()[name])
 
@@ -375,4 +380,14 @@ def _request_error(error: ValidationError, model: type[BaseModel], prefix: str =
             where=where,
             remedy=did_you_mean(key.removeprefix(prefix), model.model_fields),
         )
+    if first["type"] == "missing":
+        return RequestError(
+            f"the field '{key}' is missing", where=where, remedy=_described(model, first["loc"])
+        )
     return RequestError(f"{key}: {first['msg']}", where=where)
+
+
+def _described(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """The documentation of a field, as a remedy; empty for a field of an inner section."""
+    field = model.model_fields.get(str(location[0])) if len(location) == 1 else None
+    return f"set it: {field.description}" if field and field.description else ""

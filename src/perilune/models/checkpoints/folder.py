@@ -18,7 +18,11 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise RequestError("no such checkpoint folder", where=str(path))
+            raise RequestError(
+                "no such checkpoint folder",
+                where=str(path),
+                remedy="check the path; a run is named EXPERIMENT/STAGE, as in perilune runs",
+            )
         self.path = path
         # A snapshot in the Hugging Face cache is made of links to the blobs beside it.
         inside = path.parent.parent if path.parent.name == "snapshots" else path

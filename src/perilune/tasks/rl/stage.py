@@ -62,8 +62,8 @@ class ReinforcementStage(Stage[Spec]):
         return {
             "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
-            "algorithm": f"{_describe(spec.algorithm)}, updates a step"
-            f" {spec.updates_per_batch * spec.epochs_per_batch}, KL {spec.kl:g}",
+            "algorithm": f"{_describe(spec.algorithm)}; updates per step:"
+            f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"engine": f"OpenVINO on {spec.engine.device}"} if spec.engine else {}),
             **({"asynchronous": spec.asynchronous.describe()} if spec.asynchronous else {}),

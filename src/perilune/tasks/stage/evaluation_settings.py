@@ -47,7 +47,7 @@ class EvaluationSettings(Frozen):
         " default: heldout/pass@1, or data/loss without tasks",
     )
     output: Literal["last", "best"] = Field(
-        "last", description="checkpoint that the stage hands on: of the last step, or of the best evaluation"
+        "last", description="output checkpoint of the stage: of the last step, or of the best evaluation"
     )
     stop_after: int | None = Field(
         None, ge=1, description="stop after this many evaluations in a row without a new best one"
@@ -154,7 +154,7 @@ class EvaluatedSpec(TrainingSpec):
                 f"{settings.tasks} tasks x {settings.samples} of {', '.join(sections)}: {answers:,} answers"
             )
         figure = settings.figure(job.environment).removeprefix(EVAL)
-        parts.append(f"best by {figure}; the stage hands on the {settings.output} checkpoint")
+        parts.append(f"best by {figure}; output: the {settings.output} checkpoint")
         if settings.stop_after:
             parts.append(f"stops after {settings.stop_after} evaluations without a new best")
         return {"evaluation": "; ".join(parts)}

@@ -98,7 +98,7 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
         )
         trained = max(1, rows - rows * held // reader.rows)
         epochs = spec.steps * spec.batch_size / trained
-        seen = f"{held:,} of {reader.rows:,} are held out; {epochs:,.1f} epochs of the others"
+        seen = f"{held:,} of {reader.rows:,} rows held out; {epochs:,.1f} epochs of the rest"
         lines[name] = f"{Path(path).name}: {checked}; {seen if held else f'{epochs:,.1f} epochs'}"
         for warning in reader.warnings():
             lines[f"{name} warning"] = warning
