@@ -38,15 +38,15 @@ from recipe_runs import (
 PACKAGE = "smolagents==1.26.0"
 TASKS, TRACES, COMPUTED = 6000, 5000, 0.3
 ABOUT = (
-    f"The agent program is a `CodeAgent` of {PACKAGE}, a package of others that is not changed: its model "
-    "writes Python, and the package runs it. A setting of the package replaces its system prompt of 8,000 "
-    "characters by two words. The tasks are products of two-digit numbers. A tiny model was "
-    "trained on traces of which 30% let Python compute (`final_answer(37*48)`) and 70% state the product, "
-    "which such a model can't learn. RL then runs the program for each episode, with 12 steps of 8 groups "
-    "with 8 episodes. pass@1 is on 64 held-out tasks with 2 episodes each. What the weights learn is to copy "
-    "two numbers into code and to prefer code; the multiplication is Python's. "
-    "After an error in its code, the agent changes earlier messages. Its next call is then a sub-agent's, "
-    "whose turns are learned as well."
+    f"The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: its model writes Python, "
+    "and the package runs it. A setting of the package replaces its system prompt of 8,000 characters "
+    "with two words. The tasks are products of two-digit numbers. A tiny model is trained on traces of "
+    "which 30% let Python compute (`final_answer(37*48)`) and 70% state the product, which a model this "
+    "small cannot learn. RL then runs the program for each episode, with 12 steps of 8 groups with 8 "
+    "episodes. pass@1 is on 64 held-out tasks with 2 episodes each. The model learns to copy two "
+    "numbers into code and to prefer code. Python does the multiplication. After an error in its code, "
+    "the agent changes earlier messages. Its next call then counts as a sub-agent's, and is trained on "
+    "as well."
 )
 
 
@@ -120,7 +120,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
         f"The largest difference between the sampler's and the learner's log-prob of a token: {gap:g}."
     )
     return {
-        "title": "RL inside an agent program of others",
+        "title": "RL inside a third-party agent program",
         "about": described(ABOUT, findings),
         "by seed": [_row(seed, run) for seed, run in zip(seeds, runs, strict=True)],
         "comparison": rows,

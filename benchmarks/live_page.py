@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
 EPISODES = 100  # in each step of the long run
 ABOUT = (
-    "A tiny model trains with GRPO on one core while a browser shows its page. Delay: from the line in "
-    "`metrics.jsonl` to the point in the page. Processor time: of the server of the page, for each second of "
-    "watching, with one page open. Long run: a run with many steps and episodes, opened in a browser; the "
-    "first paint is the browser's own figure, and contains the server's work. Other programs were busy on "
-    "the machine, so processor times say more than the wall clock."
+    "A tiny model trains with GRPO on one core while a browser shows its page. *Delay* is the time from "
+    "the line in `metrics.jsonl` to the point on the page. *Processor time* is that of the page's "
+    "server, per second of watching, with one page open. *Long run* is a run with many steps and "
+    "episodes. Its *first paint* is the browser's own measurement, and includes the server's work. "
+    "Other programs used the machine, so processor times are more reliable than elapsed times."
 )
 sys.path[:0] = [str(ROOT / "tests" / "ui")]
 

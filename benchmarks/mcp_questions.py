@@ -332,10 +332,11 @@ def main() -> None:
         found = asyncio.run(answered(Home(Path(folder))))
     right = sum(one["right"] for one in found)
     document = {
-        "title": "Questions about a home, answered through MCP",
-        "about": f"A scripted client of `perilune mcp` answered {right} of {len(found)} questions about a "
-        "home of eight real experiments, one of which failed and one of which was killed with SIGKILL, with "
-        "the figure that the files of the bundles have. The script fixes which tools answer which question. "
+        "title": "Questions about runs, answered through MCP",
+        "about": f"A scripted client of `perilune mcp` answered {right} of {len(found)} questions about "
+        "eight real experiments, one of which failed and one of which was killed with SIGKILL. An answer is "
+        "right if it has the figure in the files of the bundles. The script fixes which tools answer which "
+        "question. "
         "No language model was tested: the result shows that the tools suffice and that their figures are "
         "right, not that a model would choose them. `bytes` is the size of the results of the tools.",
         "command": "python benchmarks/mcp_questions.py",

@@ -25,13 +25,14 @@ from recipe_runs import described, document, options, write
 
 SLOTS, BATCH, TRAINING, STEPS = 64, 32, 0.4, 1500
 ABOUT = (
-    f"{SLOTS} slots play episodes whose durations are lognormal with sigma 1 and mean 1. A step trains on "
-    f"{BATCH} episodes and takes {TRAINING}. {STEPS} steps. `pace` admits an episode while those admitted so "
-    "far are fewer than (completed steps + staleness + 1) x batch, and trains on the finished ones that were "
-    "admitted first. `drop` keeps all slots busy, trains in the order of completion, and drops what is older "
-    "than `staleness` steps. The two-sample Kolmogorov-Smirnov test compares the durations of trained and of "
-    "sampled episodes. Ages are in steps between an episode's begin and its training, with weights that do "
-    "not change in between."
+    f"{SLOTS} slots play episodes whose durations are lognormal with sigma 1 and mean 1. A step trains "
+    f"on {BATCH} episodes and takes {TRAINING}. The simulation has {STEPS} steps. `pace` admits an "
+    "episode only while fewer than (completed steps + staleness + 1) x batch episodes have been "
+    "admitted, and trains on the finished episodes that were admitted first. `drop` keeps all slots "
+    "busy, trains in the order of completion, and drops episodes older than `staleness` steps. The "
+    "two-sample Kolmogorov-Smirnov test compares the durations of trained and of sampled episodes. The "
+    "age of an episode is the number of steps between its start and its training, with weights that do "
+    "not change during the episode."
 )
 
 

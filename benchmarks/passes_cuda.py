@@ -5,9 +5,9 @@
 
 A training pass is one forward and one backward pass over sequences that fill it, without an optimizer.
 FLOP/s count 6 per weight and token (4 with an adapter) and causal attention, and no recomputation. Memory is
-what a second pass takes beyond weights and gradients, beside the estimate that plans use. Decoding samples
-from prompts of 64 tokens; bandwidth counts the weights, and the keys and values of half the answers, once a
-step.
+that of a second pass in addition to weights and gradients, and is shown beside the estimate of `--plan`.
+Decoding samples from prompts of 64 tokens. Bandwidth counts the weights, and the keys and values of half the
+answers, once per step.
 Without a GPU it exits with 2.
 """
 

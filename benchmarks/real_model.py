@@ -297,9 +297,10 @@ def report(
     }
     return {
         "title": "GRPO step of a 135M model: Perilune against TRL",
-        "about": "Steps of 16 prompts x 8 answers on the cores of one machine: Perilune with all checks of a"
-        " run, and TRL's GRPOTrainer in float32 on the same prompts and lengths. Medians of all steps but the"
-        " first of each process; floors count the matrix products of learning alone, at the measured rate.",
+        "about": "GRPO steps of 16 prompts x 8 answers on the cores of one machine: Perilune with all checks"
+        " of a run, and TRL's GRPOTrainer in float32 on the same prompts and lengths. The figures are medians"
+        " of all steps but the first of each process. The floor is the time of only the matrix products of"
+        " learning, at the measured rate.",
         "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
         f" --steps {options.steps}",
         "arms": arms,

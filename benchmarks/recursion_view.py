@@ -8,13 +8,13 @@ from typing import Any
 from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences, described
 
 ABOUT = """\
-A tiny model was trained from nothing on contexts of 8 to 32 lines of `oolong`, in compact form, and then
-evaluated on longer ones. A line has five characters, and the model's window 4,096. `counting` sees the
-length, two lines and the question, and writes code that asks the model itself about each line. `direct`
-reads all lines and takes notes. Accuracy is that of greedy answers to 64 held-out questions, all
-sub-agents included, with sampled answers beside it. What generalises is the program: code counts 2,000
-answers as it counts 32. The weights learned to write that code and to read one line. A tiny model cannot
-show that a language model finds such programs without demonstrations.
+A tiny model is trained from scratch on contexts of 8 to 32 lines of `oolong`, in compact form, and then
+evaluated on longer ones. A line has five characters, and the model's context window 4,096. `counting` sees
+the length, two lines and the question, and writes code that asks the model itself about each line. `direct`
+reads all lines and takes notes. Accuracy is that of greedy answers to 64 held-out questions, including all
+sub-agents, with sampled answers beside it. The program generalises to longer contexts, because code counts
+2,000 answers as well as 32. The model only learned to write that code and to read one line. A tiny model
+does not show that a language model finds such programs without demonstrations.
 """
 
 

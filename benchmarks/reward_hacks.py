@@ -32,15 +32,15 @@ JUDGES = {
     "Forgetful": "order",
 }
 ABOUT = (
-    "Each planted scorer has one hack of a family of public lists (rewardspy, RHOB, the verifier hardening "
-    'list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the environment\'s stated '
-    "answers and nothing about the scorer. A hack counts as named if a finding has the name of its family. "
-    "The judges are small HTTP servers with OpenAI's interface. The planted scorers and the probes were "
-    "written together, so their count shows that every family is covered. The unseen scorers were written "
-    "afterwards and measured once; the probes were not changed for them.\n\n"
-    "Rewards that are built in, and those of sound scorers, must get A. The tables list the exceptions. "
-    "A judge that pays each answer once is reported as one whose scores depend on the order: the audit "
-    "cannot give a server a fresh start, which tells the two apart."
+    "Each planted scorer has one hack of a family from public lists (rewardspy, RHOB, the verifier "
+    'hardening list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the '
+    "environment's stated answers, but not the scorer. A hack counts as named if a finding has the name "
+    "of its family. The judges are small HTTP servers with OpenAI's interface. The planted scorers and "
+    "the probes were written together, so their count only shows that every family is covered. The "
+    "unseen scorers were written afterwards and measured once. The probes were not changed for them.\n\n"
+    "Built-in rewards and the rewards of sound scorers must get A. The tables list the exceptions. If a "
+    "judge pays each answer only once, the audit reports that its scores depend on the order. It cannot "
+    "restart a server, which would distinguish the two cases."
 )
 
 

@@ -38,10 +38,10 @@ SHORT = (  # the stages that do not matter here
 )
 WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
 ABOUT = (
-    "One asynchronous run (staleness 2, an environment that waits) writes its schedule log. Two more runs "
-    "follow the log: one while a process on every core does nothing but compute, one that is ended by "
-    "SIGKILL at random instants and resumed from its last checkpoint, which it writes every 5 steps. "
-    "Compared are metrics.jsonl, the episodes, the schedule log and the final checkpoint, byte for byte."
+    "One asynchronous run (staleness 2, an environment that waits) writes its schedule log. Two more "
+    "runs follow the log: one with a busy process on every core, and one that SIGKILL ends at random "
+    "instants and that resumes from its last checkpoint (one every 5 steps). We compare metrics.jsonl, "
+    "the episodes, the schedule log and the final checkpoint, byte for byte."
 )
 
 

@@ -52,11 +52,12 @@ RECIPES: dict[str, tuple[str, ...]] = {
 WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = (
     "The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was "
-    "calibrated on this machine, on prompts of equal length, and compared with real runs of other workloads "
-    "and recipes on one thread. Lengths are an input: each simulation has the tokens of its real run. The "
-    "spread is the range of repeated real runs around their median; a smaller error is a tie. Requests "
-    "without a group and steps that mix prefill with decoding were added to the calibration after a first "
-    "comparison with these workloads, so they are not strictly held out."
+    "calibrated on this machine, on prompts of equal length, and compared with real runs of other "
+    "workloads and recipes on one thread. Lengths are an input: each simulation has the tokens of its "
+    "real run. The spread is the range of repeated real runs around their median. An error within the "
+    "spread counts as a tie. After a first comparison with these workloads, the calibration was "
+    "extended by requests without a group and by steps that mix prefill with decoding, so the workloads "
+    "are not strictly held out."
 )
 
 

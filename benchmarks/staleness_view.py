@@ -22,10 +22,10 @@ CORRECTIONS = {
     "vcpo": "as sequence, with a learning rate that falls with the effective sample size",
 }
 ABOUT = """\
-A schedule log fixes the staleness of a run: every token of a step was sampled by the weights of so many steps
-before. So the arms of a seed differ in nothing else. Each starts from the same SFT checkpoint (three-digit
-sums, the tiny model) and trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates a
-step. pass@1 is over 256 held-out tasks with eight answers each. Differences are tested with a paired t test
+A schedule log fixes the staleness of a run: the weights of that many steps before sampled every token of a
+step. The arms of a seed differ in nothing else. Each starts from the same SFT checkpoint (three-digit sums,
+the tiny model) and trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per step.
+pass@1 is over 256 held-out tasks with eight answers each. Differences are tested with a paired t test
 over seeds, with Holm's correction over all comparisons of this page."""
 
 Record = Mapping[str, Any]
@@ -55,7 +55,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     }
     rest = {key: document[key] for key in document if key not in ("settings", "arms", "records")}
     return {
-        "title": "The climb by staleness and off-policy correction",
+        "title": "Pass rate by staleness and off-policy correction",
         "about": "\n\n".join(about),
         "command": document["command"],
         "pass@1 after training": table,

@@ -34,19 +34,19 @@ KEYS, STEPS = 8, 80
 PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
 ABOUT = (
-    "A task asks for the values of 8 keys, each hidden in a shard of its own. A tiny model from nothing "
-    "reads the shards one after another (9 critical steps), or spawns sub-agents that read one each (4). "
-    "After SFT on traces of which 90% are serial, only the orchestrator learns; all sub-agents are the "
-    f"model after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. Every arm has the "
-    "reward performance: 1 if all values are right, in the arm with a budget only within 6 critical "
-    "steps. The term parallel has the weight 2 and finish the weight 1, both falling to 0 by half of "
-    "training. An episode has room for 8 sub-agents, and further ones are spawned in vain. Accuracy is on "
-    "192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents: prompts, "
-    "results and sampled ones. A sub-agent counts as finished if it ends with a value. A prefix that "
-    "sub-agents share is counted for each of them. The orchestrator learns when to spawn and what to hand "
-    "over; looking up one value is a skill of SFT, and no arm tests whether a larger model would find the "
-    "swarm without being shown it. The rates matter: with 400 steps of SFT and a learning rate of 8e-4, the "
-    "training with all terms diverged for one of two seeds."
+    "A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch "
+    "reads the shards one after another (9 critical steps), or spawns sub-agents that read one each "
+    "(4). After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are "
+    f"the model after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, "
+    "the reward `performance` is 1 if all values are right, and in the arm with a budget only within 6 "
+    "critical steps. The term `parallel` has weight 2 and `finish` weight 1. Both fall to 0 by half of "
+    "training. An episode has room for 8 sub-agents. Further ones are spawned but do not run. Accuracy "
+    "is on 192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents: "
+    "prompts, results and sampled tokens. A sub-agent counts as finished if it ends with a value. A "
+    "prefix that sub-agents share is counted for each of them. The orchestrator learns when to spawn "
+    "and which keys to hand over. Looking up one value is a skill from SFT. No arm tests whether a "
+    "larger model finds the swarm without demonstrations. The learning rates matter: with 400 steps of "
+    "SFT and a learning rate of 8e-4, the training with all terms diverged for one of two seeds."
 )
 
 
@@ -112,7 +112,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
     }
     compared = compare_over_seeds(differences)
     return {
-        "title": "A swarm with PARL: collapses and cures",
+        "title": "A swarm with PARL: failure modes and remedies",
         "about": described(ABOUT, findings(of, compared)),
         "mean over seeds": [
             {"rewards": arm, **{name: fmean(of(arm, name)) for name in runs[0][arm]}}

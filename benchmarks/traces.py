@@ -225,9 +225,10 @@ def described(found: Mapping[str, Any]) -> dict[str, Any]:
     shares = [share for one in bugs if (share := one["share of tokens after shrinking"]) is not None]
     alarms, exact = found["replays without a bug"], found["exact replays"]
     about = [
-        f"A suite of {found['suite']['cases']} cassettes was made before {len(bugs)} bugs were planted, one"
-        f" at a time, in a copy of the source. It caught {sum(one['caught'] for one in bugs)} of them.",
-        f"In {alarms['harness'] + alarms['rescore']} replays without a bug there were"
+        f"A suite of {found['suite']['cases']} cassettes was recorded, and then {len(bugs)} bugs were"
+        " planted, one at a time, in a copy of the source. The suite caught"
+        f" {sum(one['caught'] for one in bugs)} of them.",
+        f"In {alarms['harness'] + alarms['rescore']:,} replays without a bug there were"
         f" {alarms['false alarms']} false alarms.",
         f"{sum(one['equal'] for one in exact)} of {sum(one['episodes'] for one in exact)} episodes of three"
         " runs had the same tokens when they were sampled again.",
