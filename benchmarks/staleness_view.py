@@ -24,8 +24,8 @@ CORRECTIONS = {
 ABOUT = """\
 A schedule log fixes the staleness of a run: the weights of that many steps before sampled every token of a
 step. The arms of a seed differ in nothing else. Each starts from the same SFT checkpoint (three-digit sums,
-the tiny model) and trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per step.
-pass@1 is over 256 held-out tasks with eight answers each. Differences are tested with a paired t test
+the tiny model) and trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per
+step. pass@1 is over 256 held-out tasks with eight answers each. Differences are tested with a paired t test
 over seeds, with Holm's correction over all comparisons of this page."""
 
 Record = Mapping[str, Any]

@@ -28,6 +28,8 @@ def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
         ("threads: 1", "thraeds: 1", ("small.yaml:9: resources.thraeds", "'threads'")),
         ("samples: 2", "samples: 0", ("small.yaml:12: stages.base.samples is 0", "greater than")),
         ("id: reasoning_gym", "id: gym", ("small.yaml:4: environment.id: no environment called 'gym'",)),
+        ("id: reasoning_gym", "id: gcd", ("no environment called 'gcd'", "try: reasoning_gym/gcd")),
+        ("task: collect", "task: dpo", ("no task 'dpo' is installed", "try: task: preference")),
         ("task: basic_arithmetic", "task: basic_aritmetic", ("small.yaml:5: environment.task", "'basic_ari")),
         ("teacher: arithmetic", "teacher: arithmetik", ("stages.traces", "arithmetic")),
         ("stages:", "stages: [", ("small.yaml:11: not valid YAML",)),
@@ -40,7 +42,11 @@ def test_a_wrong_recipe(here, recipe: Path, old: str, new: str, said: tuple[str,
 
 
 def test_a_missing_recipe(perilune, tmp_path: Path) -> None:
-    refused(perilune("run", "quickstrat.yaml"), "quickstrat.yaml: no such recipe", "bundled recipes: ")
+    refused(
+        perilune("run", "quickstrat.yaml"),
+        "quickstrat.yaml: no such recipe",
+        "try: 'quickstart', which is bundled",
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -54,7 +54,7 @@ def test_a_recipe_takes_the_name_and_asks_for_what_is_missing(here, index: Path,
         "stages: [{name: rl, task: rl, checkpoint: model, steps: 1}]\n"
     )
     missing = here("run", str(recipe), "--plan")
-    assert missing.returncode == 2 and "no model small in the home" in missing.stderr
+    assert missing.returncode == 2 and "no model small is fetched" in missing.stderr
     assert "try: perilune model fetch small" in missing.stderr and "mine.yaml:2" in missing.stderr
     here("model", "fetch", "small")
     planned = here("run", str(recipe), "--plan")

@@ -131,7 +131,7 @@ def test_warnings_and_the_share_of_formed_answers_are_printed(
     print_results(document | {"evaluations": [first | {"format": 0.125}, *others]})
     shown = capsys.readouterr().out
     assert "warning: rl: only 0.0% of answers have the form" in " ".join(shown.split())
-    assert "in the answer's form" in shown and "12.5%" in shown
+    assert "in the expected form" in shown and "12.5%" in shown
 
 
 def test_what_a_calibration_says_is_printed(document: dict, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,7 +220,7 @@ def test_files_of_parts_are_files_of_the_mixture(tmp_path: Path) -> None:
         (mixture(a={**GUESS, "players": 2}), "environment.parts.a", "one player"),
         (mixture(a={**SUMS, "promt": "compact"}), "environment.parts.a.promt", "no field"),
         (mixture(a={"id": "nothing"}), "environment.parts.a.id", "no environment called"),
-        (mixture(a={"task": "chain_sum"}), "environment.parts.a.id", "Field required"),
+        (mixture(a={"task": "chain_sum"}), "environment.parts.a.id", "is missing"),
         (mixture(a={**SUMS, "weight": -1}), "environment.parts.a.weight", "greater than or equal"),
         (mixture(a={**SUMS, "weight": 0}), "environment", "no training tasks"),
         (mixture(**{"a/b": SUMS}), "environment.parts.a/b.[key]", "match pattern"),

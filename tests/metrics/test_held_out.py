@@ -123,7 +123,7 @@ def test_a_long_curve_is_shown_with_its_ends_and_its_best() -> None:
     assert rows[-1][1:] == ["50.0% (50.0 to 50.0)", "100.0% (100.0 to 100.0)", "2 (2 to 2)"]
     assert rows[0][1] == ""
     assert curve_notes(found) == [
-        "heldout: pass@1 +50.0 points since the start (+25.0 to +75.0, paired)",
-        "the stage hands on the best checkpoint, of step 37",
+        "heldout: pass@1 changed by +50.0 points since the start (+25.0 to +75.0, paired)",
+        "output: the best checkpoint, of step 37",
         "stopped early: no gain",
     ]

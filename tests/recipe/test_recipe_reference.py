@@ -98,7 +98,7 @@ def test_bundled_recipes_are_valid_by_the_schema_too(name: str, schema: Any) -> 
 def test_a_key_of_another_trainer_is_answered_with_ours(written: str, ours: str) -> None:
     with pytest.raises(RequestError, match="is not a known key") as refused:
         load_recipe(bundled_recipe("quickstart"), [written])
-    assert refused.value.remedy.startswith(f"'{ours}'; ")
+    assert refused.value.remedy.split("; ")[0] == f"'{ours}'"
 
 
 def test_every_option_in_the_table_of_trl_has_a_hint() -> None:

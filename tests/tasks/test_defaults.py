@@ -129,7 +129,7 @@ def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixtur
     bundle = run_task(tmp_path / "b", "rl", lr=None, steps=3, warmup=2)
     assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
     logged = capfd.readouterr().out
-    assert "learning rate: 0.0002 after 2 steps, then constant; the default for a new model" in logged
+    assert "learning rate: 0.0002 after 2 warm-up steps, then constant; the default for a new model" in logged
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("base", 3), ("medium", 10), ("large", 30)])

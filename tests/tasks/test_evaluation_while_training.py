@@ -240,7 +240,7 @@ def test_the_plan_tells_of_the_evaluations_and_their_memory() -> None:
     plan = load_plugin("sft").plan(job)
     assert plan["evaluation"] == (
         "every 10 steps, 4 times; 6 tasks x 4 of heldout, prefixed: 192 answers; best by heldout/pass@1;"
-        " the stage hands on the last checkpoint; stops after 3 evaluations without a new best"
+        " output: the last checkpoint; stops after 3 evaluations without a new best"
     )
     assert "engine" in plan["memory"].persistent  # type: ignore[attr-defined]
     assert "engine" not in load_plugin("sft").plan(make_job("sft", steps=25))["memory"].persistent  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path
     (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
     reader = tokens.RowReader(Tokenizer.characters(), 512)
     trained = len(Demonstrations([path], reader, seed=0, validation=0.4))
-    said = f"; {12 - trained} of 12 are held out; {24 / trained:.1f} epochs of the others"
+    said = f"; {12 - trained} of 12 rows held out; {24 / trained:.1f} epochs of the rest"
     assert 0 < trained < 12 and stage["derived"]["data"].endswith(said)
     assert "data warning" not in stage["derived"]
 
