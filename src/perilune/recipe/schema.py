@@ -45,7 +45,7 @@ class ModelSpec(Frozen):
         " of the recipe has other characters",
     )
     vocab_size: int | None = Field(
-        None, ge=512, le=16384, description="most tokens of `tokenizer: bpe`. Default: 2048"
+        None, ge=512, le=16384, description="maximum tokens of `tokenizer: bpe`. Default: 2048"
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the model's own template")
     chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(

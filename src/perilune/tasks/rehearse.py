@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RehearseSpec(Frozen):
     """Fields of a rehearse stage."""
 
-    steps: int = Field(10, ge=1, description="numbers to add up, with a checkpoint after each")
+    steps: int = Field(10, ge=1, description="numbers to add up; a checkpoint follows each")
     step_seconds: float = Field(0.1, ge=0, description="duration of a step in seconds")
 
 

@@ -41,7 +41,8 @@ def evaluate(
     """Evaluate a checkpoint on the held-out tasks of an environment, with confidence intervals.
 
     The evaluation is a run like any other: `perilune runs` lists it, and it has a bundle. The same
-    command prints the recorded result again.
+    command prints the recorded result again. The environment has its own default settings, not those of the
+    recipe that trained the checkpoint: set them with --set.
 
     \b
     perilune eval quickstart/rl --environment reasoning_gym/basic_arithmetic --set prompt=compact

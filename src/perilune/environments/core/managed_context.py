@@ -47,7 +47,9 @@ class ContextSettings(Frozen):
         " replaces all turns so far by the text"
     )
     above: int = Field(
-        4000, ge=1, description="characters of the messages after the prompt; the rule applies above them"
+        4000,
+        ge=1,
+        description="limit of the messages after the prompt, in characters; the rule applies above it",
     )
     last: int = Field(2, ge=0, le=100, description="latest turns that stay as they are")
     ask: str = Field(

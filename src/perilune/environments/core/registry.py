@@ -317,7 +317,9 @@ def _with_shared_sections(model: type[BaseModel]) -> type[BaseModel]:
         default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
     )
     asked = Field(None, description="prompt of a pretrained model, and how its answer is extracted")
-    context = Field(None, description="what leaves the policy's context in a long episode; null: nothing")
+    context = Field(
+        None, description="what to remove from the policy's context in a long episode; null: nothing"
+    )
     fields: dict[str, Any] = {
         KEY: (EpisodeSettings, episodes),
         managed_context.KEY: (ContextSettings | None, context),

@@ -33,8 +33,8 @@ class ProgramSpec(LaunchSpec):
     id: Literal["program"] = Field("program", description="id of the environment")
     branches: bool = Field(
         True,
-        description="a call that continues no earlier conversation begins one, as a sub-agent; false: the"
-        " episode fails",
+        description="a call that does not continue an earlier conversation starts a new one, as a sub-agent;"
+        " false: the episode fails",
     )
     answer: Literal["output", "last_line", "reply"] = Field(
         "output", description="what is scored: the standard output, its last line, or the model's last reply"

@@ -41,7 +41,7 @@ class LaunchSpec(Frozen):
         8.0, gt=0, description="time limit of the program for each turn; must be below `episodes.seconds`"
     )
     memory_mb: int = Field(4096, ge=64, description="address space of each process of the program, MiB")
-    parallel: int = Field(4, ge=1, le=256, description="programs that compute at the same time")
+    parallel: int = Field(4, ge=1, le=256, description="maximum programs that run at the same time")
     on_crash: Literal["zero", "fail"] = Field(
         "zero",
         description="episode of a program that exits with an error or exceeds `seconds`: reward 0, or failed",

@@ -50,7 +50,7 @@ class PairsSpec(SamplingSpec):
     tasks: int = Field(512, ge=1, description="training tasks to answer")
     skip: int = Field(0, ge=0, description="training tasks to skip first")
     samples: int = Field(8, ge=2, description="answers per task")
-    pairs_per_task: int = Field(1, ge=1, description="most pairs of one task; an answer is in one at most")
+    pairs_per_task: int = Field(1, ge=1, description="maximum pairs of one task; an answer is in at most one")
     gap: float = Field(0.5, gt=0, description="smallest difference of rewards in a pair")
     most_alike: float = Field(
         1.0, gt=0, le=1, description="largest share of characters that the texts of a pair may have in common"

@@ -15,7 +15,7 @@ class FlywheelSpec(TrainingSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     """Fields of a flywheel stage."""
 
     checkpoint: Annotated[str, Consumes("checkpoint")] = Field(description="checkpoint to start from")
-    steps: int = Field(4, ge=1, description="most rounds; the stage stops when a round gains nothing")
+    steps: int = Field(4, ge=1, description="maximum rounds; the stage stops after a round without a gain")
     tasks: int = Field(1024, ge=1, description="new training tasks per round")
     samples: int = Field(4, ge=1, description="answers per task; the most likely right one is kept")
     updates: int = Field(100, ge=1, description="optimizer steps per round, on the traces of all rounds")

@@ -22,7 +22,7 @@ class ForgettingSettings(Frozen):
     )
     tasks: int = Field(16, ge=0, description="held-out tasks of each, and for the KL to the start; 0: none")
     samples: int = Field(2, ge=1, description="answers per task")
-    max_tokens: int = Field(64, ge=1, description="most tokens of these answers")
+    max_tokens: int = Field(64, ge=1, description="maximum tokens of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The sections of the environments that differ from `own`, that of the recipe, if it has one.

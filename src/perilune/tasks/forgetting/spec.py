@@ -12,5 +12,7 @@ class ForgettingSpec(ModelDefaults):
     """Whether a stage measures what training cost elsewhere. The default is yes for pretrained models."""
 
     forgetting: ForgettingSettings | Literal[False] = Field(
-        False, description="measure what training cost elsewhere; false: don't, the default for new models"
+        False,
+        description="measure forgetting: text, other environments, and KL to the start;"
+        " false: don't, the default for new models",
     )

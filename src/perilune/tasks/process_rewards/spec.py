@@ -23,7 +23,7 @@ class CalibrateSpec(SamplingSpec):
     process_rewards: ProcessRewardField = Field(
         AnswerValues(), description="process rewards to calibrate: `answer`, or a section with that name"
     )
-    token_budget: int = Field(4096, ge=1, description="most tokens of a forward pass; limits memory")
+    token_budget: int = Field(4096, ge=1, description="maximum tokens of a forward pass; limits memory")
 
     @model_validator(mode="after")
     def _cheap(self) -> CalibrateSpec:

@@ -35,7 +35,7 @@ class EvaluationSettings(Frozen):
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens of an answer; default: as in training, or as in an evaluate stage",
+        description="maximum tokens of an answer; default: as in training, or as in an evaluate stage",
     )
     sets: Annotated[dict[SetName, dict[str, Any]], ChangesEnvironment()] = Field(
         {}, description="further sets by name, each with the keys of the environment that differ"

@@ -57,7 +57,7 @@ def prepare_device(workspace: Workspace) -> torch.device:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(workspace.job.seed)
     _exact_products(kind)
-    workspace.log(f"device {kind}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    workspace.log(f"device {kind}, CPU threads {torch.get_num_threads()}, torch {torch.__version__}")
     if kind == "cpu" and (kernels := native()).library is None:
         workspace.log(missing_kernels(kernels.reason))
         workspace.event("kernels_missing", reason=kernels.reason)

@@ -25,7 +25,7 @@ class RowSpec(Frozen):
     max_length: int | None = Field(
         None,
         ge=2,
-        description="most tokens of a row with its prompt; null: as many as the model has positions",
+        description="maximum tokens of a row with its prompt; null: as many as the model has positions",
     )
     too_long: Literal["error", "drop", "truncate"] = Field(
         "error",

@@ -30,9 +30,9 @@ class InstructionsSpec(Frozen):
     """The environment section of a recipe, for `id: instructions`."""
 
     id: Literal["instructions"] = Field("instructions", description="id of the environment")
-    constraints: int = Field(3, ge=1, le=3, description="most constraints of a request")
+    constraints: int = Field(3, ge=1, le=3, description="maximum constraints of a request")
     kinds: tuple[KindName, ...] = Field((), description="kinds of constraints to draw from; empty: all")
-    words: int = Field(60, ge=40, description="most words of an answer, which each request states")
+    words: int = Field(60, ge=40, description="maximum words of an answer, which each request states")
     partial: bool = Field(
         False,
         description="reward the share of satisfied constraints; otherwise 1 if all are satisfied, else 0",

@@ -37,7 +37,7 @@ class OolongSettings(Frozen):
         le=25,
         description="questions about each context; a question that is drawn twice is asked once",
     )
-    most_pairs: int = Field(28, ge=1, le=1000, description="most pairs of users in an answer")
+    most_pairs: int = Field(28, ge=1, le=1000, description="maximum pairs of users in an answer")
     style: Style = Field(
         "natural",
         description="natural: lines and questions in English; compact: a few characters a line, answer after"
