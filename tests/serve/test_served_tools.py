@@ -164,6 +164,11 @@ def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
         assert getattr(choice.message, "reasoning_content", None) == reasoning
         assert choice.message.content == content
         assert [call.function.arguments for call in choice.message.tool_calls or ()] == ['{"a": 2}']  # type: ignore[union-attr]
+    messages = [*ASKED, {"role": "assistant", "content": "<think>s"}]
+    forced: Any = options | {"tool_choice": "required", "extra_body": going_on}
+    (choice,) = client.chat.completions.create(messages=messages, **forced).choices
+    assert choice.message.reasoning_content == "um"  # type: ignore[attr-defined]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
 
 
 def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:

@@ -6,17 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints
 from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
 from perilune.serve.parts import THINK, THOUGHT
 from perilune.serve.schema import ChatBody, Function, Sampling
 from perilune.serve.tool_formats import NAME
-
-if TYPE_CHECKING:
-    from perilune.engine.constraints import Constraint, Constraints
 
 _KEPT = 64  # compiled grammars
 _LONGEST = 1 << 17  # characters of a grammar
@@ -64,8 +62,6 @@ class AnswerConstraints:
 
     @cached_property
     def _constraints(self) -> Constraints:
-        from perilune.engine.constraints import Constraints
-
         return Constraints(self._model.tokenizer, self._model.vocab_size, self._model.end_tokens)
 
     def _beginning(self, *, in_reasoning: bool) -> str:
@@ -93,8 +89,9 @@ class AnswerConstraints:
     def _text(self, text: str) -> str:
         """The expression of a fixed text. Line breaks are optional, because chat templates differ in them."""
         control = self._model.tokenizer.control_tokens
+        marks = "|".join(["\n", *map(re.escape, self._model.tool_format.marks)])
         rules = []
-        for part in re.split("|".join(["(\n", *map(re.escape, control)]) + ")", text):
+        for part in re.split(f"({marks})", text):
             if part in control:
                 rules.append(f"<[{control[part]}]>")
             elif part:
@@ -104,8 +101,6 @@ class AnswerConstraints:
 
 def _json(schema: Schema) -> str:
     """The expression of JSON that matches a schema."""
-    from perilune.engine.constraints import JSON_OPTIONS
-
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
