@@ -189,7 +189,7 @@ def test_python_calls_are_refused(tmp_path: Path) -> None:
 
 def test_a_number_beyond_the_floats_becomes_the_largest() -> None:
     """JSON allows it, and a call that fits its schema is a call."""
-    reader = PartsReader(calls=FORMATS["hermes"], reasoning=False)
+    reader = PartsReader(calls=FORMATS["hermes"])
     text = '<tool_call>{"name": "f", "arguments": {"a": 1e999, "b": -1e999}}</tool_call>'
     ((_, arguments),) = reader.feed(text, last=True).calls
     assert json.loads(arguments) == {"a": 1.7976931348623157e308, "b": -1.7976931348623157e308}
@@ -198,6 +198,6 @@ def test_a_number_beyond_the_floats_becomes_the_largest() -> None:
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 def test_further_calls_are_left_out(form: str) -> None:
     text = FORMATS[form].write([("f", '{"a": 1}'), ("g", "{}")])
-    reader = PartsReader(calls=FORMATS[form], reasoning=False, most_calls=1)
+    reader = PartsReader(calls=FORMATS[form], most_calls=1)
     parts = reader.feed(text + " x", last=True)
     assert parts.calls == [("f", '{"a": 1}')]

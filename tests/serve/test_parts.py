@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.serve.parts import Parts, PartsReader
+from perilune.serve.parts import Beginning, Parts, PartsReader
 from perilune.serve.tool_formats import FORMATS, format_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -47,11 +47,9 @@ MARKS = {
 }
 
 
-def read(
-    pieces: list[str], *, calls: str | None = "hermes", reasoning: bool = True, opened: bool = False
-) -> Parts:
+def read(pieces: list[str], *, calls: str | None = "hermes", begins: Beginning = "start") -> Parts:
     """All parts, texts of one kind that follow each other joined."""
-    reader = PartsReader(calls=FORMATS[calls] if calls else None, reasoning=reasoning, opened=opened)
+    reader = PartsReader(calls=FORMATS[calls] if calls else None, begins=begins)
     whole = Parts()
     for place, piece in enumerate(pieces):
         for kind, one in reader.feed(piece, last=place == len(pieces) - 1).items:
@@ -184,15 +182,15 @@ def test_control_tokens_of_calls_are_visible() -> None:
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:
-    parts = read(["so 5", "</thi", "nk>", "\n5"], opened=True)
+    parts = read(["so 5", "</thi", "nk>", "\n5"], begins="reasoning")
     assert (parts.reasoning, parts.content) == ("so 5", "5")
 
 
 def test_what_is_not_asked_for_is_content() -> None:
     text = f"<think>x</think>{CALL}"
-    assert read([text], calls=None, reasoning=False).content == text
+    assert read([text], calls=None, begins="content").content == text
     assert read([text], calls=None).content == CALL
-    assert read([text], reasoning=False).content == "<think>x</think>"
+    assert read([text], begins="content").content == "<think>x</think>"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -203,8 +201,8 @@ def test_pieces_give_the_parts_of_the_whole(kind: str, data: st.DataObject) -> N
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
     pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    reasoning, opened, with_calls = (data.draw(st.booleans()) for _ in range(3))
-    options: Any = {"calls": kind if with_calls else None, "reasoning": reasoning, "opened": opened}
+    with_calls, begins = data.draw(st.booleans()), data.draw(st.sampled_from(get_args(Beginning)))
+    options: Any = {"calls": kind if with_calls else None, "begins": begins}
     assert read(pieces, **options) == read([text], **options)
-    if not with_calls and not reasoning:
+    if not with_calls and begins == "content":
         assert read([text], **options).content == text

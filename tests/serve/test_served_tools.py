@@ -169,6 +169,14 @@ def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(messages=messages, **forced).choices
     assert choice.message.reasoning_content == "um"  # type: ignore[attr-defined]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    # After the beginning of the content there is no reasoning, even where the model prefers it.
+    prefers = {"logit_bias": {str(TOKENIZER.encode(letter)[0]): 50 for letter in "<think"}}
+    messages = [*ASKED, {"role": "assistant", "content": "<think>sum</think>\n"}]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5, "It"]}}}
+    (choice,) = client.chat.completions.create(
+        model="tools", messages=messages, response_format=form, extra_body=going_on | prefers, max_tokens=20
+    ).choices
+    assert json.loads(choice.message.content or "") in {5, "It"}
 
 
 def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:

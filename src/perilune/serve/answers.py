@@ -15,7 +15,7 @@ from typing import Any
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.errors import error_document, status_of
-from perilune.serve.parts import PartsReader
+from perilune.serve.parts import Beginning, PartsReader
 from perilune.serve.tool_formats import FORMATS
 
 DONE = b"data: [DONE]\n\n"
@@ -92,7 +92,7 @@ class Answer:
         new_id: makes the id of a tool call.
 
     Attributes:
-        reasoning_begun: whether the prompt ends with the beginning of the reasoning.
+        begins: what the text of a choice begins with.
         with_usage: whether a stream ends with the usage.
         names_function: whether the request names the function to call. A call then is the whole answer, whose
             finish reason is "stop", as in OpenAI's API.
@@ -113,7 +113,7 @@ class Answer:
         self.with_usage = self.names_function = False
         self.echoed: Sequence[Delta] = ()
         self._new_id = new_id
-        self.reasoning_begun = False
+        self.begins: Beginning = "content"
         self._make_reader = parts
         self._readers: dict[int, PartsReader] = {}
         self._calls: Counter[int] = Counter()  # of each choice so far
@@ -188,7 +188,7 @@ class Answer:
         if self._make_reader is None:
             return {"content": gained.text}
         if index not in self._readers:
-            self._readers[index] = self._make_reader(opened=self.reasoning_begun)
+            self._readers[index] = self._make_reader(begins=self.begins)
         parts = self._readers[index].feed(gained.text, last=gained.finish_reason is not None)
         said: dict[str, Any] = {"content": parts.content}
         if parts.reasoning:

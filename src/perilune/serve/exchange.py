@@ -15,6 +15,7 @@ from perilune.errors import PeriluneError
 from perilune.serve.answers import Usage
 from perilune.serve.engine_thread import Stream
 from perilune.serve.metrics import Metrics
+from perilune.serve.parts import Beginning
 from perilune.serve.responses import while_connected
 
 _PACE = 0.01  # seconds between two events of a stream; tokens in between are sent together
@@ -23,7 +24,7 @@ _PACE = 0.01  # seconds between two events of a stream; tokens in between are se
 class Answering(Protocol):
     """Builds the documents of one response."""
 
-    reasoning_begun: bool
+    begins: Beginning
 
     def whole(
         self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage

@@ -12,14 +12,19 @@ from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints
 from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, THOUGHT
+from perilune.serve.parts import THINK, THOUGHT, Beginning
 from perilune.serve.schema import ChatBody, Function, Sampling
 from perilune.serve.tool_formats import NAME
 
 _KEPT = 64  # compiled grammars
 _LONGEST = 1 << 17  # characters of a grammar
 _ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
-_START = "start: answer\n"
+_REASONING = "thought[lazy]: /(.|\\n)*" + THOUGHT.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
+_BEGINNINGS: Mapping[Beginning, str] = {  # up to the rule of the answer
+    "start": f'start: ("{THINK}" thought GAP)? answer\n{_REASONING}',
+    "reasoning": f"start: thought GAP answer\n{_REASONING}",
+    "content": "start: answer\n",
+}
 
 Schema = Mapping[str, Any]
 
@@ -31,11 +36,11 @@ class AnswerConstraints:
         self._model = model
         self._compiled = lru_cache(_KEPT)(self._compile)
 
-    def of(self, body: Sampling, *, in_reasoning: bool) -> Constraint:
+    def of(self, body: Sampling, begins: Beginning) -> Constraint:
         """The constraint of the answers to a request that `is_constrained`.
 
         Args:
-            in_reasoning: whether the prompt ends inside the reasoning.
+            begins: what the text begins with; the constraint holds after the reasoning.
 
         Raises:
             RequestError: when the request's format or tools cannot be enforced.
@@ -52,8 +57,7 @@ class AnswerConstraints:
             raise RequestError(f"the schema is longer than {_LONGEST:,} characters", where=where)
         constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
         try:
-            beginning = self._beginning(in_reasoning=in_reasoning) if isinstance(body, ChatBody) else _START
-            return self._compiled(beginning + rules)
+            return self._compiled(_BEGINNINGS[begins] + rules)
         except RequestError as error:
             raise _schema_error(constraints, schemas, where) or error from None
 
@@ -63,14 +67,6 @@ class AnswerConstraints:
     @cached_property
     def _constraints(self) -> Constraints:
         return Constraints(self._model.tokenizer, self._model.vocab_size, self._model.end_tokens)
-
-    def _beginning(self, *, in_reasoning: bool) -> str:
-        """The rules up to `answer`. Reasoning comes first if the server returns it apart."""
-        if not self._model.reasoning:
-            return _START
-        gap, end = r"/\n{0,2}/", THOUGHT.replace("/", r"\/")
-        begun = f"thought {gap}" if in_reasoning else f'("{THINK}" thought {gap})?'
-        return f"start: {begun} answer\nthought[lazy]: /(.|\\n)*{end}/\n"
 
     def _calls(self, schemas: Mapping[str, Schema], most: int) -> str:
         """The rules of one to `most` calls of functions with these schemas of arguments."""

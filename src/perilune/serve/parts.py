@@ -15,6 +15,8 @@ from perilune.serve.tool_formats import MOST_CALLS, Brackets, ToolFormat
 THINK, THOUGHT = "<think>", "</think>"
 
 Kind = Literal["reasoning", "content"]
+Beginning = Literal["start", "reasoning", "content"]
+"""What an answer begins with: reasoning or content ("start"), the rest of the reasoning, or content."""
 
 
 @dataclass(slots=True)
@@ -53,18 +55,15 @@ class PartsReader:
 
     Args:
         calls: the format of calls; None if calls are content.
-        reasoning: whether reasoning is read; otherwise it is content.
-        opened: whether the prompt ends inside the reasoning.
+        begins: what the text begins with.
         most_calls: further calls are left out.
     """
 
     def __init__(
-        self, *, calls: ToolFormat | None, reasoning: bool, opened: bool = False, most_calls: int = MOST_CALLS
+        self, *, calls: ToolFormat | None, begins: Beginning = "content", most_calls: int = MOST_CALLS
     ) -> None:
         self._format, self._calls_left = calls, most_calls
-        self._state: Literal["start", "reasoning", "content"] = "content"
-        if reasoning:
-            self._state = "reasoning" if opened else "start"
+        self._state = begins
         self._held = ""
         self._fresh = False  # nothing but white space since the reasoning or the last call
         self._at_start = True  # no content but white space so far

@@ -17,7 +17,7 @@ from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.answers import Spelling, Usage, encode_json
 from perilune.serve.errors import status_of
-from perilune.serve.parts import Kind, PartsReader
+from perilune.serve.parts import Beginning, Kind, PartsReader
 
 
 class ResponseAnswer:
@@ -33,7 +33,7 @@ class ResponseAnswer:
         count: counts the tokens of a text.
 
     Attributes:
-        reasoning_begun: whether the prompt ends inside the reasoning.
+        begins: what the text begins with.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ResponseAnswer:
         new_id: Callable[[], str],
         count: Callable[[str], int],
     ) -> None:
-        self.reasoning_begun = False
+        self.begins: Beginning = "content"
         self._streams, self._keep, self._spelling = streams, keep, spelling
         self._make_reader, self._new_id, self._count = parts, new_id, count
         self._reader: PartsReader | None = None
@@ -101,7 +101,7 @@ class ResponseAnswer:
             if gained.text or rows:
                 self._say("content", gained.text, rows)
         else:
-            self._reader = self._reader or self._make_reader(opened=self.reasoning_begun)
+            self._reader = self._reader or self._make_reader(begins=self.begins)
             for kind, one in self._reader.feed(gained.text, last=last).items:
                 if isinstance(one, str):
                     self._say(kind, one, [])  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from perilune.serve.grammars import AnswerConstraints
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, THOUGHT, PartsReader
+from perilune.serve.parts import THINK, THOUGHT, Beginning, PartsReader
 from perilune.serve.prompts import Conversation, Prompts
 from perilune.serve.responses import Disconnected, EventStream, while_connected
 from perilune.serve.schema import (
@@ -200,7 +200,7 @@ class Service:
         calls = self.model.tool_format if body.usable_tools else None
         if calls is None and not self.model.reasoning:
             return None
-        return partial(PartsReader, calls=calls, reasoning=self.model.reasoning, most_calls=body.most_calls)
+        return partial(PartsReader, calls=calls, most_calls=body.most_calls)
 
     async def _complete(  # noqa: PLR0917
         self,
@@ -245,11 +245,10 @@ class Service:
         try:
             prompts = await encode()
             if isinstance(body, ChatBody) and self.model.reasoning:
-                answer.reasoning_begun = self._begins_reasoning(body, prompts[0])
+                answer.begins = self._beginning(body, prompts[0])
             constraint = None
             if body.is_constrained:
-                begun = answer.reasoning_begun
-                constraint = await self.lanes.schema(lambda: self._constraints.of(body, in_reasoning=begun))
+                constraint = await self.lanes.schema(lambda: self._constraints.of(body, answer.begins))
             await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, in_pieces=body.stream)
@@ -328,12 +327,14 @@ class Service:
             raise ApiError(400, f"the vocabulary has no token {outside[0]}", param="logit_bias")
         return body.params(max_tokens, self.model.end_tokens, top_logprobs)
 
-    def _begins_reasoning(self, body: ChatBody, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends inside the reasoning."""
-        if body.continue_final_message:
-            _, opened, thought = body.messages[-1].text.rpartition(THINK)
-            return bool(opened) and THOUGHT not in thought
-        return self.model.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
+    def _beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
+        """What the answer begins with, from a model that may reason first."""
+        text = body.messages[-1].text if body.continue_final_message else ""
+        if text.strip():
+            _, opened, thought = text.rpartition(THINK)
+            return "reasoning" if opened and THOUGHT not in thought else "content"
+        ending = self.model.tokenizer.decode(prompt[-8:]).rstrip()
+        return "reasoning" if ending.endswith(THINK) else "start"
 
 
 def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
