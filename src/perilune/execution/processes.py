@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,6 @@ class ProcessIdentity:
     def parse(cls, fields: dict[str, Any]) -> ProcessIdentity:
         """Read the fields that `asdict` wrote; further keys are ignored."""
         return cls(str(fields["host"]), str(fields["boot_id"]), int(fields["pid"]), int(fields["starttime"]))
-
-    def asdict(self) -> dict[str, Any]:
-        """The identity as JSON-serializable fields."""
-        return asdict(self)
 
     def presence(self) -> Presence:
         """Whether the process lives; UNKNOWN if it belongs to another machine or process namespace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,6 @@ class Verdict:
     def succeeded(self) -> bool:
         """Whether the task succeeded and its evidence is complete."""
         return self.cause == Cause.NONE and self.exit_code == 0 and self.manifest_digest is not None
-
-    def document(self) -> dict[str, Any]:
-        """The fields of result.json."""
-        return asdict(self)
 
 
 def read_verdict(runtime: Path, epoch: int) -> Verdict | None:

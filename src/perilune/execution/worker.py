@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,7 +96,7 @@ class _Supervisor:
                 finally:
                     kill_all(_descendants, grace=0.0)
                 verdict = self._conclude(ending)
-            write_json(self.runtime / "result.json", verdict.document())  # the last file to be written
+            write_json(self.runtime / "result.json", asdict(verdict))  # the last file to be written
             return verdict
 
     def _prepare(self) -> None:

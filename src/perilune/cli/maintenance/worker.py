@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def worker(
 
     verdict = run_bundle(bundle, epoch, echo=not as_json)
     if as_json:
-        print_json(verdict.document())
+        print_json(asdict(verdict))
     elif verdict.succeeded:
         echo(f"succeeded in {verdict.seconds:.1f} s; artifacts in {bundle / 'artifacts'}")
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -376,11 +375,9 @@ def start_detached(
 
 def start_in_background(module: Sequence[str], log: Path) -> int:
     """Run a Python module with its arguments in a session of its own; returns the process id."""
-    command = [sys.executable, "-m", *module]
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        ).pid
+    from perilune.execution.launchers.process import start_detached
+
+    return start_detached([sys.executable, "-m", *module], log).pid
 
 
 def _with_changes(command: str, changes: Sequence[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perilune.execution.launchers.process import start_detached
+
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
 
@@ -35,11 +37,8 @@ class Trackers:
             log.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "perilune.cli.main", "track", run_id, "--to", name]
             command += ["--follow", "--tied"]
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-                )
-            self._processes.append((stage, name, log, process))
+            log.unlink(missing_ok=True)
+            self._processes.append((stage, name, log, start_detached(command, log)))
 
     def warnings(self, seconds: float = 0.0) -> Iterator[str]:
         """One warning for each tracker that failed since the last call; waits `seconds` for running ones."""

@@ -36,8 +36,6 @@ VARIABLE = "PERILUNE_ARTIFACTS"
 WORKERS = 8  # concurrent transfers
 BLOCK = 1 << 20
 
-Progress = Callable[[int, int], None]  # files done, and in all
-
 
 class ArtifactStore:
     """A store of evidence at a URL.
@@ -79,7 +77,7 @@ class ArtifactStore:
             names = self._fs.ls(folder, detail=False) if self._fs.exists(folder) else []
         return sorted(Path(name).stem for name in names if name.endswith(".json"))
 
-    def push(self, control: Control, run: Run, progress: Progress = lambda done, of: None) -> int:
+    def push(self, control: Control, run: Run) -> int:
         """Upload a succeeded run's evidence; returns the bytes sent. Skips contents that are already stored.
 
         Raises:
@@ -90,13 +88,13 @@ class ArtifactStore:
             folder = scratch / "export"
             export(control, run, folder)
             files = dict(_described(folder, hashes_of(folder / "bundle")))
-            sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files, progress))
+            sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files))
             index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
             with self._store_errors():
                 self._write(f"{self._root}/runs/{run.id}.json", lambda file: file.write(index))
         return sent
 
-    def pull(self, run_id: str, destination: Path, progress: Progress = lambda done, of: None) -> int:
+    def pull(self, run_id: str, destination: Path) -> int:
         """Download a run's evidence to a new folder, as `perilune export` lays it out; returns the count.
 
         Raises:
@@ -105,7 +103,7 @@ class ArtifactStore:
         """
         files = self._index(run_id)
         with new_folder("keep what was pulled", destination) as building:
-            list(self._each(lambda name: self._get(files[name], building / name), files, progress))
+            list(self._each(lambda name: self._get(files[name], building / name), files))
         return len(files)
 
     def _index(self, run_id: str) -> dict[str, dict[str, Any]]:
@@ -129,13 +127,9 @@ class ArtifactStore:
             raise WorkFailedError(f"the list of run {run_id} is damaged: {error}", where=self.url) from None
         return files
 
-    def _each(
-        self, work: Callable[[str], int], files: Mapping[str, Any], progress: Progress
-    ) -> Iterator[int]:
+    def _each(self, work: Callable[[str], int], files: Iterable[str]) -> Iterator[int]:
         with ThreadPoolExecutor(WORKERS) as workers, self._store_errors():
-            for done, result in enumerate(workers.map(work, files), start=1):
-                progress(done, len(files))
-                yield result
+            yield from workers.map(work, files)
 
     def _object(self, sha256: str) -> str:
         return f"{self._root}/sha256/{sha256[:2]}/{sha256}"

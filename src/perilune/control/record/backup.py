@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import new_folder
 from perilune.control.machines.providers import CLUSTER, cluster_id
-from perilune.control.record.database import DEFERRED, Database, Sqlite, database_of
+from perilune.control.record.database import DEFERRED, Postgres, Sqlite, database_of
 from perilune.control.record.home import BUILDING, RESERVE, Home
 from perilune.control.record.identity import ADOPTED, INHERITED, Inherited, inherit
 from perilune.control.record.migrations import LATEST
@@ -131,7 +131,7 @@ def _make_room(root: Path) -> None:
             ) from None
 
 
-def _lay_out(database: Database, connection: Connection) -> None:
+def _lay_out(database: Sqlite | Postgres, connection: Connection) -> None:
     """Create the tables in an empty database."""
     if database.schema(connection):
         raise RequestError("the database has tables already", where=database.where)

@@ -8,6 +8,8 @@ clears it.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sqlalchemy import select
@@ -21,30 +23,9 @@ HOME = ""  # run id of conditions that belong to no run
 
 @dataclass
 class Work:
-    """A `with` block that records an error as a condition and suppresses it.
+    """What happens in a block of `Conditions.of`: its exception, or None."""
 
-    Attributes:
-        error: the exception of the block, or None.
-    """
-
-    conditions: Conditions
-    run_id: str
-    about: str
-    clears: bool
     error: Exception | None = None
-
-    def __enter__(self) -> Work:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is not None and not isinstance(error, Exception):
-            return False
-        self.error = error
-        if error is not None:
-            self.conditions.note(self.run_id, self.about, describe_error(error))
-        elif self.clears:
-            self.conditions.clear(self.run_id, self.about)
-        return True
 
 
 class Conditions:
@@ -53,18 +34,27 @@ class Conditions:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def of(self, run_id: str, about: str, *, clears: bool = True) -> Work:
+    @contextmanager
+    def of(self, run_id: str, about: str, *, clears: bool = True) -> Iterator[Work]:
         """A block whose error becomes a condition of the run, and whose success clears the condition.
 
-        The block raises PeriluneError only if the condition cannot be recorded, which is an error of the
-        home.
+        The error is not raised again. The block raises PeriluneError only if the condition cannot be
+        recorded, which is an error of the home.
 
         Args:
             about: `store.RUN`, `cleanup_of` an attempt, or `machine KEY`.
             clears: whether success clears the condition. A block that does only part of the work passes
                 False.
         """
-        return Work(self, run_id, about, clears)
+        work = Work()
+        try:
+            yield work
+        except Exception as error:
+            work.error = error
+            self.note(run_id, about, describe_error(error))
+        else:
+            if clears:
+                self.clear(run_id, about)
 
     def all(self, run_id: str | None = None) -> list[Condition]:
         """All conditions, or those of one run, oldest first."""

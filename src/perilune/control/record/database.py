@@ -11,10 +11,9 @@ import hashlib
 import os
 import resource
 import shutil
-from abc import ABC, abstractmethod
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select, table, text
+from sqlalchemy import URL, Connection, create_engine, event, make_url, select, table, text
 from sqlalchemy.exc import ArgumentError, DatabaseError
 
 from perilune.control.machines.providers import cluster_id
@@ -35,43 +34,7 @@ class DamagedError(WorkFailedError):
     """The database is corrupt."""
 
 
-class Database(ABC):
-    """The database of one home.
-
-    Attributes:
-        engine: its connections. A transaction takes the write lock when it begins, unless it is `DEFERRED`.
-        where: its location, for messages.
-    """
-
-    engine: Engine
-    where: str
-
-    @abstractmethod
-    def schema(self, connection: Connection) -> int:
-        """Version of its schema; 0 if it has no tables yet."""
-
-    @abstractmethod
-    def set_schema(self, connection: Connection, number: int) -> None:
-        """Record the version of the schema, in the caller's transaction."""
-
-    @abstractmethod
-    def protect(self, connection: Connection) -> None:
-        """Make the database itself refuse to change or delete events."""
-
-    @abstractmethod
-    def migrate(self, connection: Connection) -> str | None:
-        """Migrate to the latest schema, in the caller's transaction; returns the backup's name, if any."""
-
-    @abstractmethod
-    def damage(self, connection: Connection) -> str:
-        """Read everything and describe the corruption; "" if there is none."""
-
-    @abstractmethod
-    def explain(self, error: DatabaseError) -> PeriluneError:
-        """Translate a database error for the user."""
-
-
-def database_of(home: Home) -> Database:
+def database_of(home: Home) -> Sqlite | Postgres:
     """The database of a home. A home stays with the database that it started with.
 
     Raises:
@@ -117,8 +80,13 @@ def _url(given: str) -> URL:
     return url.set(drivername="postgresql")
 
 
-class Sqlite(Database):
-    """One SQLite file, with a write-ahead log and `synchronous=FULL`."""
+class Sqlite:
+    """One SQLite file, with a write-ahead log and `synchronous=FULL`.
+
+    Attributes:
+        engine: its connections. A transaction takes the write lock when it begins, unless it is `DEFERRED`.
+        where: its location, for messages.
+    """
 
     def __init__(self, home: Home) -> None:
         self.home, self.where = home, str(home.database)
@@ -138,15 +106,15 @@ class Sqlite(Database):
         connection.exec_driver_sql(f"BEGIN {mode}")
 
     def schema(self, connection: Connection) -> int:
-        """The file's header stores the number."""
+        """Version of its schema, from the file's header; 0 if it has no tables yet."""
         return schema_of(connection)
 
     def set_schema(self, connection: Connection, number: int) -> None:
-        """The file's header stores the number."""
+        """Record the version of the schema, in the caller's transaction."""
         set_schema(connection, number)
 
     def protect(self, connection: Connection) -> None:
-        """Create triggers."""
+        """Make the database itself refuse to change or delete events."""
         for verb in ("update", "delete"):
             connection.exec_driver_sql(
                 f"CREATE TRIGGER events_no_{verb} BEFORE {verb} ON events"
@@ -154,17 +122,17 @@ class Sqlite(Database):
             )
 
     def migrate(self, connection: Connection) -> str | None:
-        """Copy the file, then migrate it."""
+        """Copy the file and migrate it, in the caller's transaction; returns the name of the copy, if any."""
         backup = migrate(connection, self.home.database)
         return backup.name if backup else None
 
     def damage(self, connection: Connection) -> str:
-        """Run SQLite's integrity check of all pages and indexes."""
+        """Describe what SQLite's check of all pages and indexes finds; "" if there is no damage."""
         found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
         return "" if found == ["ok"] else "; ".join(found)
 
     def explain(self, error: DatabaseError) -> PeriluneError:
-        """Use SQLite's message, and the free space on the disk."""
+        """Translate an error for the user, from SQLite's message and the free space on the disk."""
         message = str(error.orig)
         full = shutil.disk_usage(self.home.root).free < ROOM
         # SQLite may report a full disk as an I/O error.
@@ -183,7 +151,7 @@ class Sqlite(Database):
         return WorkFailedError(f"state database: {message}", where=self.where)
 
 
-class Postgres(Database):
+class Postgres:
     """A PostgreSQL schema named after the home, so that several homes can share a server.
 
     Args:
@@ -231,13 +199,13 @@ class Postgres(Database):
             raise self.explain(error) from error
 
     def schema(self, connection: Connection) -> int:
-        """A table stores the number."""
+        """As in `Sqlite`; a table stores the number."""
         connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{self._schema}"')
         connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS schema_version (number INTEGER NOT NULL)")
         return int(connection.exec_driver_sql("SELECT max(number) FROM schema_version").scalar_one() or 0)
 
     def set_schema(self, connection: Connection, number: int) -> None:
-        """A table stores the number."""
+        """As in `Sqlite`; a table stores the number."""
         connection.execute(text("INSERT INTO schema_version VALUES (:number)"), {"number": number})
 
     def protect(self, connection: Connection) -> None:

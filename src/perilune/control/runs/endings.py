@@ -86,9 +86,10 @@ class Endings:
 
         Records an error as a condition of the run instead of raising it.
         """
+        is_clean = False
         with self.conditions.of(attempt.run_id, cleanup_of(attempt.number)):
-            return self._clean(attempt)
-        return False
+            is_clean = self._clean(attempt)
+        return is_clean  # noqa: RET504 - the block suppresses errors
 
     def _clean(self, attempt: Attempt) -> bool:
         placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NAME = "process"
@@ -15,7 +15,9 @@ def worker_command(bundle: Path, epoch: int) -> list[str]:
     return [sys.executable, "-m", "perilune.execution.worker", str(bundle), "--epoch", str(epoch)]
 
 
-def start_detached(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def start_detached(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a process in its own session, so that it outlives this one; append its output to `log`."""
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -24,4 +26,5 @@ def start_detached(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]
             stdout=file,
             stderr=file,
             start_new_session=True,
+            env=environment,
         )

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
+from pydantic import TypeAdapter
+
 from perilune.execution.claim import Claim
 from perilune.execution.hosts.protocol import HostUnreachableError
 from perilune.execution.observation import Observation
@@ -54,30 +56,12 @@ def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observati
         return Observation(superseded=True)
     if fields is None:
         return Observation()
-    claim = Claim(
-        epoch=int(fields["epoch"]),
-        host=str(fields["host"]),
-        boot_id=str(fields["boot_id"]),
-        pid=int(fields["pid"]),
-        starttime=int(fields["starttime"] or 0),
-        nonce=str(fields["nonce"]),
-    )
+    claim = TypeAdapter(Claim).validate_python({**fields, "starttime": fields["starttime"] or 0})
     verdict = None
     if result is not None:
-        verdict = Verdict(
-            epoch=int(result["epoch"]),
-            exit_code=_number(result["exit_code"]),
-            signal=_number(result["signal"]),
-            cause=Cause(result["cause"]).value,
-            message=str(result["message"])[:MESSAGE],
-            manifest_digest=None if result["manifest_digest"] is None else str(result["manifest_digest"]),
-            seconds=float(result["seconds"]),
-        )
+        checked = {"cause": Cause(result["cause"]).value, "message": str(result["message"])[:MESSAGE]}
+        verdict = TypeAdapter(Verdict).validate_python({**result, **checked})
     if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
         raise ValueError("the answer is about another attempt")
     worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
     return Observation(claim, worker, verdict, heartbeat=int(seen["heartbeat"]), more=more)
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)

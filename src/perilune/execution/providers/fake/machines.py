@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import psutil
 
 from perilune.bundle.storage import remove_tree
+from perilune.execution.launchers.process import start_detached
 from perilune.execution.processes import Presence, ProcessIdentity, kill_all
 from perilune.execution.providers.fake.box import SOCKET
 from perilune.execution.providers.protocol import MachineStatus
@@ -110,17 +110,10 @@ class Machine:
         (home / "tmp").mkdir(parents=True, exist_ok=True)
         image = {name: os.environ[name] for name in IMAGE if name in os.environ}
         place = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "USER": "fake"}
-        with (self.folder / "console.log").open("ab") as console:
-            process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(BOX), str(self.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=console,
-                start_new_session=True,
-                env={**image, **place},
-            )
+        command = [sys.executable, "-S", "-E", str(BOX), str(self.folder)]
+        process = start_detached(command, self.folder / "console.log", {**image, **place})
         identity = ProcessIdentity.of(process.pid)
-        self.update(box=identity and identity.asdict())
+        self.update(box=identity and asdict(identity))
 
     def running(self) -> bool:
         """Whether its first process lives."""

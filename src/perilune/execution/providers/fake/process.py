@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.launchers.process import start_detached
 from perilune.execution.processes import POLL_SECONDS
 from perilune.execution.providers.fake.server import ADDRESS, CAPACITY
 from perilune.execution.providers.fake.weather import Weather
@@ -35,15 +37,8 @@ def start(
     if platform.system() != "Linux":
         raise RequestError("the fake cloud needs Linux", remedy="run it in a Linux virtual machine")
     folder.mkdir(parents=True, exist_ok=True)
-    options = ["--weather", json.dumps(weather.asdict()), "--capacity", str(capacity), *["--tied"] * tied]
-    with (folder / "server.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", SERVER, str(folder), *options],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    options = ["--weather", json.dumps(asdict(weather)), "--capacity", str(capacity), *["--tied"] * tied]
+    process = start_detached([sys.executable, "-m", SERVER, str(folder), *options], folder / "server.log")
     deadline = time.monotonic() + START_SECONDS
     while _served_by(folder) != process.pid:
         if process.poll() is not None or time.monotonic() > deadline:

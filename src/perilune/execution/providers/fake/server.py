@@ -142,46 +142,31 @@ class Handler(BaseHTTPRequestHandler):
         return super().date_time_string((timestamp or time.time()) + self.cloud.faults.weather.clock_skew)
 
     def do_GET(self) -> None:
-        """Answer a query."""
-        self._serve("get")
-
-    def do_PUT(self) -> None:
-        """Create a machine."""
-        self._serve("put")
-
-    def do_DELETE(self) -> None:
-        """End a machine."""
-        self._serve("delete")
-
-    def do_POST(self) -> None:
-        """Run a command, or inject a fault."""
-        self._serve("post")
-
-    def _serve(self, verb: str) -> None:
+        """Answer a call of any method."""
         parts = urlsplit(self.path)
         segments = [unquote(part) for part in parts.path.split("/") if part]
         if not hmac.compare_digest(self.headers.get("Authorization", ""), f"Bearer {self.cloud.token}"):
             self._answer(401, {"error": "the token is missing or wrong"})
             return
         try:
-            match (verb, *segments):
-                case ("post", "machines", key, "exec"):
+            match (self.command, *segments):
+                case ("POST", "machines", key, "exec"):
                     self._execute(key)
-                case ("get", "faults"):
+                case ("GET", "faults"):
                     self._answer(200, {"injected": self.cloud.faults.injected})
-                case ("post", "faults"):
+                case ("POST", "faults"):
                     self._answer(200, self.cloud.inject(self._body()))
-                case ("get", "bill"):
+                case ("GET", "bill"):
                     self._answer(200, self.cloud.bill())
-                case ("get", "offers"):
+                case ("GET", "offers"):
                     self._in_weather("offers", "", lambda late: {"offers": self.cloud.offers()})
-                case ("get", "machines"):
+                case ("GET", "machines"):
                     prefix = parse_qs(parts.query).get("prefix", [""])[0]
                     self._in_weather("list", prefix, lambda late: self._listed(prefix))
-                case ("put", "machines", key):
+                case ("PUT", "machines", key):
                     body = self._body()
                     self._in_weather("create", key, lambda late: self.cloud.create(key, body, late))
-                case ("delete", "machines", key):
+                case ("DELETE", "machines", key):
                     self._in_weather("terminate", key, lambda late: self.cloud.terminate(key))
                 case _:
                     self._answer(404, {"error": f"there is no {parts.path}"})
@@ -189,6 +174,8 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(503, {"error": str(error), "capacity": 0})
         except (RequestError, KeyError, ValueError) as error:
             self._answer(400, {"error": str(error)})
+
+    do_PUT = do_DELETE = do_POST = do_GET  # noqa: N815 - the base class gives the names
 
     def _listed(self, prefix: str) -> dict[str, Any]:
         inventory = self.cloud.inventory

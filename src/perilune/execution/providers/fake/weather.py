@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,6 @@ class Weather:
     boot_seconds: float = 0.0
     forget_seconds: float = 60.0
     clock_skew: float = 0.0
-
-    def asdict(self) -> dict[str, Any]:
-        """The fields as JSON."""
-        return asdict(self)
 
 
 WEATHERS = {
