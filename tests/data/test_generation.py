@@ -187,7 +187,6 @@ def test_the_command_writes_a_teachers_records(tmp_path):
     [
         ([], "give either --teacher or --model"),
         (["--teacher", "gold", "--model", "x"], "give either --teacher or --model"),
-        (["--teacher", "gold", "--split", "test"], "unknown split 'test'"),
         (["--teacher", "golt"], "no teacher is called 'golt'"),
         (["--teacher", "planning"], "supports only the planning environments"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -59,6 +59,7 @@ EnvironmentFields = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the environment: config.max_terms=2."),
 ]
 
+SplitOption = Annotated[Literal["train", "heldout"], typer.Option("--split", help="train or heldout.")]
 AnswerTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),

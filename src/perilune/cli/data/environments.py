@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import Json, SplitOption, checkpoint_folder, command_group
 from perilune.cli.data.audit import audit_environments, recipe_sections, replay
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
@@ -94,7 +94,12 @@ def show(
     """Show the fields of an environment that a recipe can set, and the settings of its family."""
     from pydantic import BaseModel
 
-    from perilune.environments.core.registry import SOURCE, environment_notes, environment_spec
+    from perilune.environments.core.registry import (
+        SOURCE,
+        environment_notes,
+        environment_spec,
+        make_environment,
+    )
 
     section = section_of(name, settings)
     model = environment_spec(section["id"], section.get("source"))
@@ -107,8 +112,8 @@ def show(
             "description": info.description or "",
         }
     missing = {field for field, facts in fields.items() if facts["required"]} - set(section)
-    environment = None if missing else _open(section)
-    config = _settings(environment)
+    environment = None if missing else make_environment(section)
+    config: dict[str, Any] = getattr(environment, "settings", dict)()
     tasks = _count_tasks(environment) if count and environment is not None else {}
     notes = environment_notes(section["id"])
     players, turns = getattr(environment, "players", None), getattr(environment, "max_turns", None)
@@ -145,7 +150,7 @@ def sample(
     settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of tasks.")] = 5,
-    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    split: SplitOption = "train",
     seed: Annotated[int, typer.Option(help="Selects the tasks and their order.")] = 0,
     model: Annotated[
         str, typer.Option(metavar="CHECKPOINT", help="Show the prompts as the tokens that this model sees.")
@@ -157,31 +162,24 @@ def sample(
     For an environment with several turns, prints the whole episode of a right answer. For a recipe, or with
     --model, prints each prompt token by token, as the model's chat template renders it.
     """
-    from perilune.cli.data.prompt_tokens import (
-        checkpoint_tokenizer,
-        print_facts,
-        print_tokens,
-        recipe_source,
-        template_document,
-        token_document,
-    )
+    from perilune.cli.data.prompt_tokens import print_facts, print_tokens, recipe_source, token_document
+    from perilune.environments.core.registry import make_environment
+    from perilune.models.text.template_facts import template_facts
+    from perilune.models.text.tokenizer import Tokenizer
 
-    if split not in ("train", "heldout"):
-        raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
     tokenizer = None
     if name.endswith((".yaml", ".yml")):
         section, tokenizer = recipe_source(name, settings)
     else:
         section = section_of(name, settings)
-    tokenizer = checkpoint_tokenizer(model) if model else tokenizer
-    environment = _open(section)
-    chosen: Split = "heldout" if split == "heldout" else "train"
-    tasks = list(islice(environment.tasks(chosen, seed), count))
+    tokenizer = Tokenizer.load(checkpoint_folder(model)) if model else tokenizer
+    environment = make_environment(section)
+    tasks = list(islice(environment.tasks(split, seed), count))
     rows = [
         _row(environment, task) | ({} if tokenizer is None else token_document(tokenizer, environment, task))
         for task in tasks
     ]
-    facts = {} if tokenizer is None else {"template": template_document(tokenizer)}
+    facts = {} if tokenizer is None else {"template": asdict(template_facts(tokenizer))}
     if as_json:
         print_json({"environment": environment.id, "split": split, "seed": seed, **facts, "tasks": rows})
         return
@@ -355,17 +353,6 @@ def settings_of(
                 raise RequestError(f"'{parent}' is not a section with fields", where=f"{option} {setting}")
         target[last] = value
     return section
-
-
-def _open(section: dict[str, Any]) -> Environment:
-    from perilune.environments.core.registry import make_environment
-
-    return make_environment(section)
-
-
-def _settings(environment: Environment | None) -> dict[str, Any]:
-    settings: dict[str, Any] = getattr(environment, "settings", dict)()
-    return settings
 
 
 def _indented(text: str | None) -> str:

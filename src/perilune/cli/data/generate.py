@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import EnvironmentFields, Json, checkpoint_folder
+from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, checkpoint_folder
 from perilune.cli.console import stage_progress
 from perilune.cli.data.environments import section_of, settings_of
 from perilune.cli.output import echo, print_json
@@ -16,7 +16,6 @@ from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.data.generation import Generator
-    from perilune.environments import Split
 
 EnvironmentId = Annotated[
     str, typer.Argument(metavar="ENVIRONMENT", help="An id, with a family: reasoning_gym/chain_sum.")
@@ -54,7 +53,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the model.")] = 1.0,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of records.")] = 1000,
     tasks: Tasks = None,
-    split: Annotated[str, typer.Option(help="train or heldout.")] = "train",
+    split: SplitOption = "train",
     seed: Annotated[int, typer.Option(help="Selects the tasks and the samples.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -65,8 +64,6 @@ def generate(
     """
     if bool(teacher) == bool(model):
         raise RequestError("give either --teacher or --model")
-    if split not in ("train", "heldout"):
-        raise RequestError(f"unknown split '{split}'", where="--split", remedy="train or heldout")
     from perilune.data import generation
     from perilune.data.generators import make_teacher
     from perilune.data.generators.collection import TeacherGenerator
@@ -77,7 +74,6 @@ def generate(
 
     section = section_of(environment, settings)
     made = make_environment(section)
-    of: Split = "heldout" if split == "heldout" else "train"
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(section))
         generator: Generator
@@ -100,7 +96,7 @@ def generate(
             view.progressed("generate", kept, count, "records", {"rejected": rejected})
 
         target = generation.GenerationTarget(count, tasks, seed, split)
-        totals = generation.generate(generator, made.tasks(of, seed), target, out, show)
+        totals = generation.generate(generator, made.tasks(split, seed), target, out, show)
         view.ended("generate", "done", "")
     _print_report({"environment": made.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):

@@ -37,21 +37,6 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
     return section, recipe_tokenizer(recipe.model.model_dump())
 
 
-def checkpoint_tokenizer(checkpoint: str) -> Tokenizer:
-    """The tokenizer of a checkpoint that is given by its path, its name in the home or its run."""
-    from perilune.cli.arguments import checkpoint_folder
-    from perilune.models.text.tokenizer import Tokenizer
-
-    return Tokenizer.load(checkpoint_folder(checkpoint))
-
-
-def template_document(tokenizer: Tokenizer) -> dict[str, str]:
-    """What the chat template does with a system prompt."""
-    from perilune.models.text.template_facts import template_facts
-
-    return asdict(template_facts(tokenizer))
-
-
 def token_document(tokenizer: Tokenizer, environment: Environment, task: Task) -> dict[str, Any]:
     """The tokens of the first prompt of a task, and the index at which the assistant's turn begins."""
     from perilune.models.text.template_facts import prompt_tokens

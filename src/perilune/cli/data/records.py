@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,6 @@ from perilune.cli.arguments import Json, command_group
 from perilune.cli.console import stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
-from perilune.errors import RequestError
 
 BAR = 40  # characters
 
@@ -134,7 +133,9 @@ def convert(
         list[Path],
         typer.Argument(metavar="FILE...", help="Records, OpenAI messages or ShareGPT conversations."),
     ],
-    to: Annotated[str, typer.Option(help="Format: records, openai or sharegpt.")],
+    to: Annotated[
+        Literal["records", "openai", "sharegpt"], typer.Option(help="Format: records, openai or sharegpt.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="File to write.")],
     *,
     environment: Annotated[str, typer.Option(help="Environment of rows without one.")] = "chat",
@@ -145,12 +146,9 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert conversations. Rejected rows go to FILE.rejected.jsonl with file, line and reason."""
-    from perilune.data.conversion import FORMATS, ImportDefaults, convert_files
+    from perilune.data.conversion import ImportDefaults, convert_files
 
-    form = next((one for one in FORMATS if one == to), None)
-    if form is None:
-        raise RequestError(f"unknown format '{to}'", where="--to", remedy=f"one of: {', '.join(FORMATS)}")
-    report = convert_files(files, form, out, ImportDefaults(environment, source, score))
+    report = convert_files(files, to, out, ImportDefaults(environment, source, score))
     if as_json:
         print_json(report)
         return

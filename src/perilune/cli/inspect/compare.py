@@ -49,9 +49,11 @@ def compare(
     perilune compare 01JQ8 01JQ9 --metric rl.last.reward
     perilune compare words-1 --baseline 2 --out page.html
     """
+    from perilune.ui.comparison import build_comparison
+
     control = open_control()
     found = compared(control, targets, metric, baseline)
-    page = write_page(found, out) if out is not None else None
+    page = build_comparison(found, out) if out is not None else None
     if as_json:
         print_json(comparison_document(found) | ({"page": str(page)} if page else {}))
     else:
@@ -73,13 +75,6 @@ def compared(control: Control, targets: Sequence[str], metric: str | None, basel
             remedy="name a sweep, or several experiments by id; perilune runs --json lists them",
         )
     return found
-
-
-def write_page(found: Comparison, out: Path) -> Path:
-    """Write the page of a comparison."""
-    from perilune.ui.comparison import build_comparison
-
-    return build_comparison(found, out)
 
 
 def print_comparison(found: Comparison) -> None:

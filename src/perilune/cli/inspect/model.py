@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,6 @@ from perilune.errors import RequestError
 if TYPE_CHECKING:
     from perilune.models.store import StoredModel
 
-EXPORT_KINDS = ("f32", "f16", "q8_0")
 
 app = command_group("Fetch, list, describe and export models.")
 
@@ -109,7 +108,8 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf file, or a new folder.")],
     *,
     dtype: Annotated[
-        str, typer.Option("--type", help=f"Type of the matrices in a GGUF file: {', '.join(EXPORT_KINDS)}.")
+        Literal["f32", "f16", "q8_0"],
+        typer.Option("--type", help="Type of the matrices in a GGUF file: f32, f16, q8_0."),
     ] = "f16",
 ) -> None:
     """Write a model as a GGUF file, which llama.cpp and Ollama read, or as a Hugging Face folder.
@@ -123,8 +123,6 @@ def export(
     from perilune.bundle.digest import source_files
     from perilune.bundle.storage import built_beside
 
-    if dtype not in EXPORT_KINDS:
-        raise RequestError(f"unknown type '{dtype}'", where="--type", remedy=", ".join(EXPORT_KINDS))
     if out.exists():
         raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
     folder = checkpoint_folder(model)

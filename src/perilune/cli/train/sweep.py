@@ -416,17 +416,13 @@ class _Run:
 
     def _print(self, seconds: float, *, as_json: bool) -> None:
         """Write the page of the comparison, and print it."""
-        from perilune.cli.inspect.compare import (
-            comparison_document,
-            print_comparison,
-            unbiased_command,
-            write_page,
-        )
+        from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
         from perilune.control.queries.comparison import compare_experiments
+        from perilune.ui.comparison import build_comparison
 
         name = self.sweep.name
         found = compare_experiments(self.control, [name])
-        page = write_page(found, self.control.home.sweeps / f"{name}.html")
+        page = build_comparison(found, self.control.home.sweeps / f"{name}.html")
         if as_json:
             document = {"sweep": name, "failed": self.failed, "page": str(page), "seconds": round(seconds, 3)}
             print_json(document | comparison_document(found))
