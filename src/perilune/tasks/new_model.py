@@ -1,22 +1,18 @@
 """new_model: a new model from a preset besides the recipe's model, for example a larger teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from perilune.bundle.job import PRESET, Job, Preset
 from perilune.bundle.plugin import Consumes
+from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import PRESETS
 from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class NewModelSpec(Frozen):

@@ -4,20 +4,16 @@ It resumes from its last complete checkpoint and writes metrics and an output, a
 milliseconds and without torch. This makes it cheap to try placements, clouds and their failures.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.files import canonical_json, read_json, write_json
 from perilune.frozen import Frozen
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class RehearseSpec(Frozen):

@@ -6,8 +6,6 @@ program that trains writes a Hugging Face folder, which later stages use like an
 result is measured in the same way as ours.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -16,13 +14,14 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from perilune.bundle.job import Job
 from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.plugin import Consumes, NamesPath
+from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import read_json_lines, sha256_file, write_json
 from perilune.frozen import Frozen
@@ -34,9 +33,6 @@ from perilune.tasks.black_box.environment import (
     record_digests,
 )
 from perilune.tasks.black_box.source import fetch_source, is_url
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 TERM_SECONDS = 10.0  # time to exit after SIGTERM
 PLACEHOLDERS = ("seed", "outputs", "threads", "checkpoint", "data")

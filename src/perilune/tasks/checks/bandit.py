@@ -3,10 +3,6 @@
 A tiny decoder chooses one of a few arms. One arm is rewarded, and must become likely.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
@@ -19,11 +15,9 @@ from perilune.learn.trainer import Learner
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
+from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdates
 from perilune.tasks.stage.publishing import plain_scores
-
-if TYPE_CHECKING:
-    from perilune.tasks.rl.spec import RLSpec
 
 STEPS = 40  # most steps
 SOLVED = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1

@@ -4,23 +4,17 @@ On a scaled-down copy of the policy, advantages and gradients are compared with 
 A run of at least 20 steps must also solve a bandit, and its reward is audited.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 
+from perilune.bundle.workspace import Workspace
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.bandit import solve_bandit
 from perilune.tasks.checks.gradient import check_gradient
 from perilune.tasks.checks.reward import check_reward
 from perilune.tasks.checks.twin import Twin
+from perilune.tasks.rl.spec import RLSpec
 from perilune.watchdog import Waiting
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
-    from perilune.tasks.rl.spec import RLSpec
 
 LONG = 20  # fewest steps of a run with a bandit and an audit
 

@@ -1,19 +1,14 @@
 """The reward check: a short audit of the reward before training, with a warning if it fails."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
 
+from perilune.bundle.workspace import Workspace
 from perilune.environments.core.protocol import Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.files import write_json
 from perilune.verifiers import Scorer
 from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Waiting
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
 SCORINGS = 600  # about as many answers does it score

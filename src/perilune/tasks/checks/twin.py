@@ -1,11 +1,9 @@
 """The model of the preflight: a scaled-down copy (twin) of a run's policy, with a batch of answers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,10 +22,8 @@ from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.routing import Routing
-
-if TYPE_CHECKING:
-    from perilune.rollout.groups import Groups
-    from perilune.tasks.rl.spec import RLSpec
+from perilune.rollout.groups import Groups
+from perilune.tasks.rl.spec import RLSpec
 
 _VOCABULARY, _HIDDEN, _EXPERT, _RANK = 32, 32, 16, 4
 _LENGTHS = (5, 2, 4, 1)  # lengths of answers in tokens

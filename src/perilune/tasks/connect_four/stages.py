@@ -1,16 +1,12 @@
 """The Connect Four stages: train a small network by self-play, and evaluate a player."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.connect_four.specs import ConnectFourJudgeSpec, ConnectFourSpec
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class ConnectFour(Stage[ConnectFourSpec]):

@@ -1,18 +1,14 @@
 """The stages that make training data: collect, rejection_sampling, pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.tasks.datasets.specs import CollectSpec, PairsSpec, RejectionSamplingSpec
 from perilune.tasks.stage.memory_plan import sampling_memory
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Collect(Stage[CollectSpec]):

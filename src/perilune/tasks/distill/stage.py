@@ -1,17 +1,13 @@
 """distill: on-policy distillation; the student samples, and a teacher scores every token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.distill.spec import DistillSpec
 from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.stage.stage import Stage, training_plan
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Distill(Stage[DistillSpec]):

@@ -1,19 +1,15 @@
 """evaluate: pass@k of a checkpoint on held-out tasks, with intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.sampling import ServerSpec, check_server
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Evaluate(Stage[EvaluateSpec]):

@@ -1,17 +1,13 @@
 """flywheel: rounds of sampling, filtering, training and evaluation while the pass rate rises."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.flywheel.spec import FlywheelSpec
 from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Flywheel(Stage[FlywheelSpec]):

@@ -1,17 +1,13 @@
 """calibrate: checks process rewards from a policy's likelihoods before training on them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.process_rewards.spec import CalibrateSpec
 from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Calibrate(Stage[CalibrateSpec]):

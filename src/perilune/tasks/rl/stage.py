@@ -1,11 +1,10 @@
 """rl: reinforcement learning against the environment's verifier, or against a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.environments.core.managed_context import KEY as CONTEXT
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
@@ -14,9 +13,6 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens
 from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.stage import Stage, training_plan
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 Spec = TypeVar("Spec", bound=RLSpec)
 

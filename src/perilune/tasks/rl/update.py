@@ -1,11 +1,8 @@
 """The learner side of reinforcement learning: token weights, off-policy corrections and updates."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +26,9 @@ from perilune.rollout.groups import Groups
 from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
 from perilune.tasks.rl.curriculum import importance_weighted
+from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.rounding import is_exact
 from perilune.watchdog import STALL, Waiting
-
-if TYPE_CHECKING:
-    from perilune.tasks.rl.spec import RLSpec
 
 TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default where rounding separates sampler and learner."""

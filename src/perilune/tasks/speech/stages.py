@@ -1,17 +1,13 @@
 """The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recogniser."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
+from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.tasks.speech.specs import CodecSpec, HearingSpec, UtterancesSpec, VoiceSpec
 from perilune.tasks.stage.stage import Stage
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class Utterances(Stage[UtterancesSpec]):

@@ -1,23 +1,19 @@
 """Checkpoint retention: a stage keeps its newest checkpoints, and the best by one of its metrics."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
+from perilune.bundle.workspace import Workspace
 from perilune.frozen import Frozen
+from perilune.metrics.bootstrap import Interval
 from perilune.metrics.held_out import LOWER_IS_BETTER, evaluated
+from perilune.models.memory import MemoryPlan
 from perilune.tasks.stage.defaults import ModelDefaults
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
-    from perilune.metrics.bootstrap import Interval
-    from perilune.models.memory import MemoryPlan
 
 STEP = "step-"
 FINAL = "final"

@@ -1,15 +1,14 @@
 """The base class of stage plugins: it validates the spec, then plans or runs the stage."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
 
 from perilune.bundle.job import Job, OutputKind
 from perilune.bundle.plugin import complete_spec
+from perilune.bundle.workspace import Workspace
 from perilune.learn.training_settings import (
     LearnerSettings,
     OptimizerSettings,
@@ -19,12 +18,9 @@ from perilune.learn.training_settings import (
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
+from perilune.tasks.stage.memory_plan import StageMemory
 from perilune.tasks.stage.new_tokenizer import require_data
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
-    from perilune.tasks.stage.memory_plan import StageMemory
 
 RATE_RANGE = 50.0  # factor by which a learning rate may differ from the default without a warning
 

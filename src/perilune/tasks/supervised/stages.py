@@ -1,19 +1,15 @@
 """The stages that train on data: sft, preference, reward_model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
+from perilune.bundle.workspace import Workspace
 from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
-
-if TYPE_CHECKING:
-    from perilune.bundle.workspace import Workspace
 
 
 class SFT(Stage[SFTSpec]):
