@@ -1,7 +1,5 @@
 """An index of earlier records, in an SQLite file so that memory does not grow with the number of records."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +37,7 @@ class RecordIndex:
         self._connection.executescript(_SCHEMA)
         self._connection.execute("BEGIN")
 
-    def __enter__(self) -> RecordIndex:
+    def __enter__(self) -> "RecordIndex":
         return self
 
     def __exit__(

@@ -1,7 +1,5 @@
 """The structure of mathematical answers: quantities, words, tuples, sets, intervals, matrices, equations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -31,7 +29,7 @@ class Answer(NamedTuple):
     """
 
     kind: str
-    items: tuple[Answer, ...] = ()
+    items: "tuple[Answer, ...]" = ()
     node: Node = Node("")
     text: str = ""
 
