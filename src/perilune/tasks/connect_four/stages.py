@@ -1,10 +1,8 @@
 """The Connect Four stages: train a small network by self-play, and evaluate a player."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.connect_four.specs import ConnectFourJudgeSpec, ConnectFourSpec
 from perilune.tasks.stage.stage import Stage
 
@@ -14,6 +12,7 @@ class ConnectFour(Stage[ConnectFourSpec]):
 
     name = "connect_four"
     spec = ConnectFourSpec
+    loop = "perilune.tasks.connect_four.training"
     produces = "player"
     standalone = True
 
@@ -27,17 +26,13 @@ class ConnectFour(Stage[ConnectFourSpec]):
             "learning rate": f"{learning.lr:g} falling to {learning.lr * learning.final_lr:g}",
         }
 
-    def execute(self, spec: ConnectFourSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.connect_four.training import run
-
-        return run(workspace, spec)
-
 
 class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
     """Measures the shares of best moves and of blunders, and match results with intervals."""
 
     name = "connect_four_judge"
     spec = ConnectFourJudgeSpec
+    loop = "perilune.tasks.connect_four.judge"
     produces = "evaluation"
     output = "artifacts/summary.json"
     standalone = True
@@ -48,11 +43,6 @@ class ConnectFourJudge(Stage[ConnectFourJudgeSpec]):
             "games": f"{spec.games} against each of {', '.join(spec.opponents)}",
             "looking ahead": ", ".join(str(count) for count in spec.simulations),
         }
-
-    def execute(self, spec: ConnectFourJudgeSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.connect_four.judge import run
-
-        return run(workspace, spec)
 
 
 training = ConnectFour()

@@ -1,10 +1,8 @@
 """The stages that make training data: collect, rejection_sampling, pairs."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.tasks.datasets.specs import CollectSpec, PairsSpec, RejectionSamplingSpec
 from perilune.tasks.stage.memory_plan import sampling_memory
@@ -16,6 +14,7 @@ class Collect(Stage[CollectSpec]):
 
     name = "collect"
     spec = CollectSpec
+    loop = "perilune.tasks.datasets.collect"
     produces = "dataset"
     output = "artifacts/traces"
 
@@ -41,17 +40,13 @@ class Collect(Stage[CollectSpec]):
             "teacher": f"{teacher.name} ({mix})" if mix else teacher.name,
         }
 
-    def execute(self, spec: CollectSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.datasets.collect import run
-
-        return run(workspace, spec)
-
 
 class RejectionSampling(Stage[RejectionSamplingSpec]):
     """A checkpoint samples traces, and those that pass the verifier become training data."""
 
     name = "rejection_sampling"
     spec = RejectionSamplingSpec
+    loop = "perilune.tasks.datasets.rejection_sampling"
     produces = "dataset"
     output = "artifacts/traces"
 
@@ -63,17 +58,13 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
             "memory": sampling_memory(job, spec.max_tokens, answers),
         }
 
-    def execute(self, spec: RejectionSamplingSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.datasets.rejection_sampling import run
-
-        return run(workspace, spec)
-
 
 class Pairs(Stage[PairsSpec]):
     """A checkpoint samples answers, and pairs with different rewards become a preference dataset."""
 
     name = "pairs"
     spec = PairsSpec
+    loop = "perilune.tasks.datasets.pairs"
     produces = "preferences"
     output = "artifacts/pairs"
 
@@ -84,11 +75,6 @@ class Pairs(Stage[PairsSpec]):
             "pairs at most": f"{spec.tasks * min(spec.pairs_per_task, spec.samples // 2):,}",
             "memory": sampling_memory(job, spec.max_tokens, answers),
         }
-
-    def execute(self, spec: PairsSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.datasets.pairs import run
-
-        return run(workspace, spec)
 
 
 collect = Collect()

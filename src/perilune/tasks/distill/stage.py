@@ -1,10 +1,8 @@
 """distill: on-policy distillation; the student samples, and a teacher scores every token."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.distill.spec import DistillSpec
 from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.stage.stage import Stage, training_plan
@@ -15,6 +13,7 @@ class Distill(Stage[DistillSpec]):
 
     name = "distill"
     spec = DistillSpec
+    loop = "perilune.tasks.distill.loop"
     produces = "checkpoint"
     parallel = True
 
@@ -27,11 +26,6 @@ class Distill(Stage[DistillSpec]):
             "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{system}",
             **training_plan(spec, job, memory),
         }
-
-    def execute(self, spec: DistillSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.distill.loop import run
-
-        return run(workspace, spec)
 
 
 plugin = Distill()

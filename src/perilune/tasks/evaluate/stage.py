@@ -1,10 +1,8 @@
 """evaluate: pass@k of a checkpoint on held-out tasks, with intervals."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
 from perilune.tasks.stage.own_metrics import OwnMetrics
@@ -17,6 +15,7 @@ class Evaluate(Stage[EvaluateSpec]):
 
     name = "evaluate"
     spec = EvaluateSpec
+    loop = "perilune.tasks.evaluate.evaluation"
     produces = "evaluation"
     output = "artifacts/summary.json"
 
@@ -37,11 +36,6 @@ class Evaluate(Stage[EvaluateSpec]):
             "tokens at most": f"{spec.tasks * (spec.samples + 1) * longest:,}",
             **needs,
         }
-
-    def execute(self, spec: EvaluateSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.evaluate.evaluation import run
-
-        return run(workspace, spec)
 
 
 plugin = Evaluate()

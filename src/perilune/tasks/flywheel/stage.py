@@ -1,10 +1,8 @@
 """flywheel: rounds of sampling, filtering, training and evaluation while the pass rate rises."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.flywheel.spec import FlywheelSpec
 from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
@@ -15,6 +13,7 @@ class Flywheel(Stage[FlywheelSpec]):
 
     name = "flywheel"
     spec = FlywheelSpec
+    loop = "perilune.tasks.flywheel.loop"
     produces = "checkpoint"
 
     def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
@@ -33,11 +32,6 @@ class Flywheel(Stage[FlywheelSpec]):
             "evaluated on": f"{spec.heldout} held-out tasks before the first round and after each",
             **training_plan(spec, job, memory),
         }
-
-    def execute(self, spec: FlywheelSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.flywheel.loop import run
-
-        return run(workspace, spec)
 
 
 plugin = Flywheel()

@@ -1,10 +1,8 @@
 """calibrate: checks process rewards from a policy's likelihoods before training on them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.process_rewards.spec import CalibrateSpec
 from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage
@@ -15,6 +13,7 @@ class Calibrate(Stage[CalibrateSpec]):
 
     name = "calibrate"
     spec = CalibrateSpec
+    loop = "perilune.tasks.process_rewards.calibrate"
     produces = "evaluation"
     output = "artifacts/summary.json"
 
@@ -32,11 +31,6 @@ class Calibrate(Stage[CalibrateSpec]):
             "continuations": f"{spec.continuations} from each of at most {most} prefixes per answer",
             "memory": memory,
         }
-
-    def execute(self, spec: CalibrateSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.process_rewards.calibrate import run
-
-        return run(workspace, spec)
 
 
 plugin = Calibrate()

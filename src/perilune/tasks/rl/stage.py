@@ -1,10 +1,9 @@
 """rl: reinforcement learning against the environment's verifier, or against a reward model."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.environments.core.managed_context import KEY as CONTEXT
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
@@ -75,12 +74,8 @@ class RL(ReinforcementStage[RLSpec]):
 
     name = "rl"
     spec = RLSpec
+    loop = "perilune.tasks.rl.loop"
     parallel = True
-
-    def execute(self, spec: RLSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.rl.loop import run
-
-        return run(workspace, spec)
 
 
 def _require_asynchronous(job: Job) -> None:

@@ -1,10 +1,8 @@
 """The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recogniser."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from perilune.bundle.job import Job
-from perilune.bundle.workspace import Workspace
 from perilune.errors import RequestError
 from perilune.tasks.speech.specs import CodecSpec, HearingSpec, UtterancesSpec, VoiceSpec
 from perilune.tasks.stage.stage import Stage
@@ -15,6 +13,7 @@ class Utterances(Stage[UtterancesSpec]):
 
     name = "utterances"
     spec = UtterancesSpec
+    loop = "perilune.tasks.speech.utterances"
     produces = "utterances"
     output = "artifacts/utterances"
     standalone = True
@@ -26,17 +25,13 @@ class Utterances(Stage[UtterancesSpec]):
         teacher = f"espeak-ng {spec.voice}, {spec.speed} words a minute"
         return {"texts": texts, "teacher": teacher, **_missing(require_espeak)}
 
-    def execute(self, spec: UtterancesSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.speech.utterances import run
-
-        return run(workspace, spec)
-
 
 class SpeechCodec(Stage[CodecSpec]):
     """Fits a codec to utterances."""
 
     name = "speech_codec"
     spec = CodecSpec
+    loop = "perilune.tasks.speech.codec"
     produces = "codec"
     standalone = True
 
@@ -49,17 +44,13 @@ class SpeechCodec(Stage[CodecSpec]):
             "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
         }
 
-    def execute(self, spec: CodecSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.speech.codec import run
-
-        return run(workspace, spec)
-
 
 class SpeechVoice(Stage[VoiceSpec]):
     """Trains a talker and a code predictor on utterances."""
 
     name = "speech_voice"
     spec = VoiceSpec
+    loop = "perilune.tasks.speech.voice"
     produces = "voice"
     standalone = True
 
@@ -72,17 +63,13 @@ class SpeechVoice(Stage[VoiceSpec]):
             "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
         }
 
-    def execute(self, spec: VoiceSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.speech.voice import run
-
-        return run(workspace, spec)
-
 
 class SpeechEvaluation(Stage[HearingSpec]):
     """Measures the word error rate of a voice with a recogniser."""
 
     name = "speech_evaluation"
     spec = HearingSpec
+    loop = "perilune.tasks.speech.hearing"
     produces = "evaluation"
     output = "artifacts/summary.json"
     standalone = True
@@ -93,11 +80,6 @@ class SpeechEvaluation(Stage[HearingSpec]):
         count = "all" if spec.utterances is None else str(spec.utterances)
         said = f"{count} held out, each by teacher, codec and voice"
         return {"utterances": said, **_missing(require_recogniser)}
-
-    def execute(self, spec: HearingSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.speech.hearing import run
-
-        return run(workspace, spec)
 
 
 def _missing(require: Callable[[], None]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel
@@ -30,10 +31,11 @@ Spec = TypeVar("Spec", bound=BaseModel)
 class Stage(ABC, Generic[Spec]):
     """A stage plugin (`perilune.bundle.plugin.TaskPlugin`) with a typed spec.
 
-    Subclasses implement `describe` and `execute`. Their modules stay light: `execute` imports the stage's
-    loop, and the loop imports torch.
+    Subclasses implement `describe`, and either name their `loop` or implement `execute`. Their modules stay
+    light: only the loop imports torch.
 
     Attributes:
+        loop: the module whose `run(workspace, spec)` runs the stage and returns its summary.
         parallel: several processes may run the stage together.
         standalone: the stage needs neither the recipe's model nor its environment.
         needs_environment: the stage cannot run without the recipe's environment.
@@ -41,6 +43,7 @@ class Stage(ABC, Generic[Spec]):
 
     name: str
     spec: type[Spec]
+    loop: str
     produces: OutputKind
     output: str = "artifacts/checkpoints/final"
     parallel: bool = False
@@ -75,9 +78,9 @@ class Stage(ABC, Generic[Spec]):
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
         """Plan the stage: name to printable value."""
 
-    @abstractmethod
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
         """Run the stage and return its summary."""
+        return cast(dict[str, Any], import_module(self.loop).run(workspace, spec))
 
 
 def _check_sharding(settings: LearnerSettings, job: Job) -> None:

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
-from perilune.bundle.workspace import Workspace
 from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
@@ -17,6 +15,7 @@ class SFT(Stage[SFTSpec]):
 
     name = "sft"
     spec = SFTSpec
+    loop = "perilune.tasks.supervised.sft"
     produces = "checkpoint"
     parallel = True
     needs_environment = False
@@ -26,17 +25,13 @@ class SFT(Stage[SFTSpec]):
         own = _own_data(spec, job)
         return {**own, "traces seen": _examples(spec), **training_plan(spec, job, memory)}
 
-    def execute(self, spec: SFTSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.supervised.sft import run
-
-        return run(workspace, spec)
-
 
 class Preference(Stage[PreferenceSpec]):
     """Direct preference optimisation (DPO, IPO), with an alarm when chosen answers become less likely."""
 
     name = "preference"
     spec = PreferenceSpec
+    loop = "perilune.tasks.supervised.preference"
     produces = "checkpoint"
     parallel = True
     needs_environment = False
@@ -50,17 +45,13 @@ class Preference(Stage[PreferenceSpec]):
             **training_plan(spec, job, memory),
         }
 
-    def execute(self, spec: PreferenceSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.supervised.preference import run
-
-        return run(workspace, spec)
-
 
 class RewardModelStage(Stage[RewardModelSpec]):
     """A Bradley-Terry reward model on the decoder."""
 
     name = "reward_model"
     spec = RewardModelSpec
+    loop = "perilune.tasks.supervised.reward_model"
     produces = "reward_model"
     parallel = True
     needs_environment = False
@@ -71,11 +62,6 @@ class RewardModelStage(Stage[RewardModelSpec]):
         )
         own = _own_data(spec, job)
         return {**own, "pairs seen": _examples(spec), **training_plan(spec, job, memory)}
-
-    def execute(self, spec: RewardModelSpec, workspace: Workspace) -> dict[str, Any]:
-        from perilune.tasks.supervised.reward_model import run
-
-        return run(workspace, spec)
 
 
 def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
