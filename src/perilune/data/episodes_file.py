@@ -151,10 +151,8 @@ def read_episodes(path: Path) -> list[Episode]:
             raise RequestError(f"no column '{field.name}'", where=str(path))
         possible = [episode_schema(routes).field(field.name).type for routes in ("uint8", "uint16")]
         if table.schema.field(field.name).type not in possible:
-            raise RequestError(
-                f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}",
-                where=str(path),
-            )
+            what = f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}"
+            raise RequestError(what, where=str(path))
     return _episodes(table)
 
 

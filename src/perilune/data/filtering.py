@@ -70,8 +70,7 @@ def filter_files(
 
     Raises:
         RequestError: when a file cannot be read, an evaluation is broken, `out` already has filtered data, or
-            a
-            package for near duplicates or languages is missing.
+            a package for near duplicates or languages is missing.
     """
     if (out / "filter.json").exists():
         raise RequestError(

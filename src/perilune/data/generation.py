@@ -136,11 +136,8 @@ class _Work:
             write_json(out / NOTE, asdict(_Progress(asked)))
         progress = _Progress(**read_json(out / NOTE))
         if progress.asked != asked:
-            raise RequestError(
-                "the folder was started with other settings",
-                where=str(out),
-                remedy="use the same settings, or choose another folder",
-            )
+            what = "the folder was started with other settings"
+            raise RequestError(what, where=str(out), remedy="use the same settings, or choose another folder")
         for name, size in ((RECORDS, progress.record_bytes), (REJECTED, progress.rejected_bytes)):
             if _partial(out / name).exists():  # it does not if it already has its final name
                 os.truncate(_partial(out / name), size)

@@ -261,10 +261,8 @@ def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bo
         if not isinstance(message, dict) or message.keys() != set(keys):
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):
-            raise RequestError(
-                f"field '{key}': role must be one of {', '.join(sorted(_ROLES))}, and content text",
-                where=where,
-            )
+            what = f"field '{key}': role must be one of {', '.join(sorted(_ROLES))}, and content text"
+            raise RequestError(what, where=where)
 
 
 def is_finite_number(value: Any) -> bool:

@@ -81,11 +81,8 @@ def _split_of(folder: Path) -> Path:
     if isinstance(names, list) and "train" in names:
         return folder / "train"
     listed = ", ".join(str(folder / str(name)) for name in names or ())
-    raise RequestError(
-        "the saved datasets have no split 'train'",
-        where=str(folder),
-        remedy=f"name the folder of one: {listed[:300]}",
-    )
+    what = "the saved datasets have no split 'train'"
+    raise RequestError(what, where=str(folder), remedy=f"name the folder of one: {listed[:300]}")
 
 
 def _files(path: Path) -> list[Path]:
@@ -99,11 +96,8 @@ def _files(path: Path) -> list[Path]:
     if not chosen:
         raise RequestError("the folder has no data files", where=str(path), remedy=f"one of {SUFFIXES}")
     if len({file.suffix for file in chosen}) > 1:
-        raise RequestError(
-            f"the folder has files of several kinds: {', '.join(file.name for file in chosen)[:300]}",
-            where=str(path),
-            remedy="name one file",
-        )
+        what = f"the folder has files of several kinds: {', '.join(file.name for file in chosen)[:300]}"
+        raise RequestError(what, where=str(path), remedy="name one file")
     return chosen
 
 

@@ -224,11 +224,8 @@ def require_base(config: DecoderConfig, kind: str) -> None:
         RequestError: for a model whose experts share tensors, unless `kind` is float32.
     """
     if kind != "float32" and config.family.fused_experts:
-        raise RequestError(
-            f"the experts of {config.architecture} cannot be stored in {kind}",
-            where="lora.base",
-            remedy="set base to float32",
-        )
+        what = f"the experts of {config.architecture} cannot be stored in {kind}"
+        raise RequestError(what, where="lora.base", remedy="set base to float32")
 
 
 def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:

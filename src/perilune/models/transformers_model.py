@@ -249,11 +249,8 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
-        raise RequestError(
-            f"a {raw['model_type']} model has no attention heads, and the engine caches keys and values",
-            where=str(folder.path),
-            remedy="use a model with attention in every layer",
-        )
+        what = f"a {raw['model_type']} model has no attention heads, and the engine caches keys and values"
+        raise RequestError(what, where=str(folder.path), remedy="use a model with attention in every layer")
     recurrent = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION)
     if recurrent:
         kinds = ", ".join(map(repr, recurrent))

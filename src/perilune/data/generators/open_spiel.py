@@ -86,11 +86,8 @@ class OpenSpielTeacher:
         game, spec = environment.game, environment.spec
         name = self.options.policy
         if name == "best" and game.get_type().short_name not in BEST:
-            raise RequestError(
-                f"'{spec.game}' has no default game teacher",
-                where="options.policy",
-                remedy="set options.policy to a name",
-            )
+            what = f"'{spec.game}' has no default game teacher"
+            raise RequestError(what, where="options.policy", remedy="set options.policy to a name")
         own = BEST[game.get_type().short_name] if name == "best" else name
         self._environment = environment
         teacher = make_game_teacher(own, game, simulations=self.options.simulations, where="options.policy")

@@ -41,11 +41,8 @@ class PlanningTeacher(ScriptedTeacher):
         if strategy != "mended":
             return (written,)
         if task.data["proposals"] == 1:
-            raise RequestError(
-                "the strategy mended needs an environment with several proposals",
-                where="strategies.mended",
-                remedy="use the environment planning_repair",
-            )
+            what = "the strategy mended needs an environment with several proposals"
+            raise RequestError(what, where="strategies.mended", remedy="use the environment planning_repair")
         trip = Trip.from_json(task.data["trip"])
         hasty = hasty_plan(trip)
         first = answer(task, hasty, worked=True)

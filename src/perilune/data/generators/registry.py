@@ -127,14 +127,9 @@ def _shares(name: str, given: Mapping[str, float], known: Mapping[str, float]) -
         return {strategy: share for strategy, share in known.items() if share > 0}
     for strategy in given:
         if strategy not in known:
-            raise RequestError(
-                f"the teacher '{name}' has no strategy '{strategy}'",
-                where=f"strategies.{strategy}",
-                remedy=did_you_mean(strategy, known),
-            )
+            what = f"the teacher '{name}' has no strategy '{strategy}'"
+            raise RequestError(what, where=f"strategies.{strategy}", remedy=did_you_mean(strategy, known))
     if any(share < 0 for share in given.values()) or abs(sum(given.values()) - 1) > 1e-6:
-        raise RequestError(
-            f"shares of strategies must be at least 0 and sum to 1; they sum to {sum(given.values()):g}",
-            where="strategies",
-        )
+        what = f"shares of strategies must be at least 0 and sum to 1; they sum to {sum(given.values()):g}"
+        raise RequestError(what, where="strategies")
     return dict(given)

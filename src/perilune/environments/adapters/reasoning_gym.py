@@ -302,11 +302,8 @@ def _create(spec: ReasoningGymSpec, seed: int) -> Any:
     valid = _settings(config_class)
     for key in spec.config:
         if key not in valid:
-            raise RequestError(
-                f"'{spec.task}' has no setting '{key}'",
-                where=f"environment.config.{key}",
-                remedy=did_you_mean(key, valid),
-            )
+            what = f"'{spec.task}' has no setting '{key}'"
+            raise RequestError(what, where=f"environment.config.{key}", remedy=did_you_mean(key, valid))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             config = config_class(**spec.config, seed=seed, size=CHUNK)

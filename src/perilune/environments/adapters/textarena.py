@@ -117,10 +117,8 @@ class TextArenaEnvironment(MultiTurn):
         try:
             self._start(players)
         except Exception as error:
-            raise RequestError(
-                f"'{self.spec.game}' does not start with {players} players: {error}",
-                where="environment.players",
-            ) from None
+            what = f"'{self.spec.game}' does not start with {players} players: {error}"
+            raise RequestError(what, where="environment.players") from None
         return players
 
     def _start(self, players: int) -> str:
@@ -134,11 +132,8 @@ class TextArenaEnvironment(MultiTurn):
 def _make_game(spec: TextArenaSpec) -> Any:
     names = _registry()
     if spec.game not in names:
-        raise RequestError(
-            f"TextArena has no game '{spec.game}'",
-            where="environment.game",
-            remedy=did_you_mean(spec.game, names),
-        )
+        what = f"TextArena has no game '{spec.game}'"
+        raise RequestError(what, where="environment.game", remedy=did_you_mean(spec.game, names))
     try:
         with GlobalRandom(0).installed(), contextlib.redirect_stdout(io.StringIO()):
             game = import_module("textarena").make(spec.game, **spec.config)

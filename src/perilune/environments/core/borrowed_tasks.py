@@ -30,10 +30,8 @@ class BorrowedTasks:
         self._lock = Lock()  # sessions play in several threads
         self.environment = registry.make_environment(section, checked=False)
         if getattr(self.environment, "max_turns", 1) > 1 or getattr(self.environment, "players", 1) > 1:
-            raise RequestError(
-                f"{self.environment.id} has several turns; `tasks` needs an environment with one answer",
-                where="environment.tasks.id",
-            )
+            what = f"{self.environment.id} has several turns; `tasks` needs an environment with one answer"
+            raise RequestError(what, where="environment.tasks.id")
 
     def check_files(self) -> None:
         if hasattr(self.environment, "check_files"):

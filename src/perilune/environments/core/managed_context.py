@@ -72,11 +72,8 @@ class ManagedContext(MultiTurn):
         own_turns = getattr(environment, "max_turns", 1)
         if own_turns == 1 or getattr(environment, "players", 1) > 1:
             kind = "a single turn" if own_turns == 1 else "several players"
-            raise RequestError(
-                f"needs an environment with several turns and one player; {environment.id} has {kind}",
-                where=f"environment.{KEY}",
-                remedy="remove it",
-            )
+            what = f"needs an environment with several turns and one player; {environment.id} has {kind}"
+            raise RequestError(what, where=f"environment.{KEY}", remedy="remove it")
         self.id = environment.id
         self.max_turns = 2 * own_turns  # a summary is a turn, too; the environment counts its own
         self.confined = getattr(environment, "confined", True)

@@ -211,17 +211,11 @@ def environment_name(environment: Environment, task: Task) -> str:
 def _make_part(name: str, section: Mapping[str, Any]) -> Environment:
     where = f"environment.parts.{name}"
     if section["id"] == MIXTURE:
-        raise RequestError(
-            "a part of a mixture cannot be a mixture",
-            where=f"{where}.id",
-            remedy="list its parts in the outer mixture",
-        )
+        what = "a part of a mixture cannot be a mixture"
+        raise RequestError(what, where=f"{where}.id", remedy="list its parts in the outer mixture")
     if section.get(EPISODES):
-        raise RequestError(
-            "the bounds of episodes hold for the whole mixture",
-            where=f"{where}.{EPISODES}",
-            remedy=f"move them to environment.{EPISODES}",
-        )
+        what = "the bounds of episodes hold for the whole mixture"
+        raise RequestError(what, where=f"{where}.{EPISODES}", remedy=f"move them to environment.{EPISODES}")
     try:
         part = make_environment(section, checked=False)
     except RequestError as error:

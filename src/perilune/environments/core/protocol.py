@@ -48,11 +48,8 @@ class Task:
     def __post_init__(self) -> None:
         prompt: Any = self.prompt
         if isinstance(prompt, str):
-            raise RequestError(
-                f"the prompt of task {self.task_id} is a text, not messages",
-                where="environment",
-                remedy='write ({"role": "user", "content": text},)',
-            )
+            what = f"the prompt of task {self.task_id} is a text, not messages"
+            raise RequestError(what, where="environment", remedy='write ({"role": "user", "content": text},)')
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,8 @@ class WeightedRewards(SingleTurn):
                 "needs a single-turn environment, and this one has several turns", where="rewards"
             )
         if functions and not getattr(environment, "confined", True):
-            raise RequestError(
-                "reward functions run in a confined process, and this environment cannot run there",
-                where="rewards",
-                remedy="make the function a term of the environment",
-            )
+            what = "reward functions run in a confined process, and this environment cannot run there"
+            raise RequestError(what, where="rewards", remedy="make the function a term of the environment")
         self._judges = getattr(environment, "judges", True)
         if not self._judges and VERIFIER in rewards:
             raise RequestError("this environment has no verdict of its own", where="rewards.verifier")

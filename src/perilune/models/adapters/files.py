@@ -152,10 +152,8 @@ class Adapter:
             shape = tuple(maps[name].weight.shape)
             ranks_agree = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
             if not ranks_agree or (b.shape[0], a.shape[1]) != shape:
-                raise RequestError(
-                    f"A {list(a.shape)} and B {list(b.shape)} do not fit {list(shape)}",
-                    where=f"adapter, {name}",
-                )
+                what = f"A {list(a.shape)} and B {list(b.shape)} do not fit {list(shape)}"
+                raise RequestError(what, where=f"adapter, {name}")
         if self.base and self.base != (actual := _describe_base(decoder, self.base)):
             raise RequestError(
                 f"the adapter was trained on a base with checksum {self.base}, but this base has {actual}",

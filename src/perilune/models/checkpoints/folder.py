@@ -37,11 +37,8 @@ class CheckpointFolder:
         """
         file = self.path / name
         if not name or name != Path(name).name or not file.resolve().is_relative_to(self._root):
-            raise RequestError(
-                f"{name!r} leads out of the checkpoint folder",
-                where=str(self.path),
-                remedy="copy the files into the folder",
-            )
+            what = f"{name!r} leads out of the checkpoint folder"
+            raise RequestError(what, where=str(self.path), remedy="copy the files into the folder")
         if file.exists() and not file.is_file():
             raise RequestError("is not a regular file", where=str(file))
         if file.exists() and file.stat().st_size < _POINTER_BYTES and file.read_bytes().startswith(_POINTER):

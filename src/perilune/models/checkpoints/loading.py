@@ -258,20 +258,15 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
             raise _missing(name, stored, path)
         tensor = stored[name]
         if tensor.shape != shape:
-            raise RequestError(
-                f"tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}",
-                where=str(tensor.file),
-            )
+            what = f"tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}"
+            raise RequestError(what, where=str(tensor.file))
     for name, tensor in stored.items():
         determined = name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")  # by other tensors
         if name not in shapes and not determined:
             raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
         if tensor.dtype not in _DTYPES:
-            raise RequestError(
-                f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}",
-                where=str(tensor.file),
-                remedy="use the unquantised checkpoint",
-            )
+            what = f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}"
+            raise RequestError(what, where=str(tensor.file), remedy="use the unquantised checkpoint")
 
 
 def _missing(name: str, stored: Iterable[str], path: Path) -> RequestError:

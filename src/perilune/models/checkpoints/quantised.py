@@ -107,11 +107,8 @@ def _check_scales(scales: Stored, shape: tuple[int, ...], quantisation: Quantisa
 
 
 def _wrong(tensor: Stored, wanted: str) -> RequestError:
-    return RequestError(
-        f"tensor {tensor.name} is {tensor.dtype} of shape {list(tensor.shape)}, not {wanted}",
-        where=str(tensor.file),
-        remedy="fetch the file again",
-    )
+    what = f"tensor {tensor.name} is {tensor.dtype} of shape {list(tensor.shape)}, not {wanted}"
+    return RequestError(what, where=str(tensor.file), remedy="fetch the file again")
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

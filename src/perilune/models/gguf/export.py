@@ -94,10 +94,8 @@ def _architecture(config: DecoderConfig, folder: Path) -> tuple[str, GgufArchite
 def _metadata(config: DecoderConfig, name: str, kind: str) -> dict[str, Any]:
     scaling = config.rope.scaling
     if scaling is not None and not isinstance(scaling, LinearScaling):
-        raise RequestError(
-            "the scaling of the rotary frequencies cannot be written as GGUF here",
-            remedy="convert_hf_to_gguf.py of llama.cpp",
-        )
+        what = "the scaling of the rotary frequencies cannot be written as GGUF here"
+        raise RequestError(what, remedy="convert_hf_to_gguf.py of llama.cpp")
     found: dict[str, Any] = {
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,

@@ -252,8 +252,5 @@ class _Cursor:
 
     def truncated(self, why: str) -> RequestError:
         size = len(self.data)
-        return RequestError(
-            f"the GGUF file is truncated: {why}, and the file has {size:,}",
-            where=str(self.path),
-            remedy="download the file again",
-        )
+        what = f"the GGUF file is truncated: {why}, and the file has {size:,}"
+        return RequestError(what, where=str(self.path), remedy="download the file again")

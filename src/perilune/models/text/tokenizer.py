@@ -434,11 +434,8 @@ class Tokenizer:
     def _cannot_encode(self, texts: Sequence[str], cause: BaseException) -> RequestError:
         for text in texts:
             if (character := self.lacks(text)) is not None:
-                return RequestError(
-                    f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}",
-                    where=self._where,
-                    remedy=ANY_TEXT,
-                )
+                what = f"the tokenizer cannot encode {character!r} in {_shorten(text)!r}"
+                return RequestError(what, where=self._where, remedy=ANY_TEXT)
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)
 
     def _token(self, name: str) -> str | None:

@@ -215,8 +215,6 @@ def _after(rendered: Rendered, mark: str) -> Rendered:
     """The template's output after the assistant message with the text `mark`."""
     _, separator, after = rendered.text.partition(mark)
     if not separator:
-        raise RequestError(
-            "the chat template does not write the text of a message unchanged, so turns cannot be joined",
-            where="chat template",
-        )
+        what = "the chat template does not write the text of a message unchanged, so turns cannot be joined"
+        raise RequestError(what, where="chat template")
     return rendered.with_text(after)

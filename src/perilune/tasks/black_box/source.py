@@ -44,11 +44,8 @@ def fetch_source(source: str, commit: str | None) -> Path:
         assert here is not None
         return here
     if commit is None or not COMMIT.fullmatch(commit):
-        raise RequestError(
-            "a repository needs a commit: all 40 digits of its hash",
-            where=source,
-            remedy=f"commit: {_head(here) if here else '...'}",
-        )
+        what = "a repository needs a commit: all 40 digits of its hash"
+        raise RequestError(what, where=source, remedy=f"commit: {_head(here) if here else '...'}")
     kept = cache() / "sources" / commit
     if here is not None:
         _refuse_changes(here)
@@ -84,11 +81,8 @@ def _check_out(source: str, commit: str, destination: Path) -> None:
         if resolved != commit:
             raise RequestError(f"{commit} is not a commit", where=source)
         if _git("-C", bare, "ls-tree", commit, "--", ".gitmodules"):
-            raise RequestError(
-                "the repository has submodules, which are not supported",
-                where=source,
-                remedy="use a repository without submodules",
-            )
+            what = "the repository has submodules, which are not supported"
+            raise RequestError(what, where=source, remedy="use a repository without submodules")
         archive = Path(scratch) / "files.tar"
         _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
         with tarfile.open(archive) as tar:

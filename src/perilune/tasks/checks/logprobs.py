@@ -89,11 +89,8 @@ class LogprobChecker:
         why = "its log-probs are of another distribution (top-p, top-k, another temperature?)"
         if other is not None:
             why = f"it drew them with the random numbers of step {other}"
-        raise WorkFailedError(
-            f"the sampler chose {len(missed)} of {count} tokens that its random numbers do not give: {why}",
-            where=f"step {step}, episode {episode.episode_id}",
-            remedy=REPORT_BUG,
-        )
+        what = f"the sampler chose {len(missed)} of {count} tokens that its random numbers do not give: {why}"
+        raise WorkFailedError(what, where=f"step {step}, episode {episode.episode_id}", remedy=REPORT_BUG)
 
     def check_reference(
         self, batches: Sequence[PackedBatch], reference: Decoder, groups: Groups, step: int

@@ -35,11 +35,8 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     collected.write(workspace.root / OUTPUT)
     kept = collected.kept
     if len(kept) < spec.traces:
-        raise WorkFailedError(
-            f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})",
-            where=f"stage {workspace.job.stage}",
-            remedy=_remedy(collected),
-        )
+        what = f"{len(kept)} of {spec.traces} traces passed the verifier ({collected.describe_rejections()})"
+        raise WorkFailedError(what, where=f"stage {workspace.job.stage}", remedy=_remedy(collected))
     counts = {f"source/{name}": count for name, count in collected.sources.items()}
     workspace.metric(0, rows=len(kept), rejected=len(collected.rejected), **counts)
     for record in islice(kept, 3):

@@ -22,11 +22,8 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     total = spec.tasks * spec.samples
     with open_player(workspace, spec.max_tokens) as player:
         if getattr(player.environment, "max_turns", 1) > 1:
-            raise RequestError(
-                f"a pair is two answers to one prompt, and {player.environment.id} has several turns",
-                where="environment",
-                remedy="train on its rewards with rl",
-            )
+            what = f"a pair is two answers to one prompt, and {player.environment.id} has several turns"
+            raise RequestError(what, where="environment", remedy="train on its rewards with rl")
         tasks = player.training_tasks(spec.skip).take(spec.tasks)
         groups = player.play(
             tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total

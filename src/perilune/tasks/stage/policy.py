@@ -166,8 +166,6 @@ def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]
     """
     tasks = list(islice(environment.tasks("heldout", seed), count))
     if len(tasks) < count:
-        raise RequestError(
-            f"{environment.id} gave {len(tasks)} of {count} held-out tasks",
-            remedy="lower the number of tasks, or widen the environment's config",
-        )
+        what = f"{environment.id} gave {len(tasks)} of {count} held-out tasks"
+        raise RequestError(what, remedy="lower the number of tasks, or widen the environment's config")
     return tasks

@@ -52,11 +52,8 @@ class Publisher:
         began = weights if self._learner.version == 0 else self._learner.memory.get("start", self._start)
         self._learner.memory["start"] = began
         if began != self._start:
-            raise WorkFailedError(
-                f"the reference policy has checksum {self._start}, and training started from {began}",
-                where="reference",
-                remedy=REPORT_BUG,
-            )
+            what = f"the reference policy has checksum {self._start}, and training started from {began}"
+            raise WorkFailedError(what, where="reference", remedy=REPORT_BUG)
 
     def accept_reference(self) -> None:
         """Expect the reference's current weights from now on, because the stage moved it."""

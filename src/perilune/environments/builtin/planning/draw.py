@@ -25,11 +25,8 @@ def draw_trip(settings: TripSettings, draw: random.Random) -> tuple[Trip, tuple[
         planted = _plan(settings, draw, draw.sample(places, settings.visits))
         if planted is not None:
             return _around(settings, draw, places, planted), tuple(planted)
-    raise RequestError(
-        f"{settings.visits} visits hardly ever fit into {settings.days} x {settings.length} steps",
-        where="environment.length",
-        remedy="increase length or days, or reduce visits",
-    )
+    what = f"{settings.visits} visits hardly ever fit into {settings.days} x {settings.length} steps"
+    raise RequestError(what, where="environment.length", remedy="increase length or days, or reduce visits")
 
 
 def _random_place(settings: TripSettings, draw: random.Random, name: str) -> Place:

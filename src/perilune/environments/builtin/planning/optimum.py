@@ -132,11 +132,8 @@ def by_cpsat(trip: Trip, effort: float) -> Optimum | None:
     if status == cp_model.INFEASIBLE:
         return None
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        raise WorkFailedError(
-            f"no plan was found in {effort:g} of deterministic time",
-            where="environment.effort",
-            remedy="increase effort, or use fewer places",
-        )
+        what = f"no plan was found in {effort:g} of deterministic time"
+        raise WorkFailedError(what, where="environment.effort", remedy="increase effort, or use fewer places")
     plan = [
         Visit(day, solver.value(starts[index]), place.name)
         for day, visited in enumerate(on_day, start=1)
