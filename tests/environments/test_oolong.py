@@ -14,24 +14,23 @@ import pytest
 from perilune.data.generators import make_teacher
 from perilune.data.generators.oolong import write_notes
 from perilune.environments import Transcript, make_environment
-from perilune.environments.builtin.oolong import (
-    OolongSettings,
-    compact,
+from perilune.environments.builtin.oolong import compact, natural
+from perilune.environments.builtin.oolong.natural import LABELS
+from perilune.environments.builtin.oolong.questions import Question, evaluate
+from perilune.environments.builtin.oolong.records import Record
+from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
+from perilune.environments.builtin.oolong.settings import OolongSettings
+from perilune.environments.builtin.oolong.tasks import (
     context_lines,
+    direct_prompt,
     draw_task,
     draw_tasks,
     gold,
     gold_of_part,
     line_labels,
-    natural,
     question,
     score_answer,
 )
-from perilune.environments.builtin.oolong.natural import LABELS
-from perilune.environments.builtin.oolong.questions import Question, evaluate
-from perilune.environments.builtin.oolong.records import Record
-from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
-from perilune.environments.builtin.oolong.tasks import direct_prompt
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.long_context import glimpse_of
 from perilune.environments.core.splits import split_of

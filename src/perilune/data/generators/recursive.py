@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from perilune.data.generators.oolong import write_notes
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.oolong import gold, line_labels, question
 from perilune.environments.builtin.oolong.compact import LABELS, MARK, SIGNS, month
 from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question
 from perilune.environments.builtin.oolong.records import draw_records
+from perilune.environments.builtin.oolong.tasks import gold, line_labels, question
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError

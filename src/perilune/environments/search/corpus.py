@@ -1,7 +1,7 @@
 """Documents to search, made by a generator or read from a file."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -43,7 +43,8 @@ def read_corpus(path: str) -> Corpus:
     """
     try:
         with Path(path).open(encoding="utf-8") as stream:
-            documents = [_document(line, f"{path}:{number}", number) for number, line in _rows(stream)]
+            lines = ((number, line) for number, line in enumerate(stream, 1) if line.strip())
+            documents = [_document(line, f"{path}:{number}", number) for number, line in lines]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}", where="environment.corpus") from None
     if not documents:
@@ -51,10 +52,6 @@ def read_corpus(path: str) -> Corpus:
     if len({one["id"] for one in documents}) < len(documents):
         raise RequestError(f"two documents of {path} have the same id", where="environment.corpus")
     return Corpus(documents)
-
-
-def _rows(stream: Iterator[str]) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(stream, 1) if line.strip())
 
 
 def _document(line: str, where: str, number: int) -> Document:

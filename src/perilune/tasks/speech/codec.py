@@ -172,11 +172,8 @@ def _log(magnitude: Tensor) -> Tensor:
 
 def _end_to_end(utterances: list[SpokenText], frame: int) -> Tensor:
     """float[N], the utterances end to end, each padded to whole frames."""
-    return torch.cat([F.pad(one, (0, -len(one) % frame)) for one in map(_tensor, utterances)])
-
-
-def _tensor(utterance: SpokenText) -> Tensor:
-    return torch.from_numpy(utterance.samples)
+    spoken = (torch.from_numpy(one.samples) for one in utterances)
+    return torch.cat([F.pad(one, (0, -len(one) % frame)) for one in spoken])
 
 
 def _crops(audio: Tensor, spec: CodecSpec, frame: int, random: torch.Generator) -> Tensor:

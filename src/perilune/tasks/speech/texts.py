@@ -75,10 +75,6 @@ def kinds_of(text: str) -> Kind:
     return next(fitting)
 
 
-def _digits(random: Random) -> str:
-    return " ".join(random.choices(_DIGITS, k=random.randint(2, 5)))
-
-
 def _numbers(random: Random) -> str:
     number = random.randint(10, 999)
     hundreds, below = divmod(number, 100)
@@ -90,11 +86,11 @@ def _numbers(random: Random) -> str:
     return " ".join(words)
 
 
-def _sentence(random: Random) -> str:
-    return " ".join(random.choice(part) for part in (_WHO, _DID, _WHAT, _WHERE))
-
-
-_DRAW: dict[Kind, Callable[[Random], str]] = {"digits": _digits, "numbers": _numbers, "sentences": _sentence}
+_DRAW: dict[Kind, Callable[[Random], str]] = {
+    "digits": lambda random: " ".join(random.choices(_DIGITS, k=random.randint(2, 5))),
+    "numbers": _numbers,
+    "sentences": lambda random: " ".join(random.choice(part) for part in (_WHO, _DID, _WHAT, _WHERE)),
+}
 _WORDS: dict[Kind, Sequence[str]] = {
     "digits": _DIGITS,
     "numbers": [*_DIGITS[1:], *_TEENS, *_TENS, "hundred"],

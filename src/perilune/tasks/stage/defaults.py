@@ -210,10 +210,6 @@ def _max_tokens(of: _Choice) -> Default:
     return Default(most, "room for written-out work; half of the positions at most")
 
 
-def _forgetting(of: _Choice) -> Default:
-    return Default(ForgettingSettings().model_dump(mode="json"), "")
-
-
 _FOR_PRETRAINED: dict[str, Callable[[_Choice], Default]] = {
     "lr": _lr,
     "warmup": _warmup,
@@ -222,5 +218,5 @@ _FOR_PRETRAINED: dict[str, Callable[[_Choice], Default]] = {
     "prompts": _examples,
     "token_budget": _token_budget,
     "max_tokens": _max_tokens,
-    "forgetting": _forgetting,
+    "forgetting": lambda of: Default(ForgettingSettings().model_dump(mode="json"), ""),
 }

@@ -56,7 +56,9 @@ def prepare_device(workspace: Workspace) -> torch.device:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(workspace.job.seed)
-    _exact_products(kind)
+    if kind == "cuda":  # checks rely on float32 products, and TensorFloat-32 has a mantissa of 10 bits
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
     workspace.log(f"device {kind}, CPU threads {torch.get_num_threads()}, torch {torch.__version__}")
     if kind == "cpu" and (kernels := native()).library is None:
         workspace.log(missing_kernels(kernels.reason))
@@ -66,17 +68,6 @@ def prepare_device(workspace: Workspace) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device(kind)
-
-
-def _exact_products(kind: str) -> None:
-    """Compute float32 products on a GPU in float32: TensorFloat-32 has a mantissa of 10 bits.
-
-    The checks of gradients and log-probs rely on float32. A stage that shall be fast has
-    `precision: bfloat16`.
-    """
-    if kind == "cuda":
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
 
 
 def join_ranks(workspace: Workspace, device: torch.device, decoder: Decoder) -> Ranks:

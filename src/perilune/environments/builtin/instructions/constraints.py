@@ -95,12 +95,8 @@ def _visible(text: str) -> str:
     return text.replace("\n", "").replace("\t", "")
 
 
-def _lines(text: str) -> list[str]:
-    return [line for line in text.strip().split("\n") if line.strip()]
-
-
 def _is_bullets(text: str, params: Params) -> bool:
-    lines = _lines(text)
+    lines = [line for line in text.strip().split("\n") if line.strip()]
     return len(lines) == params["count"] and all(re.match(r"- \S", line) and words(line) for line in lines)
 
 

@@ -1,7 +1,1 @@
-"""Trips to plan under hard constraints. Each trip is generated with a valid plan and scored constraint by
-constraint.
-"""
-
-from perilune.environments.builtin.planning.environment import PlanningEnvironment, PlanningRepairEnvironment
-
-__all__ = ["PlanningEnvironment", "PlanningRepairEnvironment"]
+"""Trips to plan under hard constraints, generated with a valid plan and scored constraint by constraint."""

@@ -33,10 +33,6 @@ def _stops(trip: Trip, plan: Plan) -> _Stops:
     return sorted(stops, key=lambda stop: stop[0].day)
 
 
-def _once(trip: Trip, stops: _Stops) -> bool:
-    return len({place.name for _, place in stops}) == len(stops)
-
-
 def _travel(trip: Trip, stops: _Stops) -> bool:
     """Each visit starts after the arrival from home (at the start of a day) or from the previous place."""
     for _, of_day in groupby(stops, key=lambda stop: stop[0].day):
@@ -72,28 +68,20 @@ def _day(trip: Trip, stops: _Stops) -> bool:
     )
 
 
-def _budget(trip: Trip, stops: _Stops) -> bool:
-    return sum(place.price for _, place in stops) <= trip.budget
-
-
-def _must_see(trip: Trip, stops: _Stops) -> bool:
-    return {place.name for place in trip.places if place.must_see} <= {place.name for _, place in stops}
-
-
-def _visits(trip: Trip, stops: _Stops) -> bool:
-    return len({place.name for _, place in stops}) >= trip.visits
+def _names(stops: _Stops) -> set[str]:
+    return {place.name for _, place in stops}
 
 
 _HOLDS: Mapping[str, Callable[[Trip, _Stops], bool]] = MappingProxyType(
     {
-        "once": _once,
+        "once": lambda trip, stops: len(_names(stops)) == len(stops),
         "travel": _travel,
         "hours": _hours,
         "window": _window,
         "day": _day,
-        "budget": _budget,
-        "must_see": _must_see,
-        "visits": _visits,
+        "budget": lambda trip, stops: sum(place.price for _, place in stops) <= trip.budget,
+        "must_see": lambda trip, stops: {p.name for p in trip.places if p.must_see} <= _names(stops),
+        "visits": lambda trip, stops: len(_names(stops)) >= trip.visits,
     }
 )
 TERMS = ("syntax", "known", *_HOLDS)

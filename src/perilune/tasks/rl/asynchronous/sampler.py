@@ -77,7 +77,9 @@ class AsynchronousSampler(GroupSource):
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, player.rollouts, spec, spec.token_budget
         )
-        self._admit_again()
+        for number in self._waiting:  # groups of an earlier attempt
+            if self._key(number) not in self._fleet.finished:
+                self._send(number)
 
     @property
     def epoch(self) -> int:
@@ -168,12 +170,6 @@ class AsynchronousSampler(GroupSource):
                 self._waiting[self._admitted] = drawn
                 self._send(self._admitted)
                 self._admitted += 1
-
-    def _admit_again(self) -> None:
-        """Continue the groups of an earlier attempt."""
-        for number in self._waiting:
-            if self._key(number) not in self._fleet.finished:
-                self._send(number)
 
     def _send(self, number: int) -> None:
         version_runs = None
