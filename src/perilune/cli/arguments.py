@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -65,6 +66,21 @@ AnswerTokens = Annotated[
     typer.Option(min=1, help="Longest answer in tokens. Default: 64, or 256 for a pretrained model."),
 ]
 EvaluationSeed = Annotated[int, typer.Option(min=0, help="Selects the tasks and the samples.")]
+
+
+def require_packages(extra: str, *packages: str) -> None:
+    """Refuse a command whose packages, those of an extra, are not installed."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        remedy = f"pip install 'perilune[{extra}]'"
+        raise RequestError(f"the package {missing[0]} is not installed", remedy=remedy)
+
+
+def open_run(reference: str) -> tuple[Control, Run]:
+    """Open the control plane of this home, check the state of live runs, and find a run."""
+    from perilune.control.queries.lookup import find_run
+
+    control = open_control()
+    return control, find_run(control, reference)
 
 
 def command_group(help: str) -> typer.Typer:

@@ -38,6 +38,11 @@ def wrapped(text: str, indent: int = 11) -> str:
     return textwrap.fill(text, width, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
 
 
+def interval_markup(mean: float, low: float, high: float) -> str:
+    """Rich markup for a share with its interval."""
+    return f"{mean:.1%} [dim]({100 * low:.1f} to {100 * high:.1f})[/]"
+
+
 def as_markup(text: str) -> str:
     """Rich markup that shows `text` literally."""
     from rich.markup import escape
@@ -48,6 +53,17 @@ def as_markup(text: str) -> str:
 def print_json(document: Any) -> None:
     """Print one JSON document in ASCII. Values that JSON cannot represent are printed as text."""
     typer.echo(json.dumps(document, indent=2, default=str))
+
+
+def ruled_table(*columns: str, left: int = 1) -> Any:
+    """A rich table with a line below its head. The first `left` columns are texts, the others figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(columns):
+        table.add_column(as_markup(name), justify="left" if place < left else "right", no_wrap=place >= left)
+    return table
 
 
 def table_console(width: int = 160) -> Any:

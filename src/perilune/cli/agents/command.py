@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from perilune.errors import RequestError
+from perilune.cli.arguments import require_packages
 
 
 def mcp(
@@ -36,8 +35,7 @@ def mcp(
     if skill:
         typer.echo((files("perilune.cli.agents") / "SKILL.md").read_text(encoding="utf-8"), nl=False)
         return
-    if find_spec("mcp") is None:
-        raise RequestError("the package mcp is not installed", remedy="pip install 'perilune[agents]'")
+    require_packages("agents", "mcp")
     from perilune.cli.agents.actions import Actor
     from perilune.cli.agents.reading import Reader
     from perilune.cli.agents.server import Tools, serve

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json, open_control
-from perilune.cli.output import as_markup, echo, print_json, table_console, wrapped
+from perilune.cli.output import as_markup, echo, print_json, ruled_table, table_console, wrapped
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -94,14 +94,10 @@ def print_comparison(found: Comparison) -> None:
 
 
 def _table(found: Comparison) -> Any:
-    from rich import box
-    from rich.table import Table
-
     from perilune.control.queries.comparison import describe_difference, shown_settings
 
     keys = found.keys if len(found.keys) <= MOST_COLUMNS else ()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("arm", justify="right")
+    table = ruled_table("arm", left=0)
     for key in keys:
         table.add_column(as_markup(key), overflow="fold")
     for name in ("seeds", found.metric.rpartition(".")[2]):
@@ -109,9 +105,9 @@ def _table(found: Comparison) -> Any:
     table.add_column("difference", overflow="fold")
     for place, arm in enumerate(found.arms):
         settings = shown_settings(arm) if keys else ()
-        seeds = f"{len(arm.finished)}" + (
-            "" if len(arm.finished) == len(arm.members) else f" of {len(arm.members)}"
-        )
+        seeds = str(len(arm.finished))
+        if len(arm.finished) < len(arm.members):
+            seeds += f" of {len(arm.members)}"
         difference = "baseline" if place == found.baseline else ""
         if arm.difference is not None:
             difference = describe_difference(arm.difference, is_share=found.is_share)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_control, refresh_state
+from perilune.cli.arguments import Json, RunArgument, open_control, open_run, refresh_state
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
@@ -100,10 +100,8 @@ def export(
     perilune export rl --out rl-export --ro-crate
     """
     from perilune.control.evidence.verification import export as export_run
-    from perilune.control.queries.lookup import find_run
 
-    control = open_control()
-    found = find_run(control, run)
+    control, found = open_run(run)
     export_run(control, found, out, crate=ro_crate)
     if as_json:
         print_json({"run": found.id, "stage": found.stage, "directory": str(out)})

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder
+from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder, require_packages
 from perilune.cli.output import echo, print_json
 from perilune.cli.units import size
 from perilune.errors import RequestError
@@ -48,8 +47,7 @@ def push(
     perilune push rl http://127.0.0.1:8000
     perilune push ./step-20 https://gpu.example:8000 --base ./step-10 --token-env SERVER_TOKEN
     """
-    if find_spec("httpx") is None:
-        raise RequestError("the package httpx is not installed", remedy="pip install 'perilune[remote]'")
+    require_packages("remote", "httpx")
     token = None
     if token_env and not (token := os.environ.get(token_env)):
         raise RequestError(f"{token_env} is not set", where="--token-env")

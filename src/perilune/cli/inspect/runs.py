@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_control, reason
+from perilune.cli.arguments import Json, RunArgument, open_control, open_run, reason
 from perilune.cli.inspect.run_table import doubts, interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
-from perilune.cli.output import echo, print_json, wrapped, write
+from perilune.cli.output import echo, print_json, table_console, wrapped, write
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show quickstart/rl --json
     """
     from perilune.cli.train.estimate import compared, kept_estimate
+    from perilune.cli.train.results import print_forgetting, print_held_out
     from perilune.metrics.training import training_figures
 
     control = open_control()
@@ -114,10 +115,9 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     estimated = kept_estimate(control.home.experiment(document["experiment_id"])).get(document["stage"])
     for name, value in compared(estimated, took, document["summary"]).items():
         echo(f"  {name:<22} {value}")
-    for line in _held_out(document["summary"].get("held_out")):
-        echo(f"  {line}")
-    for line in _forgetting(document["summary"].get("forgetting") or {}):
-        echo(f"  {line}")
+    for name, print_table in (("held_out", print_held_out), ("forgetting", print_forgetting)):
+        if found := document["summary"].get(name):
+            print_table(table_console(), {"stage": document["stage"], **found})
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
 
@@ -138,33 +138,6 @@ def _health(found: Mapping[str, Any]) -> list[str]:
     """The verdict, and what to do."""
     remedies = (one["remedy"] for one in found["findings"][:1])
     return [f"health     {found['line']}", *(f"           {one}" for one in remedies)]
-
-
-def _held_out(found: Mapping[str, Any] | None) -> list[str]:
-    """The evaluations during training, as lines."""
-    from perilune.metrics.held_out import curve_notes, curve_rows
-
-    if not found:
-        return []
-    rows = curve_rows(found)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    notes = [*curve_notes(found), *(f"warning: {one}" for one in found["warnings"])]
-    return ["Held out", *(f"  {line}" for line in (*lines, *notes))]
-
-
-def _forgetting(found: Mapping[str, Any]) -> list[str]:
-    """What training cost elsewhere, as lines."""
-    from perilune.metrics.forgetting import forgetting_rows
-
-    lines = [f"  warning: {one}" for one in found.get("warnings", ())]
-    if "skipped" in found:
-        lines.append(f"  not measured: {found['skipped']}")
-    for row in forgetting_rows(found):
-        lines.append(f"  {row.measure}: {row.before} before, {row.after} after")
-        if row.change:
-            lines[-1] += f", change {row.change}"
-    return ["Forgetting", *lines] if lines else []
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -198,11 +171,9 @@ def logs(
     \b
     perilune logs rl -f
     """
-    from perilune.control.queries.lookup import find_run
     from perilune.control.runs.requests import logs as log_text
 
-    control = open_control()
-    found = find_run(control, run)
+    control, found = open_run(run)
     text = log_text(control, found.id, follow=follow)
     if as_json:
         print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})

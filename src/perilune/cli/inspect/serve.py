@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, checkpoint_folder
+from perilune.cli.arguments import CheckpointArgument, checkpoint_folder, require_packages
 from perilune.cli.output import echo
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.engine.openvino_runner import OpenVino
 
-NEEDED = ("fastapi", "httptools", "prometheus_client", "uvicorn")
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
@@ -179,11 +177,7 @@ def serve(
     perilune serve ./my-model --backend openvino --device GPU
     perilune serve ./my-model --offload-memory 4 --offload-disk 20
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        raise RequestError(
-            f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
-        )
+    require_packages("serve", "fastapi", "httptools", "prometheus_client", "uvicorn")
     folder = checkpoint_folder(checkpoint)
     from perilune.engine.offload import OffloadSettings
     from perilune.serve.server import Settings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_control
+from perilune.cli.arguments import Json, RunArgument, open_run
 from perilune.cli.output import echo, print_json
 from perilune.cli.train.trackers import tracker_folder
 
@@ -42,15 +42,13 @@ def track(
     perilune track rl --to tensorboard
     perilune track rl --to wandb --follow
     """
-    from perilune.control.queries.lookup import find_run
     from perilune.control.record.home import locked
     from perilune.execution.processes import die_with
     from perilune.tracking import open_sink
 
     if tied:
         die_with(os.getppid())
-    control = open_control()
-    found = find_run(control, run)
+    control, found = open_run(run)
     directory = out or control.home.root / "tracking" / to
     folder = tracker_folder(control, found.id, to)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json
+from perilune.cli.arguments import Json, require_packages
 from perilune.cli.inspect.serve import Host, Port, TokenEnv
 from perilune.cli.output import echo, print_json
-from perilune.errors import RequestError
-
-NEEDED = ("fastapi", "uvicorn")
 
 
 def ui(
@@ -34,11 +30,7 @@ def ui(
     perilune ui
     perilune ui --port 0 --json
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        raise RequestError(
-            f"the package {missing[0]} is not installed", remedy="pip install 'perilune[serve]'"
-        )
+    require_packages("serve", "fastapi", "uvicorn")
     from perilune.control.record.home import Home
     from perilune.control.runs.experiments import Control
     from perilune.ui.live.server import serve_pages

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import RUN_HELP, Json, RunArgument, command_group, open_control, run_names
+from perilune.cli.arguments import (
+    RUN_HELP,
+    Json,
+    RunArgument,
+    command_group,
+    open_control,
+    open_run,
+    run_names,
+)
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
@@ -109,11 +117,9 @@ def collect(
     \b
     perilune collect rl --out rl-artifacts
     """
-    from perilune.control.queries.lookup import find_run
     from perilune.control.runs.requests import collect as collect_run
 
-    control = open_control()
-    found = find_run(control, run)
+    control, found = open_run(run)
     files = collect_run(control, found.id, out)
     place = out or control.directory(found)
     if as_json:

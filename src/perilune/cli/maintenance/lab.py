@@ -103,30 +103,13 @@ def _screen(silent: bool) -> Iterator[Any]:
     from rich.live import Live
 
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
-        yield lambda now, note: live.update(_table(now, note))
-
-
-def _table(now: Snapshot, note: str) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{now.elapsed:.0f} s  {note}", box=None, title_justify="left", pad_edge=False)
-    table.add_column("counts", style="bold")
-    table.add_column("values", no_wrap=False)
-    for line in _lines(now):
-        name, _, values = line.partition("  ")
-        table.add_row(name, values.strip())
-    return table
+        yield lambda now, note: live.update("\n".join([f"{now.elapsed:.0f} s  {note}", *_lines(now)]))
 
 
 def _lines(now: Snapshot) -> list[str]:
-    counted = (
-        ("runs", now.runs),
-        ("attempts", now.attempts),
-        ("machines", now.machines),
-        ("faults", now.faults),
-    )
+    names = ("runs", "attempts", "machines", "faults")
     return [
-        *(f"{name:<10}{_counts(counts)}" for name, counts in counted),
+        *(f"{name:<10}{_counts(getattr(now, name))}" for name in names),
         f"{'cost':<10}{now.cost:.4f}",
     ]
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, RunOrExperiment, open_control, reason, run_summary
+from perilune.cli.arguments import (
+    Json,
+    RunArgument,
+    RunOrExperiment,
+    open_control,
+    open_run,
+    reason,
+    run_summary,
+)
 from perilune.cli.machines.daemon import print_progress
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json
@@ -150,12 +158,11 @@ def retry(
     perilune retry rl
     """
     from perilune.cli.train.follow import show_events
-    from perilune.control.queries.lookup import find_run
     from perilune.control.runs.experiments import watch
     from perilune.control.runs.requests import retry as retry_run
 
-    control = open_control()
-    new = retry_run(control, find_run(control, run).id)
+    control, found = open_run(run)
+    new = retry_run(control, found.id)
     if detach:
         new = control.reconciler.one(new.id)
     else:
@@ -178,12 +185,10 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
     perilune reproduce rl
     """
     from perilune.cli.train.follow import show_events
-    from perilune.control.queries.lookup import find_run
     from perilune.control.runs.reproduction import Reproduced
     from perilune.control.runs.reproduction import reproduce as run_again
 
-    control = open_control()
-    found = find_run(control, run)
+    control, found = open_run(run)
     last = show_events(run_again(control, found.id))
     assert isinstance(last, Reproduced)
     identical = not last.differences

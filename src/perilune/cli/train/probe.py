@@ -16,7 +16,7 @@ from perilune.cli.arguments import (
     checkpoint_folder,
 )
 from perilune.cli.data.environments import section_of
-from perilune.cli.output import as_markup, echo, print_json, table_console
+from perilune.cli.output import as_markup, echo, interval_markup, print_json, ruled_table, table_console
 from perilune.cli.train.run import JsonOption
 from perilune.errors import PeriluneError, WorkFailedError
 
@@ -122,24 +122,13 @@ def _document(
 
 
 def _table(rows: Sequence[Learnability]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("environment")
-    k = rows[0].k
-    for label in ("pass@1", f"pass@{k}", "live groups", "in form", "length", "cut off"):
-        table.add_column(label, justify="right", no_wrap=True)
+    figures = ("pass@1", f"pass@{rows[0].k}", "live groups", "in form", "length", "cut off")
+    table = ruled_table("environment", *figures)
     table.add_column("verdict")
     for one in rows:
         form = "" if one.format is None else f"{one.format:.0%}"
-        shares = (_share(one.pass_at_1), _share(one.pass_at_k), _share(one.live))
+        measures = (one.pass_at_1, one.pass_at_k, one.live)
+        shares = ("" if measure is None else interval_markup(*measure) for measure in measures)
         cells = (*shares, form, f"{one.length:.1f}", f"{one.truncated:.0%}")
         table.add_row(as_markup(one.environment), *cells, as_markup(one.verdict))
     return table
-
-
-def _share(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value.mean:.1%} [dim]({100 * value.low:.1f} to {100 * value.high:.1f})[/]"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli.output import as_markup, table_console
+from perilune.cli.output import as_markup, interval_markup, ruled_table, table_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,11 +98,9 @@ def print_results(document: Mapping[str, Any]) -> None:
         console.print(sentence)
     _print_training(console, document)
     for one in document["held_out"]:
-        _print_held_out(console, one)
+        print_held_out(console, one)
     for one in document["forgetting"]:
-        console.print(_forgetting(one))
-        for warning in one.get("warnings", ()):
-            console.print(as_markup(f"warning: {one['stage']}: {warning}"))
+        print_forgetting(console, one)
     for one in document["calibrations"]:
         for sentence in one["sentences"]:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
@@ -200,13 +198,7 @@ def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
 
 def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     """A table with one column for each evaluation."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("held-out tasks", no_wrap=True)
-    for one in evaluations:
-        table.add_column(one["stage"], justify="right", no_wrap=True)
+    table = ruled_table("held-out tasks", *(one["stage"] for one in evaluations))
 
     def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:
         if any(cells):
@@ -252,17 +244,12 @@ def _print_training(console: Console, document: Mapping[str, Any]) -> None:
             console.print(as_markup(f"{one['stage']}: {sentence}"))
 
 
-def _print_held_out(console: Console, found: Mapping[str, Any]) -> None:
+def print_held_out(console: Console, found: Mapping[str, Any]) -> None:
     """Print the evaluations during the training of a stage as a table, with notes and warnings."""
-    from rich import box
-    from rich.table import Table
-
     from perilune.metrics.held_out import curve_notes, curve_rows
 
     head, *rows = curve_rows(found)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for label in (f"{found['stage']}: {head[0]}", *head[1:]):
-        table.add_column(as_markup(label), justify="right")
+    table = ruled_table(f"{found['stage']}: {head[0]}", *head[1:], left=0)
     for row in rows:
         table.add_row(*map(as_markup, row))
     console.print(table)
@@ -270,22 +257,19 @@ def _print_held_out(console: Console, found: Mapping[str, Any]) -> None:
         console.print(as_markup(f"{found['stage']}: {note}"))
 
 
-def _forgetting(found: Mapping[str, Any]) -> Any:
-    """What the training of a stage cost elsewhere, as a table."""
-    from rich import box
-    from rich.table import Table
-
+def print_forgetting(console: Console, found: Mapping[str, Any]) -> None:
+    """Print what the training of a stage cost elsewhere as a table, with warnings."""
     from perilune.metrics.forgetting import forgetting_rows
 
     if "skipped" in found:
-        return as_markup(f"{found['stage']}: forgetting was not measured: {found['skipped']}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(as_markup(f"forgetting in {found['stage']}"))
-    for label in ("before", "after", "change"):
-        table.add_column(label, justify="right")
-    for row in forgetting_rows(found):
-        table.add_row(*(as_markup(cell) for cell in row))
-    return table
+        console.print(as_markup(f"{found['stage']}: forgetting was not measured: {found['skipped']}"))
+    else:
+        table = ruled_table(f"forgetting in {found['stage']}", "before", "after", "change")
+        for row in forgetting_rows(found):
+            table.add_row(*map(as_markup, row))
+        console.print(table)
+    for warning in found.get("warnings", ()):
+        console.print(as_markup(f"warning: {found['stage']}: {warning}"))
 
 
 def _strategy(value: Mapping[str, float] | None) -> str:
@@ -294,9 +278,7 @@ def _strategy(value: Mapping[str, float] | None) -> str:
 
 
 def _interval(value: Mapping[str, float] | None) -> str:
-    if value is None:
-        return ""
-    return f"{value['mean']:.1%} [dim]({100 * value['low']:.1f} to {100 * value['high']:.1f})[/]"
+    return "" if value is None else interval_markup(value["mean"], value["low"], value["high"])
 
 
 def _sentences(evaluation: Mapping[str, Any]) -> Iterator[str]:

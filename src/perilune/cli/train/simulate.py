@@ -117,17 +117,8 @@ def show(document: Mapping[str, Any]) -> None:
     console = table_console()
     echo(f"{document['recipe']}: {document['machines']}")
     table = Table(box=None, pad_edge=False)
-    for column in (
-        "stage",
-        "setting",
-        "time",
-        "sampling",
-        "learning",
-        "idle",
-        "mean age",
-        "peak blocks",
-        "cost",
-    ):
+    figures = ("time", "sampling", "learning", "idle", "mean age", "peak blocks", "cost")
+    for column in ("stage", "setting", *figures):
         table.add_column(column, justify="left" if column in ("stage", "setting", "idle") else "right")
     for row in document["stages"]:
         table.add_row(*_row(row))
