@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from perilune.environments.core import managed_context, prompting
-from perilune.environments.core.episode_settings import KEY, EpisodeSettings, episode_settings
+from perilune.environments.core.episode_settings import KEY, EpisodeSettings
 from perilune.environments.core.managed_context import ContextSettings, ManagedContext
 from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
@@ -226,10 +226,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     shared = (REWARDS, KEY, prompting.KEY, managed_context.KEY)
     apart = (*shared, *(("id", SOURCE) if names_file(spec.get("id")) else ()))
     own = {name: value for name, value in spec.items() if name not in apart}
-    try:
-        settings = episode_settings(spec)
-    except ValidationError as error:
-        raise _request_error(error, EpisodeSettings, f"{KEY}.") from None
+    settings = _shared(EpisodeSettings, KEY, spec.get(KEY) or {})
     try:
         settled = model.model_validate(own) if model else own
         parts = part_sections(spec)
