@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -267,15 +267,13 @@ def _playwright_chromium() -> str:
 
 
 def _system_install(package: str) -> str:
-    managers: dict[str, Callable[[str], str]] = {
-        "apt-get": lambda name: f"sudo apt-get install {name}",
-        "dnf": lambda name: f"sudo dnf install {name}",
-        "apk": lambda name: f"sudo apk add {name.replace('-server', '')}",
-        "pacman": lambda name: f"sudo pacman -S {name.replace('-server', '')}",
-        "brew": lambda name: f"brew install {name.replace('-server', '')}",
-    }
-    command = next((command for name, command in managers.items() if shutil.which(name)), None)
-    return command(package) if command else f"install {package} with this system's package manager"
+    for manager, verb in (("apt-get", "install"), ("dnf", "install"), ("apk", "add"), ("pacman", "-S")):
+        if shutil.which(manager):
+            named = package if verb == "install" else package.replace("-server", "")
+            return f"sudo {manager} {verb} {named}"
+    if shutil.which("brew"):
+        return f"brew install {package.replace('-server', '')}"
+    return f"install {package} with this system's package manager"
 
 
 def _file_system(path: Path) -> str:

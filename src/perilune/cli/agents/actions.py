@@ -145,18 +145,12 @@ class Actor:
 
     def _redeem(self, token: str, digest: str, what: str) -> None:
         promised, until = self._promised.pop(token, ("", 0.0))
+        problem = "" if promised == digest else f"{what} changed after the token was given"
         if time.monotonic() > until:
-            raise RequestError(
-                "the token is unknown, used or expired",
-                where="token",
-                remedy="call again without a token, and show the user what the new answer says",
-            )
-        if promised != digest:
-            raise RequestError(
-                f"{what} changed after the token was given",
-                where="token",
-                remedy="call again without a token, and show the user what the new answer says",
-            )
+            problem = "the token is unknown, used or expired"
+        if problem:
+            remedy = "call again without a token, and show the user what the new answer says"
+            raise RequestError(problem, where="token", remedy=remedy)
 
 
 def _digest(document: dict[str, Any]) -> str:

@@ -134,26 +134,15 @@ def _times(
     calibration: Calibration, parameters: int, trial: Trial | None, expected: Expected
 ) -> Mapping[str, float]:
     """Seconds of each unit of work."""
-    decode, sampled = calibration.seconds("decode", parameters)
-    update, learned = calibration.seconds("update", parameters)
-    reinforce, reinforced = calibration.seconds("reinforce", parameters)
     overhead = calibration.overhead
-    return {
-        "decode": decode,
-        "sampled": sampled,
-        "update": update,
-        "learned": learned,
-        "reinforce": reinforce,
-        "reinforced": reinforced,
-        "forward": FORWARD * learned,
-        "turn": overhead.turn,
-        "step": overhead.step,
-        "row": expected.low.reading,
-        "task": 0.0 if trial is None else trial.task,
-        "episode": 0.0 if trial is None else trial.episode,
-        "trace": 0.0 if trial is None else trial.trace,
-        "scorer": 0.0 if trial is None else max(0.0, trial.start - overhead.scorer),
-    }
+    times = {"turn": overhead.turn, "step": overhead.step, "row": expected.low.reading}
+    for step, token in (("decode", "sampled"), ("update", "learned"), ("reinforce", "reinforced")):
+        times[step], times[token] = calibration.seconds(step, parameters)
+    times["forward"] = FORWARD * times["learned"]
+    if trial is None:
+        return times | dict.fromkeys(("task", "episode", "trace", "scorer"), 0.0)
+    times |= {"task": trial.task, "episode": trial.episode, "trace": trial.trace}
+    return times | {"scorer": max(0.0, trial.start - overhead.scorer)}
 
 
 def _estimate(

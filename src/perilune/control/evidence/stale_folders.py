@@ -22,9 +22,7 @@ def remove_stale_folders(home: Home, store: Store) -> None:
     SharedFiles(home.root).remove_unused()
     found = {path.name for path in home.runs.iterdir()}
     for run_id in found - _known(store):
-        with locked(
-            home.run(run_id)
-        ) as mine:  # the submitting process holds the lock until the run is accepted
+        with locked(home.run(run_id)) as mine:  # the submitting process holds it until the run is accepted
             if not mine or run_id in _known(store):
                 continue
             if run_id in _removed(store):
@@ -32,19 +30,14 @@ def remove_stale_folders(home: Home, store: Store) -> None:
             elif not home.newest_attempt(run_id):
                 remove_tree(home.run(run_id))
     experiments = {path.name for path in home.experiments.iterdir()}
-    if unknown := experiments - _known_experiments(store):
+    if unknown := experiments - _known(store, Experiment):
         for experiment_id in unknown & _removed(store):
             home.discard(home.experiment(experiment_id))
 
 
-def _known(store: Store) -> set[str]:
+def _known(store: Store, table: type[Run | Experiment] = Run) -> set[str]:
     with store.snapshot() as session:
-        return set(session.scalars(select(Run.id)))
-
-
-def _known_experiments(store: Store) -> set[str]:
-    with store.snapshot() as session:
-        return set(session.scalars(select(Experiment.id)))
+        return set(session.scalars(select(table.id)))
 
 
 def _removed(store: Store) -> set[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from perilune.control.queries.lookup import StageStatus, find_experiment, stage_statuses
+from perilune.control.queries.lookup import StageStatus, find_experiment, statuses_by_experiment
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.sweeps import find_sweep
 from perilune.errors import RequestError
@@ -147,9 +147,7 @@ def compare_experiments(
     sweeps = [found for one in references if (found := find_sweep(control, one)) is not None]
     ids = list(dict.fromkeys(one for name in references for one in _experiments(control, name)))
     documents = {one: read_json(control.home.experiment(one) / "recipe.json") for one in ids}
-    stages: dict[str, list[StageStatus]] = {one: [] for one in ids}
-    for status in stage_statuses(control, ids):
-        stages[status.experiment_id].append(status)
+    stages = statuses_by_experiment(control, ids)
     metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
     known = dict.fromkeys(one.name for found in stages.values() for one in found)
     if (stage := metric.partition(".")[0]) not in known:
@@ -167,9 +165,7 @@ def final_figures(
     control: Control, experiments: Iterable[str], metric: str | None = None
 ) -> tuple[str, dict[str, float]]:
     """The final figure and its name, by experiment; experiments without it are left out."""
-    stages: dict[str, list[StageStatus]] = {one: [] for one in experiments}
-    for status in stage_statuses(control, list(stages)):
-        stages[status.experiment_id].append(status)
+    stages = statuses_by_experiment(control, list(experiments))
     metric = metric or _default_metric(stages)
     found = {one: _figure(statuses, metric) for one, statuses in stages.items()}
     return metric, {one: figure.mean for one, figure in found.items() if figure is not None}
@@ -180,9 +176,8 @@ def _experiments(control: Control, name: str) -> list[str]:
     if sweep is None:
         return [find_experiment(control, name).id]
     ids = [one for arm in sweep.arms for one in arm.experiments.values()]
-    return [
-        one for one in ids if (control.home.experiment(one) / "recipe.json").exists()
-    ]  # others were removed
+    # An experiment that was removed has no recipe.
+    return [one for one in ids if (control.home.experiment(one) / "recipe.json").exists()]
 
 
 def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:

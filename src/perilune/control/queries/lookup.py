@@ -212,6 +212,14 @@ def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[Stag
     return [_status(control, row, conditions, overrides[row[0].id]) for row in rows]
 
 
+def statuses_by_experiment(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
+    """The stages of each experiment, in order."""
+    found: dict[str, list[StageStatus]] = {one: [] for one in experiment_ids}
+    for status in stage_statuses(control, experiment_ids):
+        found[status.experiment_id].append(status)
+    return found
+
+
 def overrides_of(control: Control, experiment_id: str) -> tuple[str, ...]:
     """The overrides that an experiment was created with."""
     path = control.home.experiment(experiment_id) / OVERRIDES

@@ -55,12 +55,8 @@ def _live(reconciler: Reconciler) -> tuple[list[str], list[str], list[str]]:
         rows = session.execute(query.where(Run.state.in_(LIVE)).order_by(Run.id)).all()
     elsewhere = {run_id for run_id, _ in rows if reconciler.placements.capabilities(run_id).elsewhere}
     hidden = {run_id for run_id, seen in rows if seen == Reachability.UNREACHABLE} & elsewhere
-    every = [run_id for run_id, _ in rows]
-    return (
-        [run_id for run_id in every if run_id not in elsewhere],
-        [run_id for run_id in every if run_id in elsewhere - hidden],
-        [run_id for run_id in every if run_id in hidden],
-    )
+    near = [run_id for run_id, _ in rows if run_id not in elsewhere]
+    return near, sorted(elsewhere - hidden), sorted(hidden)
 
 
 def _refresh(reconciler: Reconciler, run_id: str, slots: Semaphore) -> None:

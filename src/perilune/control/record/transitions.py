@@ -23,7 +23,7 @@ class RunState(StrEnum):
     @property
     def terminal(self) -> bool:
         """Whether no state can follow."""
-        return not RUN_TRANSITIONS[self]
+        return self not in RUN_TRANSITIONS
 
 
 class AttemptState(StrEnum):
@@ -44,7 +44,7 @@ class AttemptState(StrEnum):
     @property
     def terminal(self) -> bool:
         """Whether no state can follow."""
-        return not ATTEMPT_TRANSITIONS[self]
+        return self not in ATTEMPT_TRANSITIONS
 
 
 class MachineState(StrEnum):
@@ -75,12 +75,11 @@ class Cleanup(StrEnum):
 
 R, A, M = RunState, AttemptState, MachineState
 
+# No state follows one without a row.
+
 RUN_TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     R.QUEUED: frozenset({R.ACTIVE, R.FAILED, R.CANCELLED}),
     R.ACTIVE: frozenset({R.QUEUED, R.SUCCEEDED, R.FAILED, R.CANCELLED}),
-    R.SUCCEEDED: frozenset(),
-    R.FAILED: frozenset(),
-    R.CANCELLED: frozenset(),
 }
 
 _ANY_TIME = frozenset({A.PREEMPTED, A.LOST, A.CANCELLED})  # from every live state
@@ -92,11 +91,6 @@ ATTEMPT_TRANSITIONS: Mapping[AttemptState, frozenset[AttemptState]] = {
     A.STARTING: frozenset({A.RUNNING, A.FINALIZING, A.FAILED}) | _ANY_TIME,
     A.RUNNING: frozenset({A.FINALIZING, A.FAILED}) | _ANY_TIME,
     A.FINALIZING: frozenset({A.SUCCEEDED, A.FAILED}) | _ANY_TIME,
-    A.SUCCEEDED: frozenset(),
-    A.FAILED: frozenset(),
-    A.PREEMPTED: frozenset(),
-    A.LOST: frozenset(),
-    A.CANCELLED: frozenset(),
 }
 
 MACHINE_TRANSITIONS: Mapping[MachineState, frozenset[MachineState]] = {
@@ -121,5 +115,5 @@ TRANSITIONS: Mapping[type[StrEnum], Mapping[Any, frozenset[Any]]] = {
 
 def check_transition(old: StrEnum, new: StrEnum) -> None:
     """Raise IllegalTransitionError unless the state `old` may change to `new`."""
-    if new not in TRANSITIONS[type(old)][old]:
+    if new not in TRANSITIONS[type(old)].get(old, ()):
         raise IllegalTransitionError(f"{type(old).__name__}: {old} -> {new}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from perilune.control.queries.lookup import StageStatus, stage_statuses
+from perilune.control.queries.lookup import StageStatus, statuses_by_experiment
 from perilune.control.record.home import locked
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, advance, stage_plans
@@ -148,12 +148,10 @@ class ArmState:
         """Why it failed, on one line; "" if it did not."""
         if self.refused is not None:
             return str(self.refused).partition("\n")[0]
-        stage = self.stage
-        return (
-            ""
-            if self.succeeded
-            else f"{stage.name} {stage.state}: {(stage.message or stage.cause).partition(chr(10))[0]}"
-        )
+        if self.succeeded:
+            return ""
+        why = (self.stage.message or self.stage.cause).partition("\n")[0]
+        return f"{self.stage.name} {self.stage.state}: {why}"
 
 
 class SweepRunner:
@@ -191,9 +189,7 @@ class SweepRunner:
             for _, outcome in self._starter.start_next_stages(experiment):
                 if isinstance(outcome, PeriluneError):
                     self._refuse(experiment, outcome)
-        stages: dict[str, list[StageStatus]] = {one: [] for one in self.live}
-        for status in stage_statuses(self.control, self.live):
-            stages[status.experiment_id].append(status)
+        stages = statuses_by_experiment(self.control, self.live)
         states = {one: ArmState(tuple(found), self._refused.get(one)) for one, found in stages.items()}
         self.live = [one for one in self.live if not states[one].is_over]
         return states

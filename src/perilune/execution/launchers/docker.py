@@ -6,6 +6,7 @@ is named by its digest, so that the name identifies its content.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,9 +54,7 @@ class Container(Frozen):
     @field_validator("image")
     @classmethod
     def _pinned(cls, image: str) -> str:
-        name, at, digest = image.rpartition("@")
-        name_is_plain = not at or (name and not name.startswith("-") and not set(name) - _IN_NAMES)
-        if not name_is_plain or not _is_digest(digest):
+        if not re.fullmatch("([A-Za-z0-9./:_][A-Za-z0-9./:_-]*@)?sha256:[0-9a-f]{64}", image):
             raise ValueError(
                 f"'{image}' does not identify the image: a tag can move. Use its digest, NAME@sha256:..., as"
                 " printed by `docker pull NAME:TAG`, or its ID, sha256:..., as printed by"
@@ -110,11 +109,3 @@ def container_of(attempt: Path) -> ContainerRecord | None:
         return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD).read_bytes())
     except (OSError, ValueError):
         return None
-
-
-_IN_NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789./:_-")
-
-
-def _is_digest(text: str) -> bool:
-    algorithm, _, digits = text.partition(":")
-    return algorithm == "sha256" and len(digits) == 64 and not set(digits) - set("0123456789abcdef")
