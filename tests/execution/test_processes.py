@@ -40,7 +40,7 @@ def test_a_reused_number_and_another_boot_are_absent_and_another_machine_is_unkn
 
 def test_an_identity_survives_being_written_down() -> None:
     me = identity(os.getpid())
-    assert ProcessIdentity.parse({**asdict(me), "epoch": 3}) == me
+    assert ProcessIdentity(**asdict(me)) == me
 
 
 def test_a_family_is_found_by_its_mark_and_ended() -> None:

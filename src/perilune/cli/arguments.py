@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 COMPLETED = 5  # experiments whose runs the shell completes
 RUN_HELP = "Run id or its first characters, EXPERIMENT/STAGE, or a stage of the latest experiment."
 
+WHERE_HELP = (
+    "Names: reward, truncated, failure, finish_reason, step, tokens, sampled, text, environment, task_id, "
+    "episode_id, reward_terms.NAME, metrics.NAME. Signs: < <= > >= == != and ~ for contains."
+)
+
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
     """Completions for the shell: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""

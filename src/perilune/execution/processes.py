@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -52,11 +51,6 @@ class ProcessIdentity:
         """Identity of a living process, or None; a zombie does not count as living."""
         started = _starttime(pid)
         return None if started is None else cls(host_id(), boot_id(), pid, started)
-
-    @classmethod
-    def parse(cls, fields: dict[str, Any]) -> ProcessIdentity:
-        """Read the fields that `asdict` wrote; further keys are ignored."""
-        return cls(str(fields["host"]), str(fields["boot_id"]), int(fields["pid"]), int(fields["starttime"]))
 
     def presence(self) -> Presence:
         """Whether the process lives; UNKNOWN if it belongs to another machine or process namespace."""

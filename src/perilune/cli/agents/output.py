@@ -78,13 +78,12 @@ def _at(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
         elif isinstance(document, list | tuple) and key.isdecimal() and int(key) < len(document):
             document = document[int(key)]
         else:
-            has = (
-                f"it has {', '.join(map(str, document))}"
-                if isinstance(document, Mapping)
-                else "it ends there"
-            )
-            count = f"it has {len(document)} items" if isinstance(document, list | tuple) else has
-            raise RequestError(f"no part '{key}'", where=f"part {list(part[:place])}", remedy=count)
+            there = "it ends there"
+            if isinstance(document, Mapping):
+                there = f"it has {', '.join(map(str, document))}"
+            elif isinstance(document, list | tuple):
+                there = f"it has {len(document)} items"
+            raise RequestError(f"no part '{key}'", where=f"part {list(part[:place])}", remedy=there)
         is_untrusted = is_untrusted or key == "untrusted"
         if (
             isinstance(document, Mapping)

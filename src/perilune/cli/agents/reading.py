@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from perilune.cli.arguments import RUN_HELP
+from perilune.cli.arguments import RUN_HELP, WHERE_HELP
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 
@@ -125,12 +125,7 @@ class Reader:
             str, Field(description='One of the run\'s sets, as "step-000012" or "greedy". Default: all.')
         ] = "",
         where: Annotated[
-            str,
-            Field(
-                description="Condition, such as 'reward < 1 and truncated'. Names: reward, truncated, "
-                "failure, finish_reason, step, tokens, sampled, text, environment, task_id, episode_id, "
-                "reward_terms.NAME, metrics.NAME. Signs: < <= > >= == != and ~ for contains."
-            ),
+            str, Field(description=f"Condition, such as 'reward < 1 and truncated'. {WHERE_HELP}")
         ] = "",
     ) -> dict[str, Any]:
         """What a model wrote, with rewards. Without `set_name` and `where`: the names of the sets."""
@@ -144,13 +139,17 @@ class Reader:
             raise RequestError(what, remedy=f"one of: {_span(list(files))}" if files else "perilune runs")
         if not set_name and not where:
             return {"run": run, "sets": list(files)}
-        chosen = [files[set_name]] if set_name else list(files.values())
-        read, kept = 0, _Figures()
-        for path in chosen:
-            episodes = read_episodes(path)
-            read += len(episodes)
-            kept.add(one for one in episodes if condition(one))
-        return {"run": run, "set": set_name or "all", "read": read, **kept.document()}
+        read = 0
+
+        def fitting() -> Iterator[Any]:
+            nonlocal read
+            for path in [files[set_name]] if set_name else files.values():
+                episodes = read_episodes(path)
+                read += len(episodes)
+                yield from filter(condition, episodes)
+
+        figures = _figures(fitting())
+        return {"run": run, "set": set_name or "all", "read": read, **figures}
 
     def logs(
         self,
@@ -187,36 +186,27 @@ class Reader:
         return Attempt(Path(self.control.directory(find_run(self.control, run))))
 
 
-class _Figures:
+def _figures(episodes: Iterator[Any]) -> dict[str, Any]:
     """Counts of episodes, and the first of them."""
-
-    def __init__(self) -> None:
-        self._count = self._truncated = self._failed = 0
-        self._rewards: list[float] = []
-        self._tokens = 0
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, episodes: Iterator[Any]) -> None:
-        for one in episodes:
-            self._count += 1
-            self._truncated += one.truncated
-            self._failed += bool(one.failure)
-            self._tokens += one.sampled
-            self._rewards += [] if one.reward is None else [one.reward]
-            if len(self._rows) < MOST_EPISODES:
-                self._rows.append(_row(one))
-
-    def document(self) -> dict[str, Any]:
-        mean = sum(self._rewards) / len(self._rewards) if self._rewards else None
-        length = self._tokens / self._count if self._count else None
-        return {
-            "fitting": self._count,
-            "mean_reward": mean,
-            "mean_sampled_tokens": length,
-            "truncated": self._truncated,
-            "failed": self._failed,
-            "episodes": self._rows,
-        }
+    count = truncated = failed = tokens = 0
+    rewards: list[float] = []
+    rows: list[dict[str, Any]] = []
+    for one in episodes:
+        count += 1
+        truncated += one.truncated
+        failed += bool(one.failure)
+        tokens += one.sampled
+        rewards += [] if one.reward is None else [one.reward]
+        if len(rows) < MOST_EPISODES:
+            rows.append(_row(one))
+    return {
+        "fitting": count,
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "mean_sampled_tokens": tokens / count if count else None,
+        "truncated": truncated,
+        "failed": failed,
+        "episodes": rows,
+    }
 
 
 def _row(episode: Any) -> dict[str, Any]:

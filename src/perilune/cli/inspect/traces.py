@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
-from perilune.cli.inspect.traces_gate import gate_command
+from perilune.cli.arguments import WHERE_HELP, Json, command_group
+from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
@@ -29,15 +29,12 @@ Targets = Annotated[
     list[str],
     typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="What to record: all their episode files."),
 ]
-SuiteArgument = Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write.")]
 Where = Annotated[
     str,
     typer.Option(
         metavar="CONDITION",
-        help="Which episodes: 'reward_terms.format < 1 and truncated'. Names: reward, truncated, failure, "
-        "finish_reason, step, tokens, sampled, text, environment, task_id, episode_id, reward_terms.NAME, "
-        "metrics.NAME. Signs: < <= > >= == != and ~ for contains.",
+        help=f"Which episodes: 'reward_terms.format < 1 and truncated'. {WHERE_HELP}",
     ),
 ]
 Most = Annotated[int, typer.Option(min=1, help="Maximum number of episodes per file, evenly spaced.")]
@@ -131,9 +128,7 @@ def run_command(
             "exact: the model live, and its tokens must be equal."
         ),
     ] = "harness",
-    part: Annotated[
-        Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to run.")
-    ] = "all",
+    part: SuitePart = "all",
     checkpoint: Annotated[
         str | None, typer.Option(help="For exact: the weights, as a folder or a run.")
     ] = None,

@@ -11,9 +11,14 @@ import typer
 from perilune.cli.arguments import AnswerTokens, CheckpointArgument, EvaluationSeed, Json, checkpoint_folder
 from perilune.cli.output import echo, print_json
 
+SuiteArgument = Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")]
+SuitePart = Annotated[
+    Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to play.")
+]
+
 
 def gate_command(
-    suite: Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")],
+    suite: SuiteArgument,
     checkpoint: CheckpointArgument,
     *,
     against: Annotated[
@@ -24,9 +29,7 @@ def gate_command(
         float, typer.Option(min=0, max=1, help="Loss of pass rate that is tolerated, such as 0.05.")
     ] = 0.0,
     samples: Annotated[int, typer.Option(min=1, help="Samples for each task.")] = 8,
-    part: Annotated[
-        Literal["all", "shown", "held-out"], typer.Option(help="The part of the suite to play.")
-    ] = "all",
+    part: SuitePart = "all",
     max_tokens: AnswerTokens = None,
     seed: EvaluationSeed = 0,
     as_json: Json = False,

@@ -209,7 +209,7 @@ def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     for part in sorted({part for one in evaluations for part in one.get("by_environment") or ()}):
         found = [(one.get("by_environment") or {}).get(part) or {} for one in evaluations]
         row(f"pass@1 in {as_markup(part)}", [_interval(figures.get("pass@1")) for figures in found])
-    row("in the expected form", [_share(one.get("format")) for one in evaluations])
+    row("in the expected form", [_number(one.get("format"), ".1%") for one in evaluations])
     row("live groups", [_interval(one.get("live_groups")) for one in evaluations])
     row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
     row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
@@ -303,10 +303,6 @@ def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1
     interval = f"({mean:+.1f} points, {low:+.1f} to {high:+.1f})"
     limit = f", on which less than {(high - low) / 2:.1f} points would not show" if high > low else ""
     return f"{checkpoint}: no clear change of {measure} {interval} {tasks}{limit}"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def _number(value: float | None, form: str) -> str:

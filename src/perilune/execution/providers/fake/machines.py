@@ -118,7 +118,7 @@ class Machine:
     def running(self) -> bool:
         """Whether its first process lives."""
         box = self.record.box
-        return box is not None and ProcessIdentity.parse(dict(box)).presence() is Presence.PRESENT
+        return box is not None and ProcessIdentity(**box).presence() is Presence.PRESENT
 
     def power_off(self) -> None:
         """Kill every process of the machine, and wipe its disk."""
