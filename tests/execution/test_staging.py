@@ -34,7 +34,7 @@ from sshd_cases import Line, sshd
 
 from perilune import redaction
 from perilune.bundle.digest import bundle_digest, describe, entries_digest, walk
-from perilune.bundle.remote import receiver, runner, store
+from perilune.bundle.remote import holder, receiver, runner, store
 from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.hosts import Answer, HostUnreachableError
@@ -147,6 +147,66 @@ def test_what_is_there_is_not_sent_again_and_what_comes_is_private(
     assert len(set(inodes)) == len(inodes)  # nothing is linked
     folders = [box.folder, *(path for path in box.folder.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} == {0}
+
+
+def ended(box: Box, files: dict[str, bytes], listed: dict[str, tuple[int, str]], cause: str = "") -> None:
+    """Let the box's attempt have ended, with these artifacts and this manifest."""
+    artifacts = box.attempt.files / "artifacts"
+    for name, data in files.items():
+        (artifacts / name).parent.mkdir(parents=True, exist_ok=True)
+        (artifacts / name).write_bytes(data)
+    described = {name: {"size": size, "sha256": sha256} for name, (size, sha256) in listed.items()}
+    write_json(artifacts / "manifest.json", {"files": described})
+    box.attempt.runtime.mkdir(parents=True, exist_ok=True)
+    write_json(box.attempt.runtime / "result.json", {"epoch": 1, "cause": cause})
+
+
+def keep_outputs(box: Box, share: float = 0.25) -> int:
+    return int(holder.keep_outputs(box.attempt, argparse.Namespace(share=share))["kept"])
+
+
+def test_a_stage_need_not_upload_what_the_stage_before_made_there(
+    box: Box, upload: Upload, tmp_path: Path
+) -> None:
+    digest = sha256_bytes(MODEL)
+    listed = {
+        "checkpoints/final/model": (len(MODEL), digest),
+        "checkpoints/step-1/model": (len(MODEL), digest),
+    }
+    ended(box, dict.fromkeys(listed, MODEL), listed, cause="work_failed")
+    assert keep_outputs(box) == 0
+    ended(box, {}, listed)
+    assert keep_outputs(box, share=0.0) == 0
+    assert keep_outputs(box) == len(MODEL) and keep_outputs(box) == 0
+    assert (box.attempt.files / "artifacts/checkpoints/step-1/model").exists()
+    box.attempt = runner.Attempt(str(box.folder), "01NEXT", 1)
+    assert deliver(box, upload) == 1
+    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+
+
+@pytest.mark.parametrize("path", ["../../../secret", "/secret", "linked/secret", "link"])
+def test_outputs_outside_the_attempt_stay_where_they_are(box: Box, tmp_path: Path, path: str) -> None:
+    secret = box.attempt.workspace / "secret"
+    secret.parent.mkdir(parents=True, exist_ok=True)
+    secret.write_bytes(MODEL)
+    path = path if not path.startswith("/") else str(secret)
+    ended(box, {"a": b""}, {path: (len(MODEL), sha256_bytes(MODEL))})
+    (box.attempt.files / "artifacts" / "linked").symlink_to(secret.parent)
+    (box.attempt.files / "artifacts" / "link").symlink_to(secret)
+    assert keep_outputs(box) == 0 and secret.read_bytes() == MODEL
+
+
+def test_an_output_that_differs_from_its_manifest_is_uploaded_all_the_same(
+    box: Box, upload: Upload, tmp_path: Path
+) -> None:
+    forged = MODEL[::-1]
+    ended(box, {"data": forged, "other": forged}, {
+        "data": (len(MODEL), sha256_bytes(MODEL)), "other": (len(MODEL), "../" + "0" * 61),
+    })  # fmt: skip
+    assert keep_outputs(box) == len(MODEL)
+    box.attempt = runner.Attempt(str(box.folder), "01NEXT", 1)
+    assert deliver(box, upload) == 2
+    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -8,8 +8,8 @@ from typing import Any
 
 from perilune.bundle.digest import describe, walk
 from perilune.bundle.storage import storage_errors
-from perilune.errors import WorkFailedError
-from perilune.files import canonical_json, sha256_bytes, write_atomic
+from perilune.errors import RequestError, WorkFailedError
+from perilune.files import canonical_json, read_json, sha256_bytes, write_atomic
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -39,6 +39,15 @@ def write_manifest(bundle: Path) -> str:
         data = manifest_bytes(files)
         write_atomic(artifacts / MANIFEST, data)
     return sha256_bytes(data)
+
+
+def output_bytes(bundle: Path) -> int:
+    """Size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
+    try:
+        listed = read_json(bundle / "artifacts" / MANIFEST)
+        return sum(int(entry["size"]) for entry in listed["files"].values())
+    except (RequestError, KeyError, TypeError, ValueError, AttributeError):
+        return 0
 
 
 def manifest_bytes(files: dict[str, Any]) -> bytes:

@@ -1,9 +1,10 @@
-"""The holder: keeps the checkpoints of an ended attempt in the machine's store, for the next attempt.
+"""The holder: keeps files of an ended attempt in the machine's store, for the attempts after it.
 
 Standard library only, Python 3.8 or newer, Linux. Perilune sends it over stdin after the runner and the
-store, to execute the runner's verb `hold`. It prints {"held": [[path, size, sha256, mode], ...]}: the files
-of the checkpoints that only resuming needs (see `stays` in runner.py). The next `receive` finds their
-contents in the store. "held" is None if the attempt has no files on this machine.
+store, to execute the verbs `hold` and `keep_outputs`. `hold` prints {"held": [[path, size, sha256, mode],
+...]}: the files of the checkpoints that only resuming needs (see `stays` in runner.py). "held" is None if the
+attempt has no files on this machine. `keep_outputs` prints {"kept": bytes}. The next `receive` finds the
+contents in the store.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from perilune.bundle.remote.runner import (
     sync_directory,
     write_durably,
 )
-from perilune.bundle.remote.store import Store, digest_of, open_plain, plain_size
+from perilune.bundle.remote.store import SMALL, Store, digest_of, open_plain, plain_size
 
 
 def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +63,39 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         return {"held": known["files"]}
 
 
+def keep_outputs(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
+    """Move the outputs of a succeeded attempt to the store, because later stages may take them as inputs.
+
+    Digests are those of the manifest: the store verifies every content when it is read.
+    """
+    with attempt.lock():
+        if (attempt.result() or {"cause": "none"})["cause"] != "":
+            return {"kept": 0}
+        store = Store(attempt.run.parent / "store.sha256", options.share)
+        kept = 0
+        for source, size, sha256 in outputs(attempt.files / "artifacts"):
+            if kept + size <= store.most and plain_size(store.entry(sha256)) != size:
+                os.utime(str(source))
+                source.replace(store.entry(sha256))
+                kept += size
+        sync_directory(store.folder)
+        return {"kept": kept}
+
+
+def outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
+    """Path, size and SHA-256 of the plain files in the manifest, without checkpoints for resuming."""
+    root = Path(os.path.realpath(str(artifacts)))
+    listed = (read_json(root / "manifest.json") or {}).get("files", {})
+    for path, entry in sorted(listed.items()):
+        source, sha256 = root / path, str(entry["sha256"])
+        inside = os.path.realpath(str(source)) == str(source) and root in source.parents
+        resuming = f"artifacts/{path}".startswith(STATES)
+        if inside and not resuming and re.fullmatch("[0-9a-f]{64}", sha256):
+            size = plain_size(source)
+            if size == entry["size"] and size > SMALL:
+                yield source, size, sha256
+
+
 def described(root: Path) -> list[list[Any]]:
     """Path, size, SHA-256 and mode of each plain file of the complete checkpoints."""
     found = []
@@ -76,4 +112,4 @@ def described(root: Path) -> list[list[Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(hold))
+    sys.exit(main(hold, keep_outputs))

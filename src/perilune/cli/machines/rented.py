@@ -99,7 +99,7 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     found = _find(_fleet(control), machine)
     events = [
         {"time": row.time, "kind": row.kind, **row.detail}
-        for row in events_after(control, run_id=found.run_id)
+        for row in events_after(control)
         if row.detail.get("machine") == found.key
     ]
     if as_json:
@@ -195,14 +195,15 @@ def cost(as_json: Json = False) -> None:
     perilune cost
     perilune cost --json
     """
-    from perilune.control.machines.budget import accrued, to_come, today
+    from perilune.control.machines.budget import to_come, today, uses
 
     control = open_control()
     machines = _fleet(control).all(gone=True)
     alive = [machine for machine in machines if machine.state != "gone"]
     by_run: dict[str, float] = {}
-    for machine in machines:
-        by_run[machine.run_id] = by_run.get(machine.run_id, 0.0) + accrued(machine)
+    with control.store.snapshot() as session:
+        for use in uses(session):
+            by_run[use.run_id] = by_run.get(use.run_id, 0.0) + use.cost
     fields = {
         "spent": sum(by_run.values()),
         "per_hour": sum(machine.price for machine in alive),

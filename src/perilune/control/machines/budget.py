@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
-from sqlalchemy import or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.orm import Session
 
 from perilune.control.machines.leases import Lease, Rental, cost
 from perilune.control.machines.providers import Providers
 from perilune.control.record.clock import Instant
-from perilune.control.record.store import Machine
+from perilune.control.record.store import EarlierUse, Machine
 from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import boot_id
 from perilune.execution.providers.protocol import ProviderRefusedError
@@ -74,6 +75,12 @@ def to_come(machine: Machine, now: Instant | None = None) -> float:
     return max(0.0, _leased(machine) - accrued(machine, now))
 
 
+def lease_left(machine: Machine) -> float:
+    """Seconds until the end of a machine's lease; negative after it."""
+    lasts = Lease.model_validate(machine.lease).seconds(machine.price)
+    return lasts - Instant.now().since(Instant.parse(machine.leased))
+
+
 def promised(machine: Machine) -> float:
     """The most that a machine may cost in all; its final cost once it is gone."""
     return accrued(machine) if machine.state == MachineState.GONE else max(_leased(machine), accrued(machine))
@@ -83,10 +90,35 @@ def _leased(machine: Machine) -> float:
     return cost(machine.price, Lease.model_validate(machine.lease).seconds(machine.price))
 
 
+class Use(NamedTuple):
+    """An attempt's share of the cost of a machine, in currency units so far."""
+
+    run_id: str
+    epoch: int
+    machine: Machine
+    cost: float
+
+
+def uses(session: Session, runs: Collection[str] | None = None) -> list[Use]:
+    """Which attempts of these runs (None is all) had which machines. The costs of a machine's uses add up."""
+    earlier = select(EarlierUse, Machine).join(Machine, Machine.key == EarlierUse.machine_key)
+    latest = select(Machine)
+    if runs is not None:
+        earlier = earlier.where(EarlierUse.run_id.in_(runs))
+        latest = latest.where(Machine.run_id.in_(runs))
+    found = [Use(one.run_id, one.epoch, machine, one.cost) for one, machine in session.execute(earlier)]
+    shares = select(EarlierUse.machine_key, func.sum(EarlierUse.cost)).group_by(EarlierUse.machine_key)
+    before = {row[0]: float(row[1]) for row in session.execute(shares)}
+    for machine in session.scalars(latest):
+        share = max(0.0, accrued(machine) - before.get(machine.key, 0.0))
+        found.append(Use(machine.run_id, machine.epoch, machine, share))
+    return found
+
+
 def cost_of_runs(session: Session, runs: Collection[str]) -> float | None:
     """What the rented machines of these runs have cost; None if nothing was rented for them."""
-    rented = list(session.scalars(select(Machine).where(Machine.run_id.in_(runs))))
-    return sum(map(accrued, rented)) if rented else None
+    rented = uses(session, runs)
+    return sum(one.cost for one in rented) if rented else None
 
 
 def accrued(machine: Machine, now: Instant | None = None) -> float:

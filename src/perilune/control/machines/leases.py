@@ -19,7 +19,7 @@ class Lease(Frozen):
     max_lifetime: Annotated[float, Field(gt=0, description="seconds it may exist, counted from the request")]
     idle: Annotated[
         float,
-        Field(gt=0, description="seconds it may exist after its attempt has ended, even if not collected"),
+        Field(gt=0, description="seconds it may exist while no attempt runs on it"),
     ] = 600.0
     max_cost: Annotated[float, Field(gt=0, description="currency units it may cost at the offer's price")]
     ready_within: Annotated[

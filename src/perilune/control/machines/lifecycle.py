@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from perilune.control.machines.handover import waits_for_next_stage
 from perilune.control.machines.leases import Lease, Rental, cost
 from perilune.control.machines.listings import Listings
 from perilune.control.machines.panic import REASON as PANIC
@@ -86,6 +87,11 @@ class Fleet:
         with self.store.snapshot() as session:
             return list(session.scalars(mine.order_by(Machine.rank)))
 
+    def waits_for_next_stage(self, machine: Machine) -> bool:
+        """Whether the next stage of an experiment will take over a machine."""
+        with self.store.snapshot() as session:
+            return waits_for_next_stage(self.home, session, machine)
+
     def rent(
         self, session: Session, attempt: Attempt, rental: Rental, price: float, nodes: int = 1
     ) -> list[Machine]:
@@ -128,9 +134,10 @@ class Fleet:
             self.request_termination(machine.key, PANIC)
         listing = self.listings.of(machine.provider)
         seen = listing.sighting(machine.key)
-        desire = self._note(machine.key, seen, listing.at)
+        self._note(machine.key, seen, listing.at)
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, machine.key)
+            desire = self._desire(session, machine)
         recorded = self._recorded(machine)
         plan = plan_machine(desire, recorded, seen, listing.at)
         for operation in plan.operations:
@@ -167,14 +174,13 @@ class Fleet:
             visibility=visibility,
         )
 
-    def _note(self, key: str, seen: Sighting, now: Instant) -> Desire:
-        """Record changes in the observation; returns what the machine is still needed for."""
+    def _note(self, key: str, seen: Sighting, now: Instant) -> None:
+        """Record changes in the observation, and since when the machine is idle."""
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, key)
-            desire = _desire(session, machine)
+            idle = self._desire(session, machine) is not Desire.HELD
         silent = seen.presence is Presence.UNKNOWN
         noticed = seen.machine is not None and seen.machine.notice_seconds is not None
-        idle = desire is not Desire.HELD
         changed = (
             silent != (machine.unseen_since is not None)
             or (noticed and not machine.notice)
@@ -193,8 +199,18 @@ class Fleet:
                     )
                 row.notice = row.notice or noticed
                 row.unseen_since = (row.unseen_since or now.asdict()) if silent else None
-                row.idle_since = (row.idle_since or now.asdict()) if idle else None
-        return desire
+                if _same_use(row, machine):
+                    row.idle_since = (row.idle_since or now.asdict()) if idle else None
+
+    def _desire(self, session: Session, machine: Machine) -> Desire:
+        attempt = session.get(Attempt, (machine.run_id, machine.epoch))
+        if attempt is None:
+            return Desire.RELEASED
+        if not AttemptState(attempt.state).terminal:
+            return Desire.HELD
+        if waits_for_next_stage(self.home, session, machine):
+            return Desire.AWAITED
+        return Desire.COLLECTED if attempt.cleanup == Cleanup.PENDING else Desire.RELEASED
 
     def _apply(self, operation: Operation, now: _Look, plan: Plan) -> None:
         match operation:
@@ -205,7 +221,7 @@ class Fleet:
             case Operation.DRAIN:
                 self._move(now, MachineState.DRAINING, plan.reason)
             case Operation.MARK_TERMINATING:
-                self._mark_terminating(now.machine, plan.reason)
+                self._mark_terminating(now.machine, plan.reason, unless_taken_over=True)
             case Operation.TERMINATE:
                 self._terminate(now.machine)
             case Operation.RECORD_MISSING | Operation.RECORD_FOUND:
@@ -256,11 +272,11 @@ class Fleet:
             _record_event(session, row, "machine.created" if made else "machine.not_created", **detail)
         reached("create.committed")
 
-    def _mark_terminating(self, machine: Machine, reason: str) -> None:
+    def _mark_terminating(self, machine: Machine, reason: str, *, unless_taken_over: bool = False) -> None:
         """Record the intent to terminate a machine, before its provider is asked."""
         with self.store.transaction() as session:
             row = session.get_one(Machine, machine.key)
-            if row.state == MachineState.TERMINATING:
+            if row.state == MachineState.TERMINATING or (unless_taken_over and not _same_use(row, machine)):
                 return
             row.missing_since, row.ended = None, None
             _move(session, row, MachineState.TERMINATING, reason)
@@ -274,6 +290,9 @@ class Fleet:
         now, last = Instant.now(), self._asked.get(machine.key)
         if last is not None and now.since(last) < ASK_SECONDS:
             return
+        recorded = self.machine(machine.key)
+        if recorded is None or recorded.state != MachineState.TERMINATING:
+            return  # an attempt has taken it over
         self._asked[machine.key] = now
         try:
             self.providers.get(machine.provider).terminate(machine.key)
@@ -313,7 +332,7 @@ class Fleet:
     def _move(self, now: _Look, state: MachineState, reason: str) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
-            if row.state != now.machine.state:
+            if row.state != now.machine.state or not _same_use(row, now.machine):
                 return  # another process was faster
             if now.seen.machine is not None:
                 row.remote_id = now.seen.machine.id
@@ -324,13 +343,9 @@ class Fleet:
         reached(f"machine.{state.value}")
 
 
-def _desire(session: Session, machine: Machine) -> Desire:
-    attempt = session.get(Attempt, (machine.run_id, machine.epoch))
-    if attempt is None:
-        return Desire.RELEASED
-    if not AttemptState(attempt.state).terminal:
-        return Desire.HELD
-    return Desire.COLLECTED if attempt.cleanup == Cleanup.PENDING else Desire.RELEASED
+def _same_use(row: Machine, machine: Machine) -> bool:
+    """Whether the attempt that has the machine is the one that had it when `machine` was read."""
+    return (row.run_id, row.epoch) == (machine.run_id, machine.epoch)
 
 
 def _was_last(session: Session, machine: Machine) -> bool:

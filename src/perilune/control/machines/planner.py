@@ -24,6 +24,9 @@ class Desire(StrEnum):
     """What the machine's attempt still needs it for."""
 
     HELD = "held"  # the attempt runs, or will run, on it
+    AWAITED = (
+        "awaited"  # the attempt has succeeded, and the next stage of its experiment takes the machine over
+    )
     COLLECTED = "collected"  # the attempt has ended, and its files still have to be fetched
     RELEASED = "released"  # nothing
 
@@ -103,7 +106,7 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
         return _requested(recorded, seen, absent, evidence, now)
     if absent is not None and absent:
         return Plan(evidence, _why_gone(seen))
-    ended, leaves = desire is not Desire.HELD, _leaves(seen)
+    ended, leaves = desire is Desire.COLLECTED, _leaves(seen)
     if recorded.state is MachineState.READY and (ended or leaves):
         why = "its attempt has ended" if ended else "its provider preempts it"
         return Plan((*evidence, Operation.DRAIN), why)
@@ -113,7 +116,7 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
 def _must_end(desire: Desire, recorded: Recorded, now: Instant) -> str:
     """Why a machine must be terminated, or ""."""
     lease, age = recorded.lease, now.since(recorded.leased)
-    unused = desire is Desire.COLLECTED and recorded.state is MachineState.REQUESTED
+    unused = desire in {Desire.COLLECTED, Desire.AWAITED} and recorded.state is MachineState.REQUESTED
     if desire is Desire.RELEASED or unused:
         return "no longer needed"
     if age >= lease.max_lifetime:

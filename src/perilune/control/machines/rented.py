@@ -1,4 +1,4 @@
-"""Attempts on rented machines. Each attempt has machines of its own, which are terminated after it.
+"""Attempts on rented machines, which are terminated after the last stage of the experiment.
 
 `RentedPlacement` is a placement like any other once its machines are ready. `Rentals` rents them, and decides
 what the loss of a machine means for an attempt.
@@ -14,7 +14,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.job import Job
-from perilune.control.machines.budget import over_the_cap, price_of
+from perilune.control.machines.budget import lease_left, over_the_cap, price_of
+from perilune.control.machines.handover import is_taken_over, take_over
 from perilune.control.machines.leases import Rental
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import REASON as PANIC
@@ -36,6 +37,7 @@ from perilune.execution.verdict import Cause
 from perilune.files import read_json, sha256_bytes
 
 PORTS = range(20000, 32000)  # of the leading machine's rendezvous; below Linux's ephemeral ports
+ENDED_BY_ITSELF = 60.0  # seconds after its machine's lease at which an attempt stops by itself
 ENDINGS = {  # reason why a machine is gone, to the attempt's state and cause
     "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
     "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
@@ -44,11 +46,11 @@ ENDINGS = {  # reason why a machine is gone, to the attempt's state and cause
 
 
 class RentedPlacement:
-    """Runs each attempt on machines rented for it, one per node of its job.
+    """Runs each attempt on rented machines, one per node of its job.
 
     Args:
-        build: makes the placement on a machine from its host, further variables for the worker, and whether
-            the machine outlives the attempt.
+        build: makes the placement on a machine from its host, further variables for the worker, whether its
+            files outlive it, and the seconds after which a worker that starts now stops its attempt.
         launcher: how a worker is started there.
     """
 
@@ -58,7 +60,7 @@ class RentedPlacement:
         self,
         fleet: Fleet,
         rental: Rental,
-        build: Callable[[Host, Mapping[str, str], bool], Placement],
+        build: Callable[[Host, Mapping[str, str], bool, float], Placement],
         launcher: str,
     ) -> None:
         self.fleet, self.rental, self._build, self.launcher = fleet, rental, build, launcher
@@ -94,10 +96,14 @@ class RentedPlacement:
         return self._left(attempt).stop(attempt)
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove` if files outlive a machine; otherwise the machine itself is removed."""
+        """As `Placement.remove` if the files or the machine stay; otherwise the machine is removed."""
+        rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         members = self._members(attempt)
-        if any(members) and self.fleet.providers.get(self.rental.provider).capabilities.keeps_files:
+        if any(members) and (self._files_last() or all(map(self.fleet.waits_for_next_stage, rows))):
             self._together(members).remove(attempt)
+
+    def _files_last(self) -> bool:
+        return self.fleet.providers.get(self.rental.provider).capabilities.keeps_files
 
     def _there(self, attempt: Assignment) -> Placement:
         """The placement on all of the attempt's machines.
@@ -137,7 +143,8 @@ class RentedPlacement:
                 raise HostUnreachableError(f"its machine {row.key} has not been listed yet")
             node = self._node(attempt, rows, row.rank)
             variables = node.variables() if len(rows) > 1 else {}
-            members.append(self._build(provider.host(found), variables, lasting))
+            left = max(0.0, lease_left(row)) + ENDED_BY_ITSELF
+            members.append(self._build(provider.host(found), variables, lasting, left))
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
@@ -176,7 +183,7 @@ class Rentals:
             elif not machines and act and self._rent(placement.rental, attempt):
                 self._reconcile(attempt)
             return False
-        self._hand_over(attempt)
+        self._begin(attempt)
         staying = all(one.state == MachineState.READY for one in machines)
         return staying or self._leave(placement, attempt, there)
 
@@ -225,13 +232,18 @@ class Rentals:
         return max((key.epoch for key in keys if key is not None and key.run_id == run.id), default=0)
 
     def _rent(self, rental: Rental, attempt: Attempt) -> bool:
-        """Move an attempt from PLANNED to PROVISIONING with the intent to rent, if the daily cap allows it.
+        """Move an attempt from PLANNED to PROVISIONING, with its machines.
 
-        All machines of the attempt are rented, or none.
+        These are the machines of the stage before; or new ones, with the intent to rent them, if the daily
+        cap allows it. All machines of the attempt are rented, or none.
 
         Returns:
-            Whether the intent is recorded.
+            Whether that is recorded.
         """
+        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
+        nodes = job.resources.nodes
+        if self._take_over(rental, attempt, nodes):
+            return True
         try:
             price = price_of(self.fleet.providers, rental)
         except RequestError as error:  # no such provider or kind
@@ -241,8 +253,6 @@ class Rentals:
             return False
         except PeriluneError:
             return False  # the provider does not answer now
-        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
-        nodes = job.resources.nodes
         with self.fleet.store.transaction() as session:
             row = current(session, attempt)
             why = STOPPED if renting_is_stopped(self.fleet.home) else ""
@@ -258,7 +268,19 @@ class Rentals:
         reached("rent.committed")
         return True
 
-    def _hand_over(self, attempt: Attempt) -> None:
+    def _take_over(self, rental: Rental, attempt: Attempt, nodes: int) -> bool:
+        if renting_is_stopped(self.fleet.home):
+            return False
+        with self.fleet.store.transaction() as session:
+            row = current(session, attempt)
+            if not take_over(session, row, rental, nodes):
+                return False
+            row.message = ""
+            move_attempt(session, row, AttemptState.PROVISIONING)
+        reached("handover.committed")
+        return True
+
+    def _begin(self, attempt: Attempt) -> None:
         """Move an attempt from PROVISIONING to STAGING: its machines are ready."""
         if attempt.state == AttemptState.PROVISIONING:
             with self.fleet.store.transaction() as session:
@@ -288,6 +310,8 @@ class Rentals:
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED
         else:
             state, cause = ENDINGS.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
+        if cause is Cause.LEASE_ENDED and is_taken_over(machine):
+            cause = Cause.MACHINE_LOST  # of the machine's whole lease, this attempt had only the rest
         self._end(attempt, state, cause, f"its machine is gone: {machine.refused or machine.reason}")
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
-from perilune.control.machines.budget import accrued
-from perilune.control.record.store import Attempt, Event, Experiment, Machine, Run, Stage
+from perilune.control.machines.budget import Use, uses
+from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES, Control
 from perilune.errors import RequestError
@@ -276,9 +276,9 @@ class Placed:
     """Where an attempt ran, how it ended, and what its rented machines have cost.
 
     Attributes:
-        machines: number of machines that were rented for it.
+        machines: number of rented machines that it had.
         price: of these machines together, in currency units per hour.
-        cost: so far, in currency units; None if nothing was rented.
+        cost: its share of what they have cost so far, in currency units; None if nothing was rented.
         began, ended: in seconds since 1970; `ended` is None while it is live.
     """
 
@@ -298,13 +298,13 @@ def placed_attempts(control: Control, run_ids: Collection[str]) -> list[Placed]:
     """The attempts of runs, in order of run and number."""
     with control.store.snapshot() as session:
         tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
-        rented: dict[tuple[str, int], list[Machine]] = {}
-        for one in session.scalars(select(Machine).where(Machine.run_id.in_(run_ids))):
+        rented: dict[tuple[str, int], list[Use]] = {}
+        for one in uses(session, run_ids):
             rented.setdefault((one.run_id, one.epoch), []).append(one)
         return [_placed(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries]
 
 
-def _placed(attempt: Attempt, rented: Sequence[Machine]) -> Placed:
+def _placed(attempt: Attempt, rented: Sequence[Use]) -> Placed:
     return Placed(
         run_id=attempt.run_id,
         number=attempt.number,
@@ -312,8 +312,8 @@ def _placed(attempt: Attempt, rented: Sequence[Machine]) -> Placed:
         state=attempt.state,
         cause=attempt.cause,
         machines=len(rented),
-        price=sum(one.price for one in rented),
-        cost=sum(map(accrued, rented)) if rented else None,
+        price=sum(one.machine.price for one in rented),
+        cost=sum(one.cost for one in rented) if rented else None,
         began=attempt.created,
         ended=attempt.ended,
     )

@@ -36,6 +36,7 @@ MACHINE_POINTS = (  # in addition, for runs on rented machines
     "terminate.done",
     "gone.committed",
 )
+HANDOVER_POINTS = ("handover.committed",)  # in addition, for a stage on the machine of the stage before
 
 
 def reached(point: str) -> None:

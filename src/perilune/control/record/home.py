@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from perilune.bundle.storage import remove_tree
 from perilune.control.record.faults import reached
@@ -208,6 +209,23 @@ def has_daemon(home: Home) -> bool:
     """Whether a daemon manages the home."""
     with locked(home.daemon) as mine:
         return not mine and home.daemon.is_dir()
+
+
+def announce_starter(home: Home, experiment_id: str) -> BinaryIO:
+    """Announce that this process starts the later stages of an experiment, until the returned file is closed.
+
+    The announcement is a shared lock, which ends with the process.
+    """
+    file = (home.experiment(experiment_id) / "lock").open("ab")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def has_starter(home: Home, experiment_id: str) -> bool:
+    """Whether a process is alive that starts the later stages of an experiment."""
+    directory = home.experiment(experiment_id)
+    with locked(directory) as alone:
+        return not alone and directory.is_dir()
 
 
 @contextmanager

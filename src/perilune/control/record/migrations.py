@@ -46,6 +46,12 @@ MIGRATIONS: dict[int, tuple[str, ...]] = {
             run_id VARCHAR NOT NULL, about VARCHAR NOT NULL, message VARCHAR NOT NULL,
             since FLOAT NOT NULL, PRIMARY KEY (run_id, about))""",
     ),
+    6: (
+        """CREATE TABLE earlier_uses (
+            machine_key VARCHAR NOT NULL REFERENCES machines ("key"), run_id VARCHAR NOT NULL,
+            epoch INTEGER NOT NULL, cost DOUBLE NOT NULL, PRIMARY KEY (machine_key, run_id, epoch))""",
+        "CREATE INDEX ix_earlier_uses_run_id ON earlier_uses (run_id)",
+    ),
 }
 OLDEST = min(MIGRATIONS) - 1
 LATEST = max(MIGRATIONS)

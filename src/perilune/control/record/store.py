@@ -178,6 +178,17 @@ class Machine(_Stateful, Base):
     ended: Mapped[float | None]
 
 
+class EarlierUse(Base):
+    """An attempt that had a machine before the attempt that has it now, and its share of the cost."""
+
+    __tablename__ = "earlier_uses"
+
+    machine_key: Mapped[str] = mapped_column(ForeignKey("machines.key"), primary_key=True)
+    run_id: Mapped[str] = mapped_column(primary_key=True, index=True)
+    epoch: Mapped[int] = mapped_column(primary_key=True)
+    cost: Mapped[float]  # currency units
+
+
 class Condition(Base):
     """An error that keeps a run, the cleanup of an attempt or a machine from making progress."""
 

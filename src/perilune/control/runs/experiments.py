@@ -22,7 +22,7 @@ from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.attempt_evidence import evidence_problem
 from perilune.control.evidence.attestation import removed_from
-from perilune.control.record.home import Home
+from perilune.control.record.home import Home, announce_starter
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
 from perilune.control.record.transitions import AttemptState, RunState
@@ -186,25 +186,26 @@ def advance(
     """
     began, joined = time.time(), False
     done: dict[str, Run] = {}
-    for position, plan in enumerate(plans, start=1):
-        part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
-        run = _run_of_stage(control, experiment_id, plan) if part == "later" else None
-        if run is None:
-            submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
-            job, inputs = with_inputs(control, plan, plans, done)
-            freezing = partial(freeze, job, inputs, shared=SharedFiles(control.home.root))
-            run = submit(control.home, control.store, submission, freezing, control.intact)
-        if run.state == RunState.SUCCEEDED:
-            yield StageReused(plan.name, run.id, control.summary(run))
-        else:
-            joined = joined or (run.current_epoch > 0 and run.created < began)
-            yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), joined)
-            yield from watch(control, run.id, poll=poll, stage=plan.name)
-            run = control.run(run.id)
-            if run.state != RunState.SUCCEEDED:
-                return
-        done[plan.name] = run
-    complete_submission(control.store, experiment_id)
+    with announce_starter(control.home, experiment_id):
+        for position, plan in enumerate(plans, start=1):
+            part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
+            run = _run_of_stage(control, experiment_id, plan) if part == "later" else None
+            if run is None:
+                submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
+                job, inputs = with_inputs(control, plan, plans, done)
+                freezing = partial(freeze, job, inputs, shared=SharedFiles(control.home.root))
+                run = submit(control.home, control.store, submission, freezing, control.intact)
+            if run.state == RunState.SUCCEEDED:
+                yield StageReused(plan.name, run.id, control.summary(run))
+            else:
+                joined = joined or (run.current_epoch > 0 and run.created < began)
+                yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), joined)
+                yield from watch(control, run.id, poll=poll, stage=plan.name)
+                run = control.run(run.id)
+                if run.state != RunState.SUCCEEDED:
+                    return
+            done[plan.name] = run
+        complete_submission(control.store, experiment_id)
 
 
 def _run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:

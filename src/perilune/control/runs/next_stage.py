@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from sqlalchemy import select
 
 from perilune.control.queries.lookup import stage_at
+from perilune.control.record.home import announce_starter
 from perilune.control.record.identity import require_own_run
 from perilune.control.record.store import Experiment, Run, Stage, record
 from perilune.control.record.transitions import RunState
@@ -60,6 +62,7 @@ class StageStarter:
     def __init__(self, control: Control) -> None:
         self.control = control
         self._blocked: dict[str, _Blocked] = {}
+        self._announced: dict[str, BinaryIO] = {}
 
     def start_next_stages(
         self, only: str | None = None
@@ -73,6 +76,7 @@ class StageStarter:
             The stage that started, or why none could. A blocked stage is tried again with growing pauses, and
             yielded again when the reason changes.
         """
+        self._announce(only)
         for experiment in experiments_to_advance(self.control.store):
             if only not in {None, experiment.id}:
                 continue
@@ -89,6 +93,17 @@ class StageStarter:
                     yield experiment, reason
             else:
                 self._blocked.pop(experiment.id, None)
+
+    def _announce(self, only: str | None) -> None:
+        """Announce that this process starts the next stages of requested experiments."""
+        with self.control.store.snapshot() as session:
+            requested = set(session.scalars(select(Experiment.id).where(Experiment.requested)))
+        mine = requested if only is None else requested & {only}
+        for over in self._announced.keys() - mine:
+            self._announced.pop(over).close()
+        for new in mine - self._announced.keys():
+            with suppress(FileNotFoundError):  # its folder is gone, which starting its stage reports
+                self._announced[new] = announce_starter(self.control.home, new)
 
     def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:
         """Reconcile a run; returns it, and its outcome if it has ended."""

@@ -68,10 +68,10 @@ class Placements:
                 return RentedPlacement(
                     self.fleet,
                     rental,
-                    lambda host, variables, lasting: RemotePlacement(
+                    lambda host, variables, lasting, left: RemotePlacement(
                         host,
                         rental.site.with_environment(variables),
-                        limits,
+                        limits.model_copy(update={"max_lifetime": min(limits.max_lifetime, left)}),
                         container,
                         bring=template.brings,
                         lasting=lasting,

@@ -48,7 +48,7 @@ class OverSsh(SshSettings):
 
 
 class OnRented(Rental):
-    """Machines that are rented for each attempt and returned after it."""
+    """Machines that are rented for an experiment's stages and returned after them."""
 
     name: Literal["rented"] = "rented"
     site: Site = Field(Site(), description="settings of the machine")

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from pydantic import Field, field_validator
 
+from perilune.bundle.manifest import output_bytes
 from perilune.bundle.scripts import remote_source
 from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
@@ -48,11 +49,13 @@ for part in sys.argv.pop(1).split(","):
 """
 PACKAGE, PROGRAM = "perilune.bundle.remote", "__main__"
 RUNNER = ("runner",)
-PARTS = {"receive": ("runner", "store", "receiver"), "hold": ("runner", "store", "holder")}
+HOLDER = ("runner", "store", "holder")
+PARTS = {"receive": ("runner", "store", "receiver"), "hold": HOLDER, "keep_outputs": HOLDER}
 REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of a runner that refuses; of a shell that finds no Python
 LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # transferred with one observation, and with one pull
 LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # timeouts of calls
 HOLD_SECONDS = 1800.0  # timeout of a call that hashes checkpoints
+LARGE = 1 << 20  # bytes of outputs that the machine keeps for later stages
 WHOLE_ROUNDS = 3  # tries to pull files that differ from the manifest
 SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged contents again
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
@@ -217,8 +220,14 @@ class RemotePlacement:
         return answer.get("stopped") is True
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove`; the machine keeps what the next attempt resumes from and this one lacks."""
-        if self._holds and attempt.node == 0:
+        """As `Placement.remove`.
+
+        The machine keeps large outputs, so that a later stage there need not upload them again, and the
+        checkpoints that the next attempt resumes from and that did not come home.
+        """
+        if attempt.node == 0 and output_bytes(attempt.directory) >= LARGE:
+            self._call(attempt, "keep_outputs", "--share", str(self.site.store), timeout=HOLD_SECONDS)
+        if attempt.node == 0 and self._holds:
             self._hold(attempt)
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
 

@@ -1,0 +1,256 @@
+"""Stages of an experiment that share a rented machine, and what ends the sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cloud_cases import LEASE, bill
+from drill_cases import begin, drill_control, drill_plan, wait_for
+from hosts_cases import interpreter
+from kill_cases import killed_at_every_point
+from sqlalchemy import select
+
+from perilune.bundle.verify import verify
+from perilune.control.machines import lifecycle
+from perilune.control.machines.budget import accrued, cost_of_runs
+from perilune.control.machines.lifecycle import Fleet
+from perilune.control.machines.planner import Desire, Plan, Recorded, plan_machine
+from perilune.control.queries.lookup import placed_attempts
+from perilune.control.record.clock import Instant
+from perilune.control.record.faults import HANDOVER_POINTS, REMOTE_POINTS
+from perilune.control.record.home import has_starter
+from perilune.control.record.store import Attempt, Event, Machine, Operation, Run
+from perilune.control.runs.experiments import Control, StagePlan, advance
+from perilune.control.runs.progress import StageEvent, StageFinished, StageStarted
+from perilune.control.runs.requests import cancel
+from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.execution.limits import AttemptLimits
+from perilune.execution.placements.remote import Site
+from perilune.execution.providers.fake.client import FakeCloud
+from perilune.execution.providers.fake.weather import Fault, Weather
+from perilune.execution.providers.protocol import Sighting
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Template:
+    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
+    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    limits = AttemptLimits(on_box_stop_after=60.0)
+    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+
+
+FIRST = drill_plan("first", steps=1)
+SECOND = drill_plan("second", {"data": "first"}, steps=2)
+THIRD = drill_plan("third", {"data": "second"}, steps=1)
+HANGING = drill_plan("second", {"data": "first"}, steps=4, fail_at=2, how="hang", fresh_only=True)
+
+
+def go(control: Control, template: Template, *plans: StagePlan) -> Iterator[StageEvent]:
+    return advance(control, begin(control, plans), plans, template=template, poll=0.05)
+
+
+def runs_of(events: Iterator[StageEvent]) -> list[str]:
+    return [event.run_id for event in events if isinstance(event, StageFinished)]
+
+
+def machines(control: Control) -> list[Machine]:
+    with control.store.snapshot() as session:
+        return list(session.scalars(select(Machine).order_by(Machine.created)))
+
+
+def kinds(control: Control, prefix: str) -> list[str]:
+    with control.store.snapshot() as session:
+        found = session.scalars(select(Event.kind).where(Event.kind.startswith(prefix)).order_by(Event.seq))
+        return [kind.removeprefix(prefix) for kind in found]
+
+
+def all_gone(control: Control, cloud: FakeCloud) -> None:
+    def gone() -> bool:
+        control.reconciler.all(act=False)
+        return all(one.state == "gone" for one in machines(control)) and not bill(cloud)["alive"]
+
+    wait_for(gone, "the end of all machines")
+
+
+def second_has_the_machine(control: Control, events: Iterator[StageEvent]) -> str:
+    """Advance until the second stage runs on the machine of the first; its run."""
+    second = next(one.run_id for one in events if isinstance(one, StageStarted) and one.stage == "second")
+
+    def running() -> bool:
+        control.reconciler.one(second)
+        with control.store.snapshot() as session:
+            attempt = session.get(Attempt, (second, 1))
+        return attempt is not None and attempt.state == "running"
+
+    wait_for(running, "the second stage")
+    (machine,) = machines(control)
+    assert (machine.run_id, machine.epoch, machine.state) == (second, 1, "ready")
+    return second
+
+
+def test_stages_share_a_machine_and_its_cost(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    runs: list[str] = []
+    for event in go(control, template, FIRST, SECOND, THIRD):
+        if isinstance(event, StageFinished):
+            runs.append(event.run_id)
+        if isinstance(event, StageStarted):  # the files of finished stages are gone
+            assert not list((cloud.folder / "machines").glob("*/home/.perilune/attempts/*/1"))
+    (machine,) = machines(control)
+    assert len(bill(cloud)["costs"]) == 1 and machine.run_id == runs[2]
+    assert kinds(control, "machine.").count("taken_over") == 2
+    assert [one.machines for one in placed_attempts(control, runs)] == [1, 1, 1]
+    for run_id in runs:
+        run = control.run(run_id)
+        assert verify(control.directory(run), run.bundle_digest) == []
+    all_gone(control, cloud)
+
+    (machine,) = machines(control)
+    shares = [one.cost for one in placed_attempts(control, runs)]
+    assert all(share is not None and share > 0 for share in shares)
+    assert sum(filter(None, shares)) == pytest.approx(accrued(machine))
+    with control.store.snapshot() as session:
+        assert cost_of_runs(session, runs) == pytest.approx(machine.cost)
+        assert cost_of_runs(session, runs[:1]) == pytest.approx(shares[0])
+
+
+def test_a_machine_waits_only_for_a_process_that_starts_the_next_stage(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    events = go(control, template, FIRST, SECOND)
+    for event in events:
+        if isinstance(event, StageFinished):
+            break
+    (machine,) = machines(control)
+    experiment = control.run(machine.run_id).experiment_id
+    other = drill_control(control.home.root)
+    for _ in range(3):
+        other.reconciler.all(act=False)
+    assert [one.state for one in machines(control)] == ["ready"] and has_starter(control.home, experiment)
+
+    events.close()  # type: ignore[attr-defined]  # as the end of the process does
+    assert not has_starter(control.home, experiment)
+    all_gone(other, cloud)
+
+
+@pytest.mark.parametrize("desire", [Desire.RELEASED, Desire.COLLECTED])
+def test_a_decision_made_before_the_handover_does_not_end_the_machine(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, desire: Desire
+) -> None:
+    """Another process finds that nothing needs the machine, and acts after the second stage has taken it."""
+    events = go(control, template, FIRST, HANGING)
+    for event in events:
+        if isinstance(event, StageFinished):
+            break
+    with pytest.MonkeyPatch.context() as patch:
+
+        def late(_: Desire, recorded: Recorded, seen: Sighting, now: Instant) -> Plan:
+            patch.undo()
+            second_has_the_machine(control, events)
+            return plan_machine(desire, recorded, seen, now)
+
+        patch.setattr(lifecycle, "plan_machine", late)
+        (machine,) = machines(control)
+        after = fleet.reconcile(machine.key)
+    assert after is not None and after.state == "ready" and after.run_id != machine.run_id
+    assert bill(cloud)["alive"] and not after.terminate_calls
+    cancel(control, after.run_id)
+    all_gone(control, cloud)
+
+
+def test_a_cancelled_experiment_and_the_last_stage_release_the_machine(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    second = second_has_the_machine(control, go(control, template, FIRST, HANGING))
+    assert cancel(control, second).state == "cancelled"
+    all_gone(control, cloud)
+    assert kinds(control, "machine.")[-1] == "gone"
+
+
+def test_the_end_of_a_shared_lease_costs_no_stage(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second stage has only the rest of the lease: it continues on a machine of its own."""
+    events = go(control, template, FIRST, HANGING)
+    second = second_has_the_machine(control, events)
+    (machine,) = machines(control)
+    checkpoint = control.home.attempt(second, 1) / "artifacts" / "checkpoints" / "step-000002"
+    wait_for(lambda: control.reconciler.one(second) and checkpoint.exists(), "its second checkpoint")
+    with control.store.transaction() as session:
+        session.get_one(Machine, machine.key).lease = LEASE.model_copy(update={"max_cost": 1e-9}).model_dump()
+    last = list(events)[-1]
+    assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
+    with control.store.snapshot() as session:
+        ended = session.get_one(Attempt, (second, 1))
+    assert (ended.state, ended.cause) == ("lost", "machine_lost") and "max_cost" in ended.message
+    assert len(bill(cloud)["costs"]) == 2
+    all_gone(control, cloud)
+
+
+@pytest.mark.parametrize("why", ["half its lease is over", "another kind", "preempted"])
+@pytest.mark.parametrize("weather", [Weather(notice_seconds=30.0)])
+def test_a_machine_that_does_not_fit_is_not_taken_over(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, why: str
+) -> None:
+    events = go(control, template, FIRST, SECOND)
+    for event in events:
+        if isinstance(event, StageFinished):
+            break
+    (machine,) = machines(control)
+    if why == "preempted":
+        cloud.inject(key=machine.key, fault=Fault.PREEMPTED, seconds=30.0)
+        fleet.reconcile(machine.key)
+    else:
+        with control.store.transaction() as session:
+            row = session.get_one(Machine, machine.key)
+            if why == "another kind":
+                row.kind = "large"
+            else:
+                row.leased = {**row.leased, "seconds": row.leased["seconds"] - 0.6 * LEASE.max_lifetime}
+    (second,) = runs_of(events)
+    assert {one.run_id for one in machines(control)} == {machine.run_id, second}
+    all_gone(control, cloud)
+
+
+@pytest.mark.slow
+def test_several_machines_are_handed_over_together(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
+) -> None:
+    both = template.model_copy(update={"resources": ResourcesChange(nodes=2)})
+    plans = [
+        StagePlan(one.name, both.job(one.job.model_copy(update={"task": "gang_drill"})), {})
+        for one in (drill_plan("first", steps=1), drill_plan("second", steps=1))
+    ]
+    runs = runs_of(go(control, both, *plans))
+    assert len(bill(cloud)["costs"]) == 2
+    assert [(one.run_id, one.rank) for one in machines(control)] == [(runs[1], 0), (runs[1], 1)]
+    all_gone(control, cloud)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_an_experiment_whose_every_command_is_killed_leaks_no_machine(
+    control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, tmp_path: Path, from_the_start: bool
+) -> None:
+    """From the start, or from the second stage, while another process keeps the machine of the first."""
+    other = go(control, template, FIRST, SECOND)
+    while not from_the_start and not isinstance(next(other), StageFinished):
+        pass
+
+    def command() -> None:
+        control = drill_control(home)
+        list(go(control, template, FIRST, SECOND))
+        while control.reconciler.rentals.fleet.all():
+            control.reconciler.all()
+
+    home = control.home.root
+    points = killed_at_every_point(command, tmp_path / "points")
+    assert from_the_start or {*HANDOVER_POINTS, *REMOTE_POINTS} <= set(points)
+    with control.store.snapshot() as session:
+        runs = {run.stage: run.state for run in session.scalars(select(Run))}
+        assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
+    assert runs == {"first": "succeeded", "second": "succeeded"}
+    assert bill(cloud)["alive"] == [] and len(bill(cloud)["costs"]) == (2 if from_the_start else 1)
