@@ -49,11 +49,12 @@ print(json.dumps({{point: os.waitstatus_to_exitcode(status) for point, status in
 """
 
 
-def submit_drill(control: Control, **spec: object) -> Run:
+def submit_drill(control: Control, key: str | None = None, **spec: object) -> Run:
     experiment = begin(control, [drill_plan()])
     job = drill_job(**spec)
-    submission = Submission(experiment, "drill", "drill")
-    return submit(control.home, control.store, submission, partial(freeze, job, {}))
+    return submit(
+        control.home, control.store, Submission(experiment, "drill", "drill", key), partial(freeze, job, {})
+    )
 
 
 def run_directories(control: Control) -> list[str]:
@@ -69,11 +70,19 @@ def command(root: Path, *points: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, str(root), *points], stdout=subprocess.PIPE)
 
 
-def test_the_same_bundle_is_the_same_run(control: Control) -> None:
-    first, second = (submit_drill(control) for _ in range(2))
+def test_the_same_key_is_the_same_run(control: Control) -> None:
+    first, second = (submit_drill(control, "mine") for _ in range(2))
     assert first.id == second.id
     assert run_directories(control) == [first.id]
     assert verify(control.home.bundle(first.id), first.bundle_digest) == []
+
+
+def test_the_same_key_for_another_bundle_is_a_conflict_and_leaves_nothing(control: Control) -> None:
+    first = submit_drill(control, "mine")
+    with pytest.raises(RequestError, match=f"key 'mine' was used for another bundle .run {first.id}"):
+        submit_drill(control, "mine", steps=9)
+    assert run_directories(control) == [first.id]
+    assert list(control.home.temporary.iterdir()) == []
 
 
 def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: Path) -> None:
@@ -99,7 +108,7 @@ def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
 
 
 def test_what_keeps_a_run_from_going_on_keeps_no_other(control: Control) -> None:
-    stuck, other = submit_drill(control), submit_drill(control, steps=1)
+    stuck, other = submit_drill(control, "a"), submit_drill(control, "b", steps=1)
     (control.home.run(stuck.id) / "template.json").write_text("{")
 
     def other_ended() -> bool:

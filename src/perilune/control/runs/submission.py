@@ -1,4 +1,4 @@
-"""Submit a stage as a run: freeze its bundle, then record the run."""
+"""Submit a stage as a run: freeze its bundle, then record the run under an idempotency key."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from perilune.control.record.store import Experiment, Run, Stage, Store, record
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import LIVE, open_submission, run_of_stage
 from perilune.control.runs.templates import TEMPLATE, Template
+from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
 SUBMISSION = "submission.json"  # in a run's directory: what the bundle lacks, for rebuilding the database
@@ -32,6 +33,8 @@ class Submission:
     """A request to run a stage of an experiment.
 
     Attributes:
+        key: idempotency key. By default it is made of experiment, stage, digest and number of earlier runs,
+            so that two commands that submit the same stage at once get one run.
         retry_of: the run that this one retries.
         template: where and how the run executes; recorded with it. None is this machine.
         part: "first" submits the whole experiment from this stage; "later" continues the current submission;
@@ -41,6 +44,7 @@ class Submission:
     experiment_id: str
     stage: str
     task: str
+    key: str | None = None
     retry_of: str | None = None
     template: Template | None = None
     part: Literal["alone", "first", "later"] = "alone"
@@ -63,7 +67,7 @@ def submit(
         reusable: whether the evidence of a succeeded run is still intact.
 
     Raises:
-        RequestError: freezing failed.
+        RequestError: the key was used for another bundle, or freezing failed.
         ExperimentCancelledError: the experiment was cancelled before this later stage.
     """
     with home.scratch() as scratch:
@@ -72,7 +76,11 @@ def submit(
         reached("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
-        origin = {"experiment": submission.experiment_id, "retry_of": submission.retry_of}
+        origin = {
+            "experiment": submission.experiment_id,
+            "key": submission.key,
+            "retry_of": submission.retry_of,
+        }
         write_json(scratch / SUBMISSION, origin)
         if submission.template is not None:
             write_json(scratch / TEMPLATE, submission.template.model_dump(mode="json"))
@@ -106,8 +114,24 @@ def _find_or_accept(
         open_submission(session, experiment_id, submission.template)
     if submission.part == "later" and (current := run_of_stage(session, experiment_id, stage)):
         return current
-    run = same_work(session, home, digest, reusable) or _accept(session, submission, digest, run_id)
+    run = _existing(session, home, submission, digest, reusable)
+    run = run or _accept(session, submission, digest, run_id)
     _link(session, submission, run.id)
+    return run
+
+
+def _existing(
+    session: Session, home: Home, submission: Submission, digest: str, reusable: Callable[[Run], bool]
+) -> Run | None:
+    if submission.key is None:
+        return same_work(session, home, digest, reusable)
+    run = session.scalars(select(Run).where(Run.submit_key == submission.key)).one_or_none()
+    if run is not None and run.bundle_digest != digest:
+        raise RequestError(
+            f"the key '{submission.key}' was used for another bundle (run {run.id})",
+            where=f"stage {submission.stage}",
+            remedy="use a new key, or submit exactly the same bundle",
+        )
     return run
 
 
@@ -127,7 +151,7 @@ def _accept(session: Session, submission: Submission, digest: str, run_id: str) 
     before = list(session.scalars(select(Run).where(*same).order_by(Run.id)))
     run = Run(
         id=run_id,
-        submit_key=f"{experiment_id}/{stage}/{digest}/{len(before)}",
+        submit_key=submission.key or f"{experiment_id}/{stage}/{digest}/{len(before)}",
         experiment_id=experiment_id,
         stage=stage,
         task=submission.task,
