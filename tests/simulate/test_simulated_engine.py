@@ -124,6 +124,7 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
         StepWork(
             int(rows),
             float(rows * 50),
+            float(rows * 50 * (prefill > 5)),
             prefill % 4,
             int(prefill),
             float(prefill**2),

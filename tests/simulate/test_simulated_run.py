@@ -142,9 +142,10 @@ def test_a_computed_step_takes_the_longer_of_reading_and_computing() -> None:
     weights = 2 * model.parameters / (0.7 * card.bandwidth)
     assert steps.of_step(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)
     many = 2 * model.parameters * 1e6 / (0.5 * card.flops)
-    assert steps.of_step(StepWork(0, 0.0, 1, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
+    assert steps.of_step(StepWork(0, 0.0, 0.0, 1, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
     assert (
-        ComputedSteps(parse_machines("4xH100/4"), model).of_step(StepWork(0, 0.0, 1, 1_000_000)) < 0.6 * many
+        ComputedSteps(parse_machines("4xH100/4"), model).of_step(StepWork(0, 0.0, 0.0, 1, 1_000_000))
+        < 0.6 * many
     )
 
 

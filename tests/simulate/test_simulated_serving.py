@@ -31,7 +31,7 @@ def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
     fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
     (one,) = fleet.served
     steps = ComputedSteps(ONE, MODEL)
-    prefill = steps.of_step(StepWork(0, 0.0, 1, 100, 100 * 101 / 2))
+    prefill = steps.of_step(StepWork(0, 0.0, 0.0, 1, 100, 100 * 101 / 2))
     decode = sum(steps.of_step(StepWork(1, float(keys))) for keys in (101, 102))
     assert one.to_first == pytest.approx(prefill)
     assert one.end - one.first == pytest.approx(decode)

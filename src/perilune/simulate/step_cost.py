@@ -6,7 +6,8 @@
   each chunk, and a time for the keys that their queries read;
 * rows: decoding samples. c is piecewise linear with knots up to 16 rows, because a product of 2 rows takes
   almost as long as one of 16;
-* keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer;
+* keys: keys that decoding samples read, mean over the layers, because layers with a window read fewer. Those
+  that the sample before has just read, as in a group with one prompt, have a time of their own;
 * copied: blocks copied when samples of a group separate;
 * begin, end: a time for each sample that the engine prepares or collects.
 """
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from perilune.engine.blocks import BLOCK
 from perilune.engine.step import StepBatch
 
 KNOTS = (0, 1, 2, 4, 8, 16)  # rows between which the time is linear; above the last, one more slope
@@ -28,6 +30,7 @@ NAMES = (
     *(f"rows to {end}" for end in KNOTS[1:]),
     "rows above",
     "key",
+    "shared key",
     "prefill step",
     "chunk",
     "prefill token",
@@ -52,6 +55,7 @@ class StepWork:
     Attributes:
         rows: decoding samples.
         keys: keys that they read.
+        shared: those of them that the decoding sample before reads too.
         chunks: samples in prefill.
         prefill: tokens of prefill.
         prefill_keys: keys that those read.
@@ -62,6 +66,7 @@ class StepWork:
 
     rows: int
     keys: float
+    shared: float = 0.0
     chunks: int = 0
     prefill: int = 0
     prefill_keys: float = 0.0
@@ -76,14 +81,16 @@ class StepWork:
         read = seen if windows.keys() == {None} else _within(seen, windows)
         rows = batch.decodes
         chunks = len(batch.cu_seqlens) - 1 - rows
-        return cls(rows, float(read[:rows].sum()), chunks, len(seen) - rows, float(read[rows:].sum()))
+        keys, shared = float(read[:rows].sum()), _shared_keys(batch, read[:rows], windows)
+        return cls(rows, keys, shared, chunks, len(seen) - rows, float(read[rows:].sum()))
 
     def features(self) -> list[float]:
         """One value for each of `NAMES`."""
         ends = zip(KNOTS, (*KNOTS[1:], 1 << 40), strict=True)
         rows = [float(min(max(self.rows - low, 0), high - low)) for low, high in ends]
         prefill = [float(self.prefill > 0), float(self.chunks), float(self.prefill), self.prefill_keys]
-        return [1.0, *rows, self.keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
+        keys = [self.keys - self.shared, self.shared]
+        return [1.0, *rows, *keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
 
 
 def _within(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
@@ -92,6 +99,17 @@ def _within(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
     for size, share in windows.items():
         read += share * (seen if size is None else np.minimum(seen, size))
     return read
+
+
+def _shared_keys(batch: StepBatch, read: NDArray[Any], windows: Windows) -> float:
+    """Keys in leading blocks that a decoding sample and the one before have in common."""
+    widest = 0 if None in windows else -1
+    tables = batch.block_tables[widest, : batch.decodes]
+    if batch.decodes < 2 or not (tables[1:, 0] == tables[:-1, 0]).any():
+        return 0.0
+    used = int(batch.positions[: batch.decodes].max()) // BLOCK + 1
+    same = np.cumprod(tables[1:, :used] == tables[:-1, :used], axis=1).sum(axis=1)
+    return float(np.minimum(same * BLOCK, read[1:]).sum())
 
 
 class StepTimes(Protocol):
