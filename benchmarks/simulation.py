@@ -56,8 +56,8 @@ ABOUT = (
     "workloads and recipes on one thread. Lengths are an input: each simulation has the tokens of its "
     "real run. The spread is the range of repeated real runs around their median. An error within the "
     "spread counts as a tie. After a first comparison with these workloads, the calibration was "
-    "extended by requests without a group and by steps that mix prefill with decoding, so the workloads "
-    "are not strictly held out."
+    "extended by requests without a group, by steps that mix prefill with decoding, and by keys that a "
+    "group shares, so the workloads are not strictly held out."
 )
 
 
