@@ -119,13 +119,17 @@ def test_sample_copes_with_a_family_that_states_no_answer():
         (("sample", "reasoning_gym/chain_sum", "--set", "prompt"), "--set"),
         (("sample", "reasoning_gym/chain_sum", "--set", "task.x=1"), "--set task.x=1"),
         (("sample", "reasoning_gym/chain_sum", "--set", "config=[1"), "--set"),
-        (("sample", "reasoning_gym/chain_sum", "--split", "test"), "--split"),
     ],
 )
 def test_a_wrong_request_says_where(arguments, where):
     with pytest.raises(RequestError) as caught:
         run(*arguments)
     assert caught.value.where == where
+
+
+def test_an_unknown_split_is_a_wrong_command_line():
+    result = CliRunner().invoke(app, ("sample", "reasoning_gym/chain_sum", "--split", "test"))
+    assert result.exit_code == 2 and "'test' is not one of 'train', 'heldout'" in result.output
 
 
 def test_show_names_the_teacher_of_each_game():
