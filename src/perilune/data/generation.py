@@ -5,6 +5,8 @@ progress.json records how many bytes of both are complete. At the end the files 
 generate.json is written.
 """
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +125,7 @@ class _Work:
     index: RecordIndex
 
     @classmethod
-    def open(cls, out: Path, asked: str, index: RecordIndex) -> "_Work":
+    def open(cls, out: Path, asked: str, index: RecordIndex) -> _Work:
         """Start a folder, or return to the end of its last complete chunk."""
         if (out / REPORT).exists():
             raise RequestError(

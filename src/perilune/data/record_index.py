@@ -1,5 +1,7 @@
 """An index of earlier records, in an SQLite file so that memory does not grow with the number of records."""
 
+from __future__ import annotations
+
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ class RecordIndex:
         self._connection.executescript(_SCHEMA)
         self._connection.execute("BEGIN")
 
-    def __enter__(self) -> "RecordIndex":
+    def __enter__(self) -> RecordIndex:
         return self
 
     def __exit__(

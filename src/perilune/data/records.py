@@ -1,5 +1,7 @@
 """Trace records: the JSON Lines that supervised stages train on."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -65,7 +67,7 @@ class TraceRecord:
         """The text of all messages before the last answer."""
         return "\n".join(str(message["content"]) for message in self.messages[:-1])
 
-    def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, Any]]) -> "TraceRecord":
+    def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, Any]]) -> TraceRecord:
         """The record of a sub-agent's conversation in the same episode."""
         return replace(self, messages=messages, details={**(self.details or {}), _AGENT: agent})
 

@@ -14,6 +14,8 @@ sums are split every 192 terms, and few queries are padded to `_LEAST_ROWS`. Oth
 to rounding.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -52,7 +54,7 @@ class ScoreOptions:
     sinks: Tensor | None = None
     cap: float | None = None
 
-    def of_sets(self, sets: int, kv_heads: int, rows: int) -> "ScoreOptions":
+    def of_sets(self, sets: int, kv_heads: int, rows: int) -> ScoreOptions:
         """The options of `attend` for sets of the queries of heads that share keys, `rows` of each head."""
         if self.sinks is None:
             return self
@@ -174,7 +176,7 @@ class PackedAttention:
         self._all_spans = spans
 
     @cached_property
-    def _flash(self) -> "FlashAttention":
+    def _flash(self) -> FlashAttention:
         return FlashAttention(self._all_spans, self._device)
 
     @cached_property

@@ -6,6 +6,8 @@ Tokens are flat: sequences lie end to end on one axis of N tokens, without paddi
 N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -93,7 +95,7 @@ class SelfAttention(nn.Module):
         q = q if self.query_scale == 1 else q * self.query_scale
         return torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
-    def freeze(self, source: "SelfAttention") -> None:
+    def freeze(self, source: SelfAttention) -> None:
         if self.qk_norm == "head":
             self.frozen_qk_norm = copied_in_place(self.frozen_qk_norm, source.qk_norm_weight())
         if self.sinks is not None and source.sinks is not None:
@@ -301,7 +303,7 @@ class Decoder(nn.Module):
         return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
 
     @torch.no_grad()
-    def frozen(self, kind: NarrowKind | None = None) -> "Decoder":
+    def frozen(self, kind: NarrowKind | None = None) -> Decoder:
         """A copy of the current weights for inference: faster, and unaffected by training.
 
         Args:
@@ -315,7 +317,7 @@ class Decoder(nn.Module):
         return copy
 
     @torch.no_grad()
-    def refreeze(self, source: "Decoder", kind: NarrowKind | None = None) -> None:
+    def refreeze(self, source: Decoder, kind: NarrowKind | None = None) -> None:
         """Copy the current weights of `source` into this frozen copy, which was made with the same `kind`.
 
         Plain tensors, which are all tensors on a GPU, are overwritten in place: captured CUDA graphs keep
@@ -326,7 +328,7 @@ class Decoder(nn.Module):
         with source.in_memory():
             self._freeze(source, kind)
 
-    def _freeze(self, source: "Decoder", kind: NarrowKind | None) -> None:
+    def _freeze(self, source: Decoder, kind: NarrowKind | None) -> None:
         for projection, own_projection in zip(source.projections(), self.projections(), strict=True):
             own_projection.freeze(projection, kind)
         table = source.model.embed_tokens.weight.detach()

@@ -1,5 +1,7 @@
 """A layer of linear attention: Gated DeltaNet (Yang et al., arXiv 2412.06464) as in Qwen3-Next."""
 
+from __future__ import annotations
+
 from functools import cached_property
 
 import torch
@@ -79,7 +81,7 @@ class GatedDeltaNet(nn.Module):
         factors = qk.new_tensor([size**-1.0, size**-0.5]).repeat_interleave(self.sizes.key_heads)
         return rms_norm(qk, factors[:, None].expand(-1, size), _EPS / size)
 
-    def freeze(self, source: "GatedDeltaNet") -> None:
+    def freeze(self, source: GatedDeltaNet) -> None:
         """Copy the current weights of `source` except projections and norms, without gradient."""
         for name in ("conv1d.weight", "dt_bias", "A_log"):
             owner, _, attribute = name.rpartition(".")

@@ -1,5 +1,7 @@
 """The feed-forward part of a layer: one gated network, or a mixture of experts."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -180,7 +182,7 @@ class MixtureOfExperts(nn.Module):
         """float32[E], added to the experts' scores for the choice. Training does not change it."""
         return self.get_submodule(self._gate).get_buffer(CORRECTION)
 
-    def freeze_correction(self, source: "MixtureOfExperts") -> None:
+    def freeze_correction(self, source: MixtureOfExperts) -> None:
         """Copy the current correction of `source`."""
         fresh = copied_in_place(self.correction, source.correction.clone())
         self.get_submodule(self._gate).register_buffer(CORRECTION, fresh)

@@ -1,5 +1,7 @@
 """Norms and linear maps of a decoder, which can be frozen for inference."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -40,7 +42,7 @@ class RMSNorm(nn.Module):
         """float[size], the factor of the normalised input."""
         return 1 + self.weight if self.offset else self.weight
 
-    def freeze(self, source: "RMSNorm") -> None:
+    def freeze(self, source: RMSNorm) -> None:
         factor = copied_in_place(self.weight.detach(), source.factor().detach().clone())
         self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
@@ -59,7 +61,7 @@ class Projection:
         precision: precision of products that are not frozen.
     """
 
-    def __init__(self, *parts: "nn.Linear | nn.Embedding | ExpertMap", exact: bool = False) -> None:
+    def __init__(self, *parts: nn.Linear | nn.Embedding | ExpertMap, exact: bool = False) -> None:
         self.parts, self.exact = parts, exact
         self.precision: Precision = "float32"
         self.frozen: tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None] | None = None
@@ -96,7 +98,7 @@ class Projection:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
-    def freeze(self, source: "Projection", kind: NarrowKind | None) -> None:
+    def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         weight, bias = source.joined()
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         old = self.frozen or (None, None)

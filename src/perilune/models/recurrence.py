@@ -12,6 +12,8 @@ of the time of its projections. Elsewhere torch computes the sequences of a batc
 N tokens, H heads, which share KH heads of queries and keys evenly, S sequences, C channels, K taps.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -99,7 +101,7 @@ class Pieces:
         self.rows, self._device = rows.contiguous(), device
 
     @cached_property
-    def waves(self) -> "list[_Wave]":
+    def waves(self) -> list[_Wave]:
         """Pieces that do not continue each other, in the order of the scan."""
         depth: dict[int, int] = {}
         waves: dict[int, list[int]] = defaultdict(list)

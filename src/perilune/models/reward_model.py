@@ -4,6 +4,8 @@ It is stored as transformers' `...ForSequenceClassification` with one label (`mo
 other programs can load it.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ class RewardModel(Decoder):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     @classmethod
-    def on(cls, decoder: Decoder) -> "RewardModel":
+    def on(cls, decoder: Decoder) -> RewardModel:
         """A reward model with a copy of the layers of `decoder` and a head that scores everything 0."""
         model = cls(decoder.config)
         weights = {

@@ -1,5 +1,7 @@
 """The connection to an OpenEnv server. Every wait has a timeout, and every error names its cause."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -23,7 +25,7 @@ class Connection:
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
 
-    def __enter__(self) -> "Connection":
+    def __enter__(self) -> Connection:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 

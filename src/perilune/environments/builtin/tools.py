@@ -5,6 +5,8 @@ hides in an interpreter, a replayed episode is identical, and a run that is kill
 reward is computed outside the sandbox, from the answer and the files.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -84,7 +86,7 @@ class ToolsSpec(Frozen):
     sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="limits of the policy's code")
 
     @model_validator(mode="after")
-    def _has_a_compact_form(self) -> "ToolsSpec":
+    def _has_a_compact_form(self) -> ToolsSpec:
         if self.prompt == "compact" and self.task != "figure":
             raise ValueError("only the family figure has a compact prompt; set task: figure")
         return self

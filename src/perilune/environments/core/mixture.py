@@ -4,6 +4,8 @@ Each task belongs to one part, which its id names: "sums/3f9a...". The part prom
 an episode is the same as in the part alone.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect
 from collections.abc import Iterator, Mapping
@@ -62,7 +64,7 @@ class MixtureSpec(Frozen):
     )
 
     @model_validator(mode="after")
-    def _has_training_tasks(self) -> "MixtureSpec":
+    def _has_training_tasks(self) -> MixtureSpec:
         if not any(part.weight for part in self.parts.values()):
             raise ValueError("every part has weight 0, so there are no training tasks")
         return self

@@ -11,6 +11,8 @@ class Guess(MultiTurn):
         yield end_episode(1.0)
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
@@ -57,7 +59,7 @@ class MultiTurn(ABC):
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Play one episode. When the session is closed early, `finally` blocks run."""
 
-    def reset(self, task: Task, seed: int) -> "ScriptedSession":
+    def reset(self, task: Task, seed: int) -> ScriptedSession:
         """Open a session and run `play` to its first observation."""
         return ScriptedSession(self.play(task, KeyedRandom(seed, task.task_id)), self.max_turns, self.cut_off)
 

@@ -1,5 +1,7 @@
 """Single-turn environments: a prompt and a score."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -30,7 +32,7 @@ class SingleTurn(ABC):
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Score the answer `transcript.text`."""
 
-    def reset(self, task: Task, seed: int) -> "OneAnswer":
+    def reset(self, task: Task, seed: int) -> OneAnswer:
         """Open a session that takes one answer. The seed has no effect."""
         return OneAnswer(self, task, seed)
 

@@ -1,5 +1,7 @@
 """How agents explore contexts with code, and ask sub-agents."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +50,7 @@ class ExplorationSettings(Frozen):
     )
 
     @model_validator(mode="after")
-    def _can_ask(self) -> "ExplorationSettings":
+    def _can_ask(self) -> ExplorationSettings:
         if self.tool == "ask" and not self.depth:
             raise ValueError("tool: ask needs a depth of at least 1")
         return self

@@ -7,6 +7,8 @@ An adapter is untrusted: it must be safetensors, and it is compared with the mod
 writes a third file, base.json, which identifies the base that the adapter was trained on.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,13 +61,13 @@ class Adapter:
     base: str = ""
 
     @classmethod
-    def of(cls, decoder: Decoder) -> "Adapter":
+    def of(cls, decoder: Decoder) -> Adapter:
         """The adapter of a decoder that is being trained."""
         pairs = {name: (a.detach(), b.detach()) for name, (a, b) in pairs_of(decoder).items()}
         return cls(pairs, scale_of(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
 
     @classmethod
-    def load(cls, path: Path | str) -> "Adapter":
+    def load(cls, path: Path | str) -> Adapter:
         """Read a folder with adapter_config.json and adapter_model.safetensors.
 
         Raises:
@@ -74,7 +76,7 @@ class Adapter:
         return cls.read(Path(path), _content)
 
     @classmethod
-    def read(cls, folder: Path, content: Callable[[Path], bytes | None]) -> "Adapter":
+    def read(cls, folder: Path, content: Callable[[Path], bytes | None]) -> Adapter:
         """Read a folder whose files `content` reads; it returns None for one that is missing.
 
         The tensors are copies: a file that is written again later changes nothing.

@@ -1,5 +1,7 @@
 """DecoderConfig: the shape of a decoder, read from config.json and written to it."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -248,12 +250,12 @@ class DecoderConfig:
         """Whether that layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
-    def replace(self, **changes: Any) -> "DecoderConfig":
+    def replace(self, **changes: Any) -> DecoderConfig:
         """A copy with `changes`."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], *, where: str = "config.json") -> "DecoderConfig":
+    def from_hf(cls, raw: Mapping[str, Any], *, where: str = "config.json") -> DecoderConfig:
         """Read the content of a Hugging Face config.json, written by transformers 4 or 5.
 
         Raises:

@@ -1,5 +1,7 @@
 """Constant factors that a decoder multiplies its activations by, as in Granite (IBM, 2024)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from perilune.models.config.reader import Reader
@@ -22,7 +24,7 @@ class Multipliers:
     logits: float = 1.0
 
     @classmethod
-    def read(cls, read: Reader) -> "Multipliers":
+    def read(cls, read: Reader) -> Multipliers:
         """The factors in a config.json."""
         return cls(**{name: read.number(key, 1.0) for name, key in _KEYS.items()})
 

@@ -1,5 +1,7 @@
 """Typed look-ups in an untrusted config.json. Every error names the file and the key."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +87,7 @@ class Reader:
             raise self.wrong(key, "give true or false")
         return value
 
-    def inner(self, key: str, **defaults: Any) -> "Reader":
+    def inner(self, key: str, **defaults: Any) -> Reader:
         """The object under `key`, with `defaults` for missing keys."""
         value = self.raw.get(key)
         if not isinstance(value, Mapping):

@@ -5,6 +5,8 @@ rendering, the two look alike. So before rendering, each control token in a mess
 ideograph that no message contains. After rendering, the ideograph marks where to encode plain text.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +32,7 @@ class Rendered:
     text: str
     spelled: Mapping[str, str] = field(default_factory=dict)
 
-    def with_text(self, text: str) -> "Rendered":
+    def with_text(self, text: str) -> Rendered:
         """A copy with `text`, which is a part of this text."""
         return replace(self, text=text)
 

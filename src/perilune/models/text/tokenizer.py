@@ -5,6 +5,8 @@ tokenizer_config.json, chat_template.jinja), prompts and completions. It treats 
 spelled out in a question or an answer is five characters, not the token that ends a sequence.
 """
 
+from __future__ import annotations
+
 import copy
 import json
 import sys
@@ -83,7 +85,7 @@ class Tokenizer:
         self.prompt_prefix = self._bos_prefix()
 
     @classmethod
-    def load(cls, path: Path | str) -> "Tokenizer":
+    def load(cls, path: Path | str) -> Tokenizer:
         """Read the tokenizer of the Hugging Face folder `path`.
 
         Raises:
@@ -107,7 +109,7 @@ class Tokenizer:
         return cls(_read_backend(file), config, chat_template=template, where=str(where))
 
     @classmethod
-    def characters(cls, alphabet: str = PRINTABLE_ASCII) -> "Tokenizer":
+    def characters(cls, alphabet: str = PRINTABLE_ASCII) -> Tokenizer:
         """A tokenizer with one token per character: `<pad>` is 0, `<eos>` is 1, then `alphabet` in order.
 
         The default alphabet, newline and printable ASCII, makes 98 tokens. Encoding another character is an
@@ -122,7 +124,7 @@ class Tokenizer:
         return cls._new(backend)
 
     @classmethod
-    def byte_level(cls) -> "Tokenizer":
+    def byte_level(cls) -> Tokenizer:
         """A tokenizer with one token per byte of UTF-8, which encodes any text.
 
         `<pad>` is 0, `<eos>` is 1, then the 256 bytes by their names in GPT-2's byte-level alphabet.
@@ -135,7 +137,7 @@ class Tokenizer:
         return cls._new(backend)
 
     @classmethod
-    def trained(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def trained(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """A byte-level BPE tokenizer that is trained on `texts`. It encodes any text.
 
         `<pad>` is 0, `<eos>` is 1, then come the 256 bytes, then merges by their frequency, as long as one
@@ -158,7 +160,7 @@ class Tokenizer:
         return cls._new(backend)
 
     @classmethod
-    def for_new_model(cls, model: Mapping[str, Any], texts: Iterable[str] | None = None) -> "Tokenizer":
+    def for_new_model(cls, model: Mapping[str, Any], texts: Iterable[str] | None = None) -> Tokenizer:
         """The tokenizer of a new model, as `tokenizer` of a recipe's model section says.
 
         Args:
@@ -170,7 +172,7 @@ class Tokenizer:
         return cls.characters() if kind in (None, "characters") else cls.byte_level()
 
     @classmethod
-    def _new(cls, backend: tokenizers.Tokenizer) -> "Tokenizer":
+    def _new(cls, backend: tokenizers.Tokenizer) -> Tokenizer:
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIALS])
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -181,7 +183,7 @@ class Tokenizer:
         }
         return cls(backend, config)
 
-    def with_chat_template(self, template: str, *, where: str) -> "Tokenizer":
+    def with_chat_template(self, template: str, *, where: str) -> Tokenizer:
         """The same tokenizer with another chat template.
 
         Raises:
@@ -189,7 +191,7 @@ class Tokenizer:
         """
         return Tokenizer(self._backend, self._config, chat_template=template, where=where)
 
-    def showing(self, marks: Sequence[str]) -> "Tokenizer":
+    def showing(self, marks: Sequence[str]) -> Tokenizer:
         """The same tokenizer, but `decode` keeps these special tokens; those it does not have are ignored."""
         document = json.loads(self._backend.to_str())
         hidden = [one for one in document["added_tokens"] if one["special"] and one["content"] in marks]
@@ -202,7 +204,7 @@ class Tokenizer:
         shown._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
         return shown
 
-    def limited(self, size: int) -> "Tokenizer":
+    def limited(self, size: int) -> Tokenizer:
         """The tokenizer of a model with `size` embeddings, without the special tokens that have none.
 
         The text models of Gemma 3 have no embedding of the token for images; other models have none of the
@@ -259,7 +261,7 @@ class Tokenizer:
         """Token ids of texts from a chat template. Only here are special tokens encoded as tokens."""
         return self._encode(self._template_backend, texts)
 
-    def has_same_tokens(self, other: "Tokenizer") -> bool:
+    def has_same_tokens(self, other: Tokenizer) -> bool:
         """Whether both have the same vocabulary and end-of-sequence token."""
         return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
 

@@ -1,5 +1,7 @@
 """Records sampled from a checkpoint: the most likely right answer to each task."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,7 +51,7 @@ class Sampled:
         environment: Environment,
         scorer: Scorer,
         sampling: Sampling,
-    ) -> "Sampled":
+    ) -> Sampled:
         """Load the checkpoint in `folder`.
 
         Args:

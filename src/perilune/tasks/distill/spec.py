@@ -1,5 +1,7 @@
 """The fields of a distill stage."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -42,7 +44,7 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
 
     @model_validator(mode="after")
-    def _fits(self) -> "DistillSpec":
+    def _fits(self) -> DistillSpec:
         if (self.on_policy < 1) != (self.data is not None):
             raise ValueError("on_policy below 1 needs data, and data needs on_policy below 1")
         if self.loss == "reverse_kl" and self.data is not None:

@@ -1,5 +1,7 @@
 """The fields of a calibrate stage."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -24,7 +26,7 @@ class CalibrateSpec(SamplingSpec):
     token_budget: int = Field(4096, ge=1, description="maximum tokens of a forward pass; limits memory")
 
     @model_validator(mode="after")
-    def _cheap(self) -> "CalibrateSpec":
+    def _cheap(self) -> CalibrateSpec:
         if self.process_rewards is None or self.process_rewards.name != "answer":
             raise ValueError("calibrate takes process_rewards: answer, or a section with that name")
         return self

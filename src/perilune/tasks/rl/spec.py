@@ -1,5 +1,7 @@
 """The fields of an rl stage."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Annotated
 
@@ -97,7 +99,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return replace(plan, persistent=held)
 
     @model_validator(mode="after")
-    def _corrects_old_tokens(self) -> "RLSpec":
+    def _corrects_old_tokens(self) -> RLSpec:
         """Asynchronous training has off-policy corrections, unless the recipe sets its own.
 
         A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
@@ -109,7 +111,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self.model_copy(update={"off_policy": corrections})
 
     @model_validator(mode="after")
-    def _can_be_asynchronous(self) -> "RLSpec":
+    def _can_be_asynchronous(self) -> RLSpec:
         if self.asynchronous is None:
             return self
         if self.algorithm.refills:
@@ -127,7 +129,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _trains_sub_agents(self) -> "RLSpec":
+    def _trains_sub_agents(self) -> RLSpec:
         conflicts = {
             "sub_agent_checkpoint": self.sub_agent_checkpoint is not None,
             "reward_model": self.reward_model is not None,
@@ -141,7 +143,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _large_enough(self) -> "RLSpec":
+    def _large_enough(self) -> RLSpec:
         least = self.algorithm.least_samples
         if self.samples < least:
             raise ValueError(
@@ -150,7 +152,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _keeps_the_objective(self) -> "RLSpec":
+    def _keeps_the_objective(self) -> RLSpec:
         if self.curriculum and self.curriculum.importance_weight and self.algorithm.refills:
             raise ValueError(
                 "curriculum.importance_weight restores the uniform objective, and"
@@ -159,7 +161,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _takes_the_kl(self) -> "RLSpec":
+    def _takes_the_kl(self) -> RLSpec:
         if self.kl and self.kl_estimator == "k1_reward" and not self.algorithm.takes_any_reward:
             raise ValueError(
                 f"kl_estimator is k1_reward, which makes rewards negative, and {self.algorithm.name} needs"
@@ -168,7 +170,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _takes_process_rewards(self) -> "RLSpec":
+    def _takes_process_rewards(self) -> RLSpec:
         if self.process_rewards is None:
             return self
         if self.algorithm.takes_step_rewards != (self.process_rewards.role == "reward"):

@@ -4,6 +4,8 @@ The loss is the talker's cross-entropy of each frame's first code and of the end
 cross-entropy of the other codes, both under teacher forcing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +162,7 @@ class _Tables:
     codec: Tensor
 
     @classmethod
-    def of(cls, talker: Talker) -> "_Tables":
+    def of(cls, talker: Talker) -> _Tables:
         texts = torch.arange(talker.config.text_vocab_size)
         codecs = torch.arange(talker.config.talker.vocab_size)
         return cls(talker.config, talker.device, talker.embed_text(texts), talker.embed_codec(codecs))

@@ -1,5 +1,7 @@
 """The `eval` section of a training stage: held-out evaluation while it trains."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -93,7 +95,7 @@ class EvaluatedSpec(TrainingSpec):
     )
 
     @model_validator(mode="after")
-    def _one_best(self) -> "EvaluatedSpec":
+    def _one_best(self) -> EvaluatedSpec:
         if self.eval is not None and self.keep.best is not None:
             raise ValueError("eval keeps the best checkpoint by eval.best; remove keep.best")
         return self

@@ -1,5 +1,7 @@
 """Preference pairs as pairs of episodes, split by task; the order depends only on the seed and the step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ class PreferenceData:
     seed: int
 
     @classmethod
-    def load(cls, paths: Sequence[Path], reader: RowReader, seed: int, validation: float) -> "PreferenceData":
+    def load(cls, paths: Sequence[Path], reader: RowReader, seed: int, validation: float) -> PreferenceData:
         """Read the pairs of all `paths`. Answers are never truncated, and all end with the same token.
 
         Args:

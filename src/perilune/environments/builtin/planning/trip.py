@@ -1,5 +1,7 @@
 """The data of a trip: places with hours and prices, days that start and end at home, and a budget."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,7 +83,7 @@ class Trip:
         return {**asdict(self), "places": rows}
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> "Trip":
+    def from_json(cls, raw: Mapping[str, Any]) -> Trip:
         """Inverse of `to_json`."""
         return cls(**{**raw, "places": tuple(_place(one) for one in raw["places"])})
 

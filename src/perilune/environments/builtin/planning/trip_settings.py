@@ -1,5 +1,7 @@
 """Settings of generated trips."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -34,7 +36,7 @@ class TripSettings(Frozen):
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> "TripSettings":
+    def _possible(self) -> TripSettings:
         if self.visits > self.places:
             raise ValueError(f"visits is {self.visits}, but there are only {self.places} places")
         if max(self.must_see, self.windows) > self.visits:

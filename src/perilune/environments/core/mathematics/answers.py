@@ -1,5 +1,7 @@
 """The structure of mathematical answers: quantities, words, tuples, sets, intervals, matrices, equations."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -29,7 +31,7 @@ class Answer(NamedTuple):
     """
 
     kind: str
-    items: "tuple[Answer, ...]" = ()
+    items: tuple[Answer, ...] = ()
     node: Node = Node("")
     text: str = ""
 

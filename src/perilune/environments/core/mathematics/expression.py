@@ -1,5 +1,7 @@
 """Mathematical expressions: parsed from tokens, and evaluated exactly where the value is rational."""
 
+from __future__ import annotations
+
 import cmath
 import math
 import operator
@@ -41,7 +43,7 @@ class Node(NamedTuple):
     """An operation on nodes, or a leaf with a value: a "number" or a "variable"."""
 
     name: str
-    arguments: "tuple[Node, ...]" = ()
+    arguments: tuple[Node, ...] = ()
     value: Fraction | str = ""
 
 
