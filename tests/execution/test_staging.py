@@ -196,6 +196,19 @@ def test_outputs_outside_the_attempt_stay_where_they_are(box: Box, tmp_path: Pat
     assert keep_outputs(box) == 0 and secret.read_bytes() == MODEL
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        [], {}, {"files": []}, {"files": {"data": 1}}, {"files": {"data": {"size": "much"}}},
+        {"files": {"a\0": {"size": len(MODEL), "sha256": sha256_bytes(MODEL)}}},
+    ],
+)  # fmt: skip
+def test_a_malformed_manifest_keeps_no_outputs_and_stops_nothing(box: Box, document: Any) -> None:
+    ended(box, {"data": MODEL}, {})
+    write_json(box.attempt.files / "artifacts" / "manifest.json", document)
+    assert keep_outputs(box) == 0
+
+
 def test_an_output_that_differs_from_its_manifest_is_uploaded_all_the_same(
     box: Box, upload: Upload, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ contents in the store.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -55,12 +56,18 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
                 sync_directory(attempt.run)
         store = Store(attempt.run.parent / "store.sha256", options.share)
         for path, size, sha256, _ in known["files"]:
-            source = attempt.files / path
-            if plain_size(source) == size and plain_size(store.entry(sha256)) != size:
-                os.utime(str(source))  # the store evicts the least recently used
-                source.replace(store.entry(sha256))
+            move(attempt.files / path, size, sha256, store)
         sync_directory(store.folder)
         return {"held": known["files"]}
+
+
+def move(source: Path, size: int, sha256: str, store: Store) -> bool:
+    """Move a file of this size to the store; False if it is not there, or the store has its content."""
+    missing = plain_size(source) == size and plain_size(store.entry(sha256)) != size
+    if missing:
+        os.utime(str(source))  # the store evicts the least recently used
+        source.replace(store.entry(sha256))
+    return missing
 
 
 def keep_outputs(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,25 +81,24 @@ def keep_outputs(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any
         store = Store(attempt.run.parent / "store.sha256", options.share)
         kept = 0
         for source, size, sha256 in outputs(attempt.files / "artifacts"):
-            if kept + size <= store.most and plain_size(store.entry(sha256)) != size:
-                os.utime(str(source))
-                source.replace(store.entry(sha256))
-                kept += size
+            if kept + size <= store.most:
+                kept += size * move(source, size, sha256, store)
         sync_directory(store.folder)
         return {"kept": kept}
 
 
 def outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
-    """Path, size and SHA-256 of the plain files in the manifest, without checkpoints for resuming."""
+    """Path, size and SHA-256 of the large files in the manifest, without checkpoints for resuming.
+
+    A task could have written the manifest: it may name anything, in any form.
+    """
     root = Path(os.path.realpath(str(artifacts)))
-    listed = (read_json(root / "manifest.json") or {}).get("files", {})
-    for path, entry in sorted(listed.items()):
-        source, sha256 = root / path, str(entry["sha256"])
-        inside = os.path.realpath(str(source)) == str(source) and root in source.parents
-        resuming = f"artifacts/{path}".startswith(STATES)
-        if inside and not resuming and re.fullmatch("[0-9a-f]{64}", sha256):
-            size = plain_size(source)
-            if size == entry["size"] and size > SMALL:
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed
+        for path, entry in sorted((read_json(root / "manifest.json") or {})["files"].items()):
+            source, size, sha256 = root / path, int(entry["size"]), str(entry["sha256"])
+            inside = os.path.realpath(str(source)) == str(source) and root in source.parents
+            resuming = f"artifacts/{path}".startswith(STATES)
+            if inside and not resuming and size > SMALL and re.fullmatch("[0-9a-f]{64}", sha256):
                 yield source, size, sha256
 
 
