@@ -93,15 +93,11 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     \b
     perilune machines show perilune-7kq2m0x9ab-01jd0x-1-0
     """
-    from perilune.control.queries.lookup import events_after
+    from perilune.control.queries.lookup import events_of_machine
 
     control = open_control()
     found = _find(_fleet(control), machine)
-    events = [
-        {"time": row.time, "kind": row.kind, **row.detail}
-        for row in events_after(control)
-        if row.detail.get("machine") == found.key
-    ]
+    events = [{"time": row.time, "kind": row.kind, **row.detail} for row in events_of_machine(control, found)]
     if as_json:
         print_json(document(found) | {"events": events})
         return

@@ -75,10 +75,14 @@ def to_come(machine: Machine, now: Instant | None = None) -> float:
     return max(0.0, _leased(machine) - accrued(machine, now))
 
 
+def lease_seconds(machine: Machine) -> float:
+    """How long a machine may exist under its lease."""
+    return Lease.model_validate(machine.lease).seconds(machine.price)
+
+
 def lease_left(machine: Machine) -> float:
     """Seconds until the end of a machine's lease; negative after it."""
-    lasts = Lease.model_validate(machine.lease).seconds(machine.price)
-    return lasts - Instant.now().since(Instant.parse(machine.leased))
+    return lease_seconds(machine) - Instant.now().since(Instant.parse(machine.leased))
 
 
 def promised(machine: Machine) -> float:
@@ -87,7 +91,7 @@ def promised(machine: Machine) -> float:
 
 
 def _leased(machine: Machine) -> float:
-    return cost(machine.price, Lease.model_validate(machine.lease).seconds(machine.price))
+    return cost(machine.price, lease_seconds(machine))
 
 
 class Use(NamedTuple):

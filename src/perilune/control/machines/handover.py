@@ -1,8 +1,8 @@
 """Hand the machines of a finished stage over to the next stage of its experiment, instead of renting others.
 
-Machines wait for the next stage only while a process is alive that starts it. After its death, the next look
-of any process finds that nothing needs them. Machines are handed over in the transaction that would
-otherwise rent others.
+Machines wait for the next stage only while a process that starts it is alive. After that process has died,
+the next process that reconciles the machines terminates them. Machines are handed over in the transaction
+that would otherwise record new ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.control.machines.budget import accrued, lease_left
-from perilune.control.machines.leases import Lease, Rental
+from perilune.control.machines.budget import accrued, lease_left, lease_seconds
+from perilune.control.machines.leases import Rental
 from perilune.control.record.home import Home, has_starter
 from perilune.control.record.store import Attempt, EarlierUse, Experiment, Machine, Run, Stage, record
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
+from perilune.control.runs.current_submission import requesting
 from perilune.execution.providers.protocol import MachineKey
 
 LEAST_LEFT = 0.5  # share of its lease that a machine must have left
@@ -31,7 +32,7 @@ def waits_for_next_stage(home: Home, session: Session, machine: Machine) -> bool
         return False
     return any(
         _rents_such(experiment, machine) and has_starter(home, experiment.id) and _has_more(session, stage)
-        for experiment, stage in _current_stages(session, run.id)
+        for experiment, stage in requesting(session, run.id)
     )
 
 
@@ -54,13 +55,6 @@ def is_taken_over(machine: Machine) -> bool:
     return key is not None and (key.run_id, key.epoch) != (machine.run_id, machine.epoch)
 
 
-def _current_stages(session: Session, run_id: str) -> list[tuple[Experiment, Stage]]:
-    """The stages that a run has in current submissions, whose later stages are to start."""
-    current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
-    query = select(Experiment, Stage).join(Stage, current).where(Stage.run_id == run_id, Experiment.requested)
-    return [(experiment, stage) for experiment, stage in session.execute(query)]
-
-
 def _has_more(session: Session, stage: Stage) -> bool:
     """Whether the first stage after this one that has not succeeded still has to get machines."""
     later = select(Stage).where(Stage.experiment_id == stage.experiment_id, Stage.position > stage.position)
@@ -79,7 +73,7 @@ def _has_more(session: Session, stage: Stage) -> bool:
 
 def _before(session: Session, run_id: str) -> Iterator[Sequence[Machine]]:
     """The machines of each earlier stage of the run's experiments, the latest stage first."""
-    for _, stage in _current_stages(session, run_id):
+    for _, stage in requesting(session, run_id):
         earlier = (
             select(Run)
             .join(Stage, Stage.run_id == Run.id)
@@ -110,9 +104,8 @@ def _fits(session: Session, machine: Machine, rental: Rental) -> bool:
 
 def _is_reusable(machine: Machine) -> bool:
     """Whether it is not about to be preempted, and enough of its lease is left."""
-    whole = Lease.model_validate(machine.lease).seconds(machine.price)
     stays = not machine.notice and machine.missing_since is None
-    return stays and lease_left(machine) >= LEAST_LEFT * whole
+    return stays and lease_left(machine) >= LEAST_LEFT * lease_seconds(machine)
 
 
 def _rents_such(experiment: Experiment, machine: Machine) -> bool:

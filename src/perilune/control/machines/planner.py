@@ -24,9 +24,7 @@ class Desire(StrEnum):
     """What the machine's attempt still needs it for."""
 
     HELD = "held"  # the attempt runs, or will run, on it
-    AWAITED = (
-        "awaited"  # the attempt has succeeded, and the next stage of its experiment takes the machine over
-    )
+    AWAITED = "awaited"  # the attempt has succeeded, and the next stage takes the machine over
     COLLECTED = "collected"  # the attempt has ended, and its files still have to be fetched
     RELEASED = "released"  # nothing
 

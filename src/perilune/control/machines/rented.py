@@ -132,7 +132,7 @@ class RentedPlacement:
         """
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
-        lasting = provider is not None and provider.capabilities.keeps_files and len(rows) == 1
+        lasting = len(rows) == 1 and self._files_last()
         members: list[Placement | None] = []
         for row in rows:
             if row.state in {MachineState.REQUESTED, MachineState.GONE}:
@@ -232,18 +232,14 @@ class Rentals:
         return max((key.epoch for key in keys if key is not None and key.run_id == run.id), default=0)
 
     def _rent(self, rental: Rental, attempt: Attempt) -> bool:
-        """Move an attempt from PLANNED to PROVISIONING, with its machines.
+        """Give an attempt its machines, all or none, and move it from PLANNED to PROVISIONING.
 
-        These are the machines of the stage before; or new ones, with the intent to rent them, if the daily
-        cap allows it. All machines of the attempt are rented, or none.
+        It takes over the machines of the stage before. If there are none that fit, the intent to rent new
+        ones is recorded, provided that the daily cap allows it.
 
         Returns:
-            Whether that is recorded.
+            Whether it has machines now.
         """
-        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
-        nodes = job.resources.nodes
-        if self._take_over(rental, attempt, nodes):
-            return True
         try:
             price = price_of(self.fleet.providers, rental)
         except RequestError as error:  # no such provider or kind
@@ -253,31 +249,25 @@ class Rentals:
             return False
         except PeriluneError:
             return False  # the provider does not answer now
+        job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
+        nodes = job.resources.nodes
         with self.fleet.store.transaction() as session:
             row = current(session, attempt)
             why = STOPPED if renting_is_stopped(self.fleet.home) else ""
             cap = self.fleet.providers.daily_cap()
-            if why := why or over_the_cap(session, cap, rental, price, nodes):
+            if not why and take_over(session, row, rental, nodes):
+                point = "handover.committed"
+            elif why := why or over_the_cap(session, cap, rental, price, nodes):
                 if row.message != why:
                     row.message = why
                     record(session, "machine.not_rented", run_id=row.run_id, epoch=row.number, why=why)
                 return False
-            row.message = ""
-            self.fleet.rent(session, row, rental, price, nodes)
-            move_attempt(session, row, AttemptState.PROVISIONING)
-        reached("rent.committed")
-        return True
-
-    def _take_over(self, rental: Rental, attempt: Attempt, nodes: int) -> bool:
-        if renting_is_stopped(self.fleet.home):
-            return False
-        with self.fleet.store.transaction() as session:
-            row = current(session, attempt)
-            if not take_over(session, row, rental, nodes):
-                return False
+            else:
+                self.fleet.rent(session, row, rental, price, nodes)
+                point = "rent.committed"
             row.message = ""
             move_attempt(session, row, AttemptState.PROVISIONING)
-        reached("handover.committed")
+        reached(point)
         return True
 
     def _begin(self, attempt: Attempt) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from perilune.control.machines.budget import Use, uses
-from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage
+from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES, Control
 from perilune.errors import RequestError
@@ -317,6 +317,15 @@ def _placed(attempt: Attempt, rented: Sequence[Use]) -> Placed:
         began=attempt.created,
         ended=attempt.ended,
     )
+
+
+def events_of_machine(control: Control, machine: Machine) -> list[Event]:
+    """The events of a machine, in order; those of the attempts that had it are left out."""
+    with control.store.snapshot() as session:
+        earlier = select(EarlierUse.run_id).where(EarlierUse.machine_key == machine.key)
+        runs = (Event.run_id == machine.run_id) | Event.run_id.in_(earlier)
+        rows = session.scalars(select(Event).where(runs).order_by(Event.seq))
+        return [row for row in rows if row.detail.get("machine") == machine.key]
 
 
 def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:

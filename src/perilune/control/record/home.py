@@ -216,6 +216,7 @@ def announce_starter(home: Home, experiment_id: str) -> BinaryIO:
 
     The announcement is a shared lock, which ends with the process.
     """
+    home.experiment(experiment_id).mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
     file = (home.experiment(experiment_id) / "lock").open("ab")
     fcntl.flock(file, fcntl.LOCK_SH)
     return file

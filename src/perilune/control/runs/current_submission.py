@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Select, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.control.record.store import Experiment, Run, Stage, Store, record
@@ -52,9 +52,16 @@ def run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None
     return run
 
 
+def requesting(session: Session, run_id: str) -> list[tuple[Experiment, Stage]]:
+    """The experiments whose current submission has this run for a stage, and that stage."""
+    current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
+    query = select(Experiment, Stage).join(Stage, current).where(Stage.run_id == run_id, Experiment.requested)
+    return [(experiment, stage) for experiment, stage in session.execute(query)]
+
+
 def end_submissions_of(session: Session, run: Run, reason: str) -> None:
     """End the current submissions of all experiments that have this run for a stage."""
-    for experiment in session.scalars(_requesting(run)):
+    for experiment, _ in requesting(session, run.id):
         end_submission(session, experiment, reason, run)
 
 
@@ -74,12 +81,7 @@ def live_runs(session: Session, experiment_id: str) -> Sequence[Run]:
 
 def is_requested(session: Session, run: Run) -> bool:
     """Whether the current submission of some experiment needs this run."""
-    return session.scalars(_requesting(run)).first() is not None
-
-
-def _requesting(run: Run) -> Select[Experiment]:
-    current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
-    return select(Experiment).join(Stage, current).where(Stage.run_id == run.id, Experiment.requested)
+    return bool(requesting(session, run.id))
 
 
 def latest_run(session: Session, experiment: Experiment) -> str | None:

@@ -102,8 +102,7 @@ class StageStarter:
         for over in self._announced.keys() - mine:
             self._announced.pop(over).close()
         for new in mine - self._announced.keys():
-            with suppress(FileNotFoundError):  # its folder is gone, which starting its stage reports
-                self._announced[new] = announce_starter(self.control.home, new)
+            self._announced[new] = announce_starter(self.control.home, new)
 
     def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:
         """Reconcile a run; returns it, and its outcome if it has ended."""
