@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cloud_cases import LEASE, SMALL, an_attempt, bill, end, tend_until
+from cloud_cases import SMALL, an_attempt, bill, end, rented_template, tend_until
 from drill_cases import PATIENCE, begin, drill_job, only_run
-from hosts_cases import interpreter
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
@@ -25,13 +24,11 @@ from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished
-from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.control.runs.templates import ResourcesChange, Template
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
-from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
 from perilune.execution.placements.gang import together
-from perilune.execution.placements.remote import Site
 from perilune.execution.processes import Presence
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault
@@ -47,18 +44,7 @@ NODES = 2
 
 
 def template(folder: Path, nodes: int = NODES) -> Template:
-    python = folder / "python" / "bin" / "python"
-    if not python.exists():
-        interpreter(folder / "python")
-    site = Site(python=str(python), installed=True)
-    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    return Template(
-        bring="all",
-        placement=place,
-        resources=ResourcesChange(nodes=nodes),
-        retry=Retry(base=0.01),
-        limits=AttemptLimits(on_box_stop_after=60.0),
-    )
+    return rented_template(folder / "python").model_copy(update={"resources": ResourcesChange(nodes=nodes)})
 
 
 def gang_job(**spec: object) -> Job:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cloud_cases import LEASE, bill
+from cloud_cases import LEASE, all_gone, bill, rented_template
 from drill_cases import begin, drill_control, drill_plan, wait_for
-from hosts_cases import interpreter
 from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
@@ -17,7 +16,7 @@ from perilune.control.machines import lifecycle
 from perilune.control.machines.budget import accrued, cost_of_runs
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.planner import Desire, Plan, Recorded, plan_machine
-from perilune.control.queries.lookup import placed_attempts
+from perilune.control.queries.lookup import events_of_machine, placed_attempts
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import HANDOVER_POINTS, REMOTE_POINTS
 from perilune.control.record.home import has_starter
@@ -25,9 +24,7 @@ from perilune.control.record.store import Attempt, Event, Machine, Operation, Ru
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished, StageStarted
 from perilune.control.runs.requests import cancel
-from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
-from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements.remote import Site
+from perilune.control.runs.templates import ResourcesChange, Template
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.execution.providers.protocol import Sighting
@@ -35,10 +32,7 @@ from perilune.execution.providers.protocol import Sighting
 
 @pytest.fixture
 def template(tmp_path: Path) -> Template:
-    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
-    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    limits = AttemptLimits(on_box_stop_after=60.0)
-    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+    return rented_template(tmp_path / "python")
 
 
 FIRST = drill_plan("first", steps=1)
@@ -66,12 +60,10 @@ def kinds(control: Control, prefix: str) -> list[str]:
         return [kind.removeprefix(prefix) for kind in found]
 
 
-def all_gone(control: Control, cloud: FakeCloud) -> None:
-    def gone() -> bool:
-        control.reconciler.all(act=False)
-        return all(one.state == "gone" for one in machines(control)) and not bill(cloud)["alive"]
-
-    wait_for(gone, "the end of all machines")
+def after_the_first(events: Iterator[StageEvent]) -> None:
+    """Advance until the first stage has ended."""
+    while not isinstance(next(events), StageFinished):
+        pass
 
 
 def second_has_the_machine(control: Control, events: Iterator[StageEvent]) -> str:
@@ -101,7 +93,8 @@ def test_stages_share_a_machine_and_its_cost(
             assert not list((cloud.folder / "machines").glob("*/home/.perilune/attempts/*/1"))
     (machine,) = machines(control)
     assert len(bill(cloud)["costs"]) == 1 and machine.run_id == runs[2]
-    assert kinds(control, "machine.").count("taken_over") == 2
+    told = [event.kind for event in events_of_machine(control, machine)]
+    assert told[0] == "machine.requested" and told.count("machine.taken_over") == 2
     assert [one.machines for one in placed_attempts(control, runs)] == [1, 1, 1]
     for run_id in runs:
         run = control.run(run_id)
@@ -121,9 +114,7 @@ def test_a_machine_waits_only_for_a_process_that_starts_the_next_stage(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     events = go(control, template, FIRST, SECOND)
-    for event in events:
-        if isinstance(event, StageFinished):
-            break
+    after_the_first(events)
     (machine,) = machines(control)
     experiment = control.run(machine.run_id).experiment_id
     other = drill_control(control.home.root)
@@ -142,9 +133,7 @@ def test_a_decision_made_before_the_handover_does_not_end_the_machine(
 ) -> None:
     """Another process finds that nothing needs the machine, and acts after the second stage has taken it."""
     events = go(control, template, FIRST, HANGING)
-    for event in events:
-        if isinstance(event, StageFinished):
-            break
+    after_the_first(events)
     with pytest.MonkeyPatch.context() as patch:
 
         def late(_: Desire, recorded: Recorded, seen: Sighting, now: Instant) -> Plan:
@@ -196,9 +185,7 @@ def test_a_machine_that_does_not_fit_is_not_taken_over(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, why: str
 ) -> None:
     events = go(control, template, FIRST, SECOND)
-    for event in events:
-        if isinstance(event, StageFinished):
-            break
+    after_the_first(events)
     (machine,) = machines(control)
     if why == "preempted":
         cloud.inject(key=machine.key, fault=Fault.PREEMPTED, seconds=30.0)
@@ -237,8 +224,8 @@ def test_an_experiment_whose_every_command_is_killed_leaks_no_machine(
 ) -> None:
     """From the start, or from the second stage, while another process keeps the machine of the first."""
     other = go(control, template, FIRST, SECOND)
-    while not from_the_start and not isinstance(next(other), StageFinished):
-        pass
+    if not from_the_start:
+        after_the_first(other)
 
     def command() -> None:
         control = drill_control(home)

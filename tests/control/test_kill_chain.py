@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cloud_cases import LEASE, bill, rent_from
+from cloud_cases import bill, rent_from, rented_template
 from drill_cases import begin, drill_control, drill_plan, has_event, only_run, wait_for
-from hosts_cases import interpreter
 from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
@@ -28,10 +27,7 @@ from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from perilune.control.record.store import Event, Machine, Operation, Run, verify_events
 from perilune.control.runs import endings, reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance
-from perilune.control.runs.templates import OnRented, Retry, Template
-from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
-from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.files import read_json_lines
@@ -51,13 +47,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.05))
     monkeypatch.setenv("DRILL_TOKEN", CANARY)
-
-
-def template(folder: Path) -> Template:
-    site = Site(python=str(interpreter(folder / "python", grace=1.0)), installed=True)
-    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    limits = AttemptLimits(on_box_stop_after=60.0)
-    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def idle(control: Control) -> bool:
@@ -85,7 +74,7 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
 ) -> None:
     home = tmp_path / "killed"
     rent_from(home, cloud.folder)
-    where = template(tmp_path)
+    where = rented_template(tmp_path / "python", grace=1.0)
     job = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True, tell="DRILL_TOKEN").job
     plan = StagePlan("drill", job.model_copy(update={"secrets": ("DRILL_TOKEN",)}))
     taken = tmp_path / "taken"  # exists once the first machine was said to be taken away
@@ -148,7 +137,8 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
 def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
     cloud: FakeCloud, tmp_path: Path
 ) -> None:
-    home, where, plan = tmp_path / "stopped", template(tmp_path), drill_plan(steps=2, noise=True)
+    home, plan = tmp_path / "stopped", drill_plan(steps=2, noise=True)
+    where = rented_template(tmp_path / "python", grace=1.0)
     rent_from(home, cloud.folder)
 
     def stop_there(point: str) -> None:

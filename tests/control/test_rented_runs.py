@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cloud_cases import LEASE, bill
+from cloud_cases import LEASE, all_gone, bill, rented_template
 from drill_cases import PATIENCE, begin, drill_control, drill_plan, only_run, wait_for
-from hosts_cases import interpreter
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
@@ -27,10 +26,8 @@ from perilune.control.runs import endings
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
 from perilune.control.runs.requests import cancel, request_cancel
-from perilune.control.runs.templates import OnRented, Retry, Template
+from perilune.control.runs.templates import OnRented, Template
 from perilune.execution.claim import read_claim
-from perilune.execution.limits import AttemptLimits
-from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
 from perilune.ui.overview import facts_of, placements_of
@@ -40,10 +37,7 @@ from perilune.ui.view import ExperimentView, StageView
 
 @pytest.fixture
 def template(tmp_path: Path) -> Template:
-    site = Site(python=str(interpreter(tmp_path / "python")), installed=True)
-    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-    limits = AttemptLimits(on_box_stop_after=60.0)
-    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+    return rented_template(tmp_path / "python")
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
@@ -94,16 +88,6 @@ def cost_of_the_day(fleet: Fleet) -> float:
     return today(fleet.all(gone=True))
 
 
-def all_gone(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while fleet.all():
-        assert time.monotonic() < deadline, [(one.key, one.state) for one in fleet.all()]
-        control.reconciler.all(act=False)
-        time.sleep(0.05)
-    assert not bill(cloud)["alive"]
-    assert all(one.cleanup == "done" for one in attempts(control))
-
-
 def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
@@ -127,7 +111,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     assert verify(control.directory(run), run.bundle_digest) == []  # the evidence is at home
     assert [one.state for one in fleet.all()] == ["terminating"] and bill(cloud)["alive"]
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
     assert control.run(run.id).state == "succeeded"
     with control.store.snapshot() as session:
         states = session.scalars(select(Event.kind).where(Event.kind.startswith("attempt.")))
@@ -158,7 +142,7 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
 
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
     view = ExperimentView("drill", 0, "", (stage,), tuple(placed_attempts(control, [run.id])))
@@ -179,7 +163,7 @@ def test_a_machine_that_dies_costs_what_had_not_come_home(
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert ends(control) == [("lost", "machine_lost"), ("succeeded", "")]
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
 
 
 @pytest.mark.thorough
@@ -210,7 +194,7 @@ def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_don
     *lost, third = attempts(control)
     assert [one.manifest_digest for one in lost] == [None, None]  # how they ended, nobody knows
     assert control.run(run_id).manifest_digest == third.manifest_digest
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
 
 
 @pytest.mark.thorough
@@ -242,7 +226,7 @@ def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("failed", "runner_died"), ("succeeded", "")]
     leap[0] = -DAY
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
 
 
 @pytest.mark.parametrize("when", ["requested", "running"])
@@ -255,7 +239,7 @@ def test_cancelling_ends_the_machine(
     next(events)
     run_id = state_of(control, "provisioning" if when == "requested" else "running")
     assert cancel(control, run_id).state == "cancelled"
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
 
 
 def test_what_cannot_be_rented_says_so(
@@ -287,7 +271,7 @@ def test_a_lease_that_is_over_ends_the_run(
     short = template.model_copy(update={"placement": template.placement.model_copy(update={"lease": lease})})
     last = list(go(control, short, drill_plan(fail_at=1, how="hang")))[-1]
     assert isinstance(last, StageFailed) and last.cause in {"lease_ended", "no_machine"}
-    all_gone(control, fleet, cloud)
+    all_gone(control, cloud)
     assert all(cost <= lease.max_cost * 1.5 for cost in bill(cloud)["costs"].values())
 
 
@@ -335,5 +319,5 @@ def test_a_panic_stops_what_wants_machines_until_it_is_lifted(
     wait_for(lambda: later.reconciler.all() and set(bill(cloud)["costs"]) > made, "a new machine")
     request_cancel(later, started[0])  # the new machine may not answer yet, which `cancel` reports
     wait_for(lambda: RunState(later.reconciler.one(started[0]).state).terminal, "the end of the run")
-    all_gone(later, fleet, cloud)
+    all_gone(later, cloud)
     later.store.close()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from drill_cases import begin, drill_control, drill_plan
+from drill_cases import begin, drill_control, drill_plan, wait_for
+from hosts_cases import interpreter
+from sqlalchemy import select
 
 from perilune.control.machines import lifecycle as machines
 from perilune.control.machines import listings, panic
@@ -19,6 +21,9 @@ from perilune.control.record.faults import reached
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
+from perilune.control.runs.templates import OnRented, Retry, Template
+from perilune.execution.limits import AttemptLimits
+from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
 
 LEASE = Lease(max_lifetime=600.0, idle=300.0, max_cost=1.0, ready_within=300.0)
@@ -72,6 +77,14 @@ def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Atte
         return attempt
 
 
+def rented_template(folder: Path, grace: float | None = None) -> Template:
+    """A template of small machines that use this Python, installed at `folder`."""
+    site = Site(python=str(interpreter(folder, grace=grace)), installed=True)
+    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    limits = AttemptLimits(on_box_stop_after=60.0)
+    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+
+
 def rented(
     control: Control, fleet: Fleet, rental: Rental = SMALL, number: int = 1, run_id: str = "01RUN"
 ) -> str:
@@ -101,6 +114,19 @@ def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 60.
 def bill(cloud: FakeCloud) -> dict[str, Any]:
     """What the cloud itself knows: costs by key, what is alive."""
     return dict(cloud.call("GET", "/bill"))
+
+
+def all_gone(control: Control, cloud: FakeCloud) -> None:
+    """Reconcile until no machine is left, here and at the cloud, and nothing of any attempt."""
+
+    def gone() -> bool:
+        control.reconciler.all(act=False)
+        return not control.reconciler.rentals.fleet.all()
+
+    wait_for(gone, "the end of all machines")
+    assert not bill(cloud)["alive"]
+    with control.store.snapshot() as session:
+        assert set(session.scalars(select(Attempt.cleanup))) == {"done"}
 
 
 def life_of_a_machine(home: Path) -> None:

@@ -74,6 +74,8 @@ def interpreter(folder: Path, grace: float | None = None) -> Path:
     With `grace`, its `perilune worker` gives a task that is asked to stop so many seconds, not the usual ten.
     """
     found = folder / "bin"
+    if found.is_dir():
+        return found / "python"
     found.mkdir(parents=True)
     paths = f"{INSTALLED}{os.pathsep}{Path(perilune.__path__[0]).parent}"
     run = f"PYTHONPATH={paths} OMP_NUM_THREADS=1 exec {sys.executable}"
@@ -90,8 +92,6 @@ def nearby(
     folder: Path, host: NearbyHost | None = None, limits: AttemptLimits | None = None
 ) -> RemotePlacement:
     """A placement on this machine over a host, with its workspace in `folder`."""
-    python = folder / "python" / "bin" / "python"
-    if not python.exists():
-        interpreter(folder / "python")
+    python = interpreter(folder / "python")
     site = Site(python=str(python), installed=True, workspace=str(folder / "workspace"))
     return RemotePlacement(host or NearbyHost(), site, limits or AttemptLimits())
