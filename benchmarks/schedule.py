@@ -38,10 +38,11 @@ SHORT = (  # the stages that do not matter here
 )
 WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
 ABOUT = (
-    "One asynchronous run (staleness 2, an environment that waits) writes its schedule log. Two more "
-    "runs follow the log: one with a busy process on every core, and one that SIGKILL ends at random "
-    "instants and that resumes from its last checkpoint (one every 5 steps). We compare metrics.jsonl, "
-    "the episodes, the schedule log and the final checkpoint, byte for byte."
+    "An asynchronous run with staleness 2, in an environment that waits before it answers, writes a schedule\n"
+    "log. Two more runs follow the log. During the first of them, another process keeps every core busy. The\n"
+    "second is killed with SIGKILL at random times, and resumes from its last checkpoint; it writes one\n"
+    "every 5 steps. We compare metrics.jsonl, the episodes, the schedule log and the final checkpoint, byte\n"
+    "for byte."
 )
 
 
@@ -66,7 +67,7 @@ def main() -> None:
         mixed = fmean(line["mixed_versions"] for line in run["metrics"])
     equal = all(one["differences"] == 0 for one in rows)
     findings = [
-        f"{'All' if equal else 'NOT all'} results are equal, after {arguments.kills} kills too.",
+        f"{'All' if equal else 'NOT all'} results are equal, also after {arguments.kills} kills.",
         f"{mixed:.0%} of the episodes were sampled by several versions of the weights.",
     ]
     result = {
