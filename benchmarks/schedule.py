@@ -38,11 +38,11 @@ SHORT = (  # the stages that do not matter here
 )
 WEIGHTS = "artifacts/checkpoints/final/model.safetensors"
 ABOUT = (
-    "An asynchronous run with staleness 2, in an environment that waits before it answers, writes a schedule\n"
-    "log. Two more runs follow the log. During the first of them, another process keeps every core busy. The\n"
-    "second is killed with SIGKILL at random times, and resumes from its last checkpoint; it writes one\n"
-    "every 5 steps. We compare metrics.jsonl, the episodes, the schedule log and the final checkpoint, byte\n"
-    "for byte."
+    "An asynchronous run with staleness 2, in an environment that waits before it answers, writes a "
+    "schedule log. Two more runs follow the log. During the first of them, other processes keep every core "
+    "busy. The second is killed with SIGKILL at random times, and resumes from its last checkpoint; it "
+    "writes one every 5 steps. We compare metrics.jsonl, the episodes, the schedule log and the final "
+    "checkpoint, byte for byte."
 )
 
 
