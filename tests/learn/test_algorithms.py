@@ -18,6 +18,7 @@ from perilune.learn import losses
 from perilune.learn.advantages import generalised_advantages, leave_one_out, rewards_to_go, whitened
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
 from perilune.learn.algorithms.pass_at_k import worth
+from perilune.learn.checks import check_weights
 from perilune.learn.signals import deviation_and_uncertainty
 from perilune.learn.weights import Surrogate, WeightedGroup
 
@@ -309,7 +310,9 @@ def test_odd_groups_teach_nothing_and_break_nothing(name: str, shape: str) -> No
         "all failed": [group_of([None, None])],
         "empty answers": [group_of([1.0, 0.0], [0, 0])],
     }[shape]
-    for one in weight_groups(name, groups):
+    weighted = weight_groups(name, groups)
+    check_weights(weighted, centred=False)
+    for one in weighted:
         if name != "ppo" or shape != "singleton":
             assert not any(w.any() for w in one.policy_gradient.weights)
         assert len(one.advantages) == len(one.episodes)

@@ -187,10 +187,11 @@ def reference(student, teacher, episodes, prompts, loss: Distillation, advantage
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "reverse_topk", "forward_topk", "gkd"])
 def test_a_step_equals_a_float64_reference_whatever_the_batches(kind: str) -> None:
-    episodes = [one for pair in random_pairs(3, 3) for one in pair]
+    never_began = episode(failure="environment: it did not open", tokens=(), name="0/9/0")
+    episodes = [never_began, *(one for pair in random_pairs(3, 3) for one in pair)]
     hint = [7, 7, 2]
     prompts = [[*hint, *one.prompt_ids.tolist()] for one in episodes]
-    gains = [0.5, -0.5, 0.0, 0.0, 1.0, -1.0]
+    gains = [0.0, 0.5, -0.5, 0.0, 0.0, 1.0, -1.0]
     loss = Distillation(kind, k=4, beta=0.3)
     exact, teacher = small_decoder(1, torch.float64), small_decoder(2, torch.float64)
     expected = reference(exact, teacher, episodes, prompts, loss, gains)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from learning_cases import random_groups, signals_for, small_decoder
+from learning_cases import episode, random_groups, signals_for, small_decoder
 
 from perilune.learn.advantages import rewards_to_go, whitened
 from perilune.learn.algorithms import StepContext, algorithm
@@ -58,6 +58,7 @@ def test_tokens_lose_their_own_where_rewards_are_a_token(context: StepContext) -
 def test_it_costs_nothing_where_the_policy_is_the_reference() -> None:
     groups = random_groups(2)
     own = {one.episode_id: one.logprobs for group in groups for one in group}
+    groups[0].append(episode(1.0, prompt=groups[0][0].prompt_ids, tokens=(), name="0/0/9"))  # has no signal
     context = StepContext(8, KL, "k1_reward", signals={"reference_logprobs": own})
     with_kl = weight_groups(algorithm("grpo"), groups, context)
     without = algorithm("grpo").weight_groups(groups, StepContext(8))

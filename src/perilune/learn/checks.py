@@ -131,7 +131,7 @@ def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.flo
         if weights.any():
             raise _bad_episode(episode, "has no verdict but has weights")
         return
-    if abs(advantage) < SMALL or (episode.truncated and not weights.any()):
+    if abs(advantage) < SMALL or not episode.loss_mask.any() or (episode.truncated and not weights.any()):
         return
     total = float(weights.sum(dtype=np.float64))
     if total * advantage <= 0:

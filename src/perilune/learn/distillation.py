@@ -75,6 +75,8 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Split a step's episodes into micro-batches of at most `token_budget` tokens for student and teacher.
 
+    An episode without sampled tokens, such as one that failed before its first turn, is left out.
+
     Args:
         teacher_prompts: the prompts that the teacher sees instead of the episodes' prompts.
     """
@@ -82,6 +84,7 @@ def chunks(
     seen = [
         (one, replace(one, prompt_ids=np.asarray(prompt, np.int32)), gain)
         for one, prompt, gain in zip(episodes, teacher_prompts, gains, strict=True)
+        if one.loss_mask.any()
     ]
     held: list[tuple[Episode, Episode, float]] = []
     room = token_budget

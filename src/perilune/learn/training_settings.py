@@ -82,7 +82,7 @@ class OptimizerSettings(Frozen):
     lr: float | None = Field(
         None, gt=0, description="peak learning rate; the default depends on the task and the model"
     )
-    warmup: int = Field(10, ge=0, description="optimizer steps of linear warm-up")
+    warmup: int = Field(10, ge=0, description="training steps of linear warm-up")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         "cosine",
         description="decay of the learning rate to final_lr after the warm-up; constant ignores final_lr",

@@ -61,11 +61,13 @@ class StepContext:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def signal(self, name: Signal, episode: Episode) -> NDArray[np.float64]:
-        """A signal of one episode, float64[T].
+        """A signal of one episode, float64[T]; 0 if it failed or the policy sampled none of its tokens.
 
         Raises:
             ValueError: when the signal is missing or does not have one value per token.
         """
+        if episode.failure or not episode.loss_mask.any():
+            return np.zeros(len(episode.token_ids))
         values = self.signals.get(name, {}).get(episode.episode_id)
         if values is None or len(values) != len(episode.token_ids):
             raise ValueError(f"episode {episode.episode_id} lacks the signal {name}, one value per token")

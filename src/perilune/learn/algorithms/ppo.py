@@ -51,10 +51,7 @@ class PPO(ClippedPolicyGradient):
         scores = [rewards(group) for group in groups]
         episodes = [episode for group in groups for episode in group]
         masks = [e.loss_mask & (not e.failure) for e in episodes]
-        values = [
-            context.signal("values", episode) if mask.any() else np.zeros(len(mask))
-            for episode, mask in zip(episodes, masks, strict=True)
-        ]
+        values = [context.signal("values", episode) for episode in episodes]
         raw = []
         for e, v, m in zip(episodes, values, masks, strict=True):
             earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
