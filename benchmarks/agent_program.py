@@ -37,17 +37,18 @@ from recipe_runs import (
 
 PACKAGE = "smolagents==1.26.0"
 TASKS, TRACES, COMPUTED = 6000, 5000, 0.3
-ABOUT = (
-    f"The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: its model writes Python, "
-    "and the package runs it. A setting of the package replaces its system prompt of 8,000 characters "
-    "with two words. The tasks are products of two-digit numbers. A tiny model is trained on traces of "
-    "which 30% let Python compute (`final_answer(37*48)`) and 70% state the product, which a model this "
-    "small cannot learn. RL then runs the program for each episode, with 12 steps of 8 groups with 8 "
-    "episodes. pass@1 is on 64 held-out tasks with 2 episodes each. The model learns to copy two "
-    "numbers into code and to prefer code. Python does the multiplication. After an error in its code, "
-    "the agent changes earlier messages. Its next call then counts as a sub-agent's, and is trained on "
-    "as well."
-)
+ABOUT = f"""\
+The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: its model writes Python, and the
+package runs it. A setting of the package replaces its system prompt of 8,000 characters with two words. The
+tasks are products of two-digit numbers.
+
+A tiny model is trained on traces of which 30% let Python compute (`final_answer(37*48)`) and 70% state the
+product, which a model this small cannot learn. RL then runs the program for each episode, with 12 steps of
+8 groups with 8 episodes. pass@1 is on 64 held-out tasks with 2 episodes each.
+
+The model learns to copy two numbers into code and to prefer code. Python does the multiplication. After an
+error in its code, the agent changes earlier messages. The next call then counts as a call of a sub-agent,
+and RL trains on it too."""
 
 
 def main() -> None:

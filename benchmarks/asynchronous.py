@@ -26,16 +26,18 @@ from recipe_runs import HERE, described, document, for_seeds, mean_pass_rate, op
 RECIPE = HERE / "asynchronous.yaml"
 ARMS = {"synchronous": 0, "ahead_1": 1, "ahead_2": 2}
 PARTS = ("sampling", "scoring", "learning", "other")
-ABOUT = (
-    "A tiny model learns sums of two and three digits with GRPO, 40 steps of 16 groups with 8 answers, from "
-    "one SFT checkpoint. All arms use a rollout process with 32 environment processes; `staleness` is 0, 1 "
-    "or 2, and 0 waits for each update. In the waiting environment every answer waits for a tool: lognormal "
-    "with sigma 1, 0.1 s on average for two digits and 0.3 s for three. Times are medians over the steps "
-    "after the first ten. pass@1 is on 128 held-out tasks. The two-sample Kolmogorov-Smirnov test compares "
-    "the waits of the trained episodes with those of the synchronous arm, which trains on all that it "
-    "samples. Differences over paired seeds are tested with Student's t test, with Holm's correction over "
-    "all comparisons of pass@1."
-)
+ABOUT = """\
+A tiny model learns sums of two and three digits with GRPO, 40 steps of 16 groups with 8 answers, from one
+SFT checkpoint. All arms use a rollout process with 32 environment processes; `staleness` is 0, 1 or 2, and
+0 waits for each update.
+
+In the waiting environment every answer waits for a tool: lognormal with sigma 1, 0.1 s on average for two
+digits and 0.3 s for three.
+
+Times are medians over the steps after the first ten. pass@1 is on 128 held-out tasks. The two-sample
+Kolmogorov-Smirnov test compares the waits of the trained episodes with those of the synchronous arm, which
+trains on all that it samples. Differences over paired seeds are tested with Student's t test, with Holm's
+correction over all comparisons of pass@1."""
 
 
 def main() -> None:
@@ -112,7 +114,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             ratios = [one / other for one, other in zip(times, reference, strict=True)]
             findings.append(
                 f"Where the environment {environment}, a step with staleness {staleness} takes"
-                f" {fmean(ratios):.2f} of a synchronous one (by seed {listed(ratios)})."
+                f" {fmean(ratios):.2f} times as long as a synchronous step (by seed {listed(ratios)})."
             )
             before, after = (over_seeds(environment, k, "pass@1 after") for k in (0, staleness))
             differences[f"{environment}, staleness {staleness}"] = [

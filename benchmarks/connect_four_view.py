@@ -60,7 +60,7 @@ def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[st
     last = document["final"]["judged"]
     seconds = longest["marks"][-1]["cpu_seconds"]
     found = [
-        f"{name}: {' and '.join(f'{rate:,.0f}' for rate in sorted(those))} moves per second"
+        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(those))} moves per second"
         for name, those in rates.items()
     ]
     minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]

@@ -37,14 +37,13 @@ COMPARED = (
     ("reverse_kl", "start"), ("forward_topk", "start"), ("gkd", "start"), ("imitation", "start"),
     ("reverse_kl", "gkd"), ("reverse_kl", "forward_topk"), ("gkd", "imitation"), ("gkd", "teacher"),
 )  # fmt: skip
-ABOUT = (
-    "A student of 0.3 million parameters learns three-digit sums with written working from a teacher of "
-    "0.7 million. The student samples answers and learns from the teacher's distribution at each "
-    "sampled token, without a reward. `imitation` instead trains on the teacher's own traces for the "
-    "same number of steps. Overlap metrics cover the 16 most likely of 98 tokens. Tables by step show "
-    "the median and the range over seeds."
-    f" {SEEDS_ARE_THE_UNIT}"
-)
+ABOUT = f"""\
+A student of 0.3 million parameters learns three-digit sums with written working from a teacher of 0.7
+million. The student samples answers and learns from the teacher's distribution at each sampled token,
+without a reward. `imitation` instead trains on the teacher's own traces for the same number of steps.
+
+Overlap metrics cover the 16 most likely of 98 tokens. Tables by step show the median and the range over
+seeds. {SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

@@ -15,14 +15,14 @@ from typing import Any
 from recipe_runs import HERE, described, document, for_seeds, options, run_recipe, write
 
 RECIPE = HERE.parent / "recipes" / "flywheel.yaml"
-ABOUT = (
-    "A tiny model trains on its own right answers. After the cold start, few of its answers are right, "
-    "because only one in twenty SFT traces showed working. Each round samples four answers to each of "
-    "1,024 new tasks, keeps the most likely right answer of each task, and makes 60 optimizer steps on "
-    "the traces of all rounds. The yield is the share of right answers on 256 held-out tasks, with four "
-    "answers each; intervals are over tasks. The gain of a round is an odds ratio: the factor by which "
-    "the round multiplies the odds of a right answer."
-)
+ABOUT = """\
+A tiny model trains on its own right answers. After the cold start, few of its answers are right, because
+only one in twenty SFT traces showed working. Each round samples four answers to each of 1,024 new tasks,
+keeps the most likely right answer of each task, and makes 60 optimizer steps on the traces of all rounds.
+
+The yield is the share of right answers on 256 held-out tasks, with four answers each. Its intervals are
+over tasks. The gain of a round is an odds ratio: the factor by which the round multiplies the odds of a
+right answer."""
 
 
 def main() -> None:

@@ -24,16 +24,18 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from recipe_runs import described, document, options, write
 
 SLOTS, BATCH, TRAINING, STEPS = 64, 32, 0.4, 1500
-ABOUT = (
-    f"{SLOTS} slots play episodes whose durations are lognormal with sigma 1 and mean 1. A step trains "
-    f"on {BATCH} episodes and takes {TRAINING}. The simulation has {STEPS} steps. `pace` admits an "
-    "episode only while fewer than (completed steps + staleness + 1) x batch episodes have been "
-    "admitted, and trains on the finished episodes that were admitted first. `drop` keeps all slots "
-    "busy, trains in the order of completion, and drops episodes older than `staleness` steps. The "
-    "two-sample Kolmogorov-Smirnov test compares the durations of trained and of sampled episodes. The "
-    "age of an episode is the number of steps between its start and its training, with weights that do "
-    "not change during the episode."
-)
+ABOUT = f"""\
+{SLOTS} slots play episodes whose durations are lognormal with sigma 1 and mean 1. A training step uses
+{BATCH} episodes and takes {TRAINING} units of time. The simulation has {STEPS:,} training steps.
+
+* `pace` admits an episode only while fewer than (completed steps + staleness + 1) x batch episodes have
+  been admitted, and trains on the finished episodes that were admitted first.
+* `drop` keeps all slots busy, trains in the order of completion, and drops episodes older than `staleness`
+  steps.
+
+The two-sample Kolmogorov-Smirnov test compares the durations of trained and of sampled episodes. The age of
+an episode is the number of steps between its start and its training, counted as if the weights did not
+change during the episode."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,13 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     drop, pace = ([one for one in rows if one["rule"] == rule] for rule in ("drop", "pace"))
     shares = [one["mean duration, trained / sampled"] for one in drop]
     findings = [
-        "Dropping trains on other episodes than it samples: their mean duration is"
-        f" {min(shares):.2f} to {max(shares):.2f} of that of the sampled ones (largest KS p"
+        "Dropping changes which episodes are trained on: the mean duration of a trained episode is"
+        f" {min(shares):.2f} to {max(shares):.2f} of that of a sampled one (largest KS p"
         f" {max(p for one in drop for p in one['KS p by seed']):.2g}).",
-        "Pacing trains on what it samples (smallest KS p"
+        "Pacing trains on the episodes that it samples (smallest KS p"
         f" {min(p for one in pace for p in one['KS p by seed']):.2g}).",
-        "Pacing bounds the mean age, not the largest: new weights within an episode do that.",
+        "Pacing bounds the mean age, not the largest age. New weights that arrive during an episode bound"
+        " the age of its tokens.",
     ]
     return {
         "title": "Pacing against dropping in a queue model",

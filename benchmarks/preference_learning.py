@@ -33,13 +33,15 @@ COMPARED = (
     ("dpo", "sft"), ("ipo", "sft"), ("dpo_nll", "dpo"), ("dpo_dpop", "dpo"), ("ipo_nll", "ipo"),
     ("dpo", "ipo"), ("dpo_nll", "ipo_nll"), ("dpo_nll", "imitation"), ("ipo_nll", "imitation"),
 )  # fmt: skip
-ABOUT = (
-    "DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer "
-    "to the same task, according to the verifier. The model after SFT uses three strategies, and most "
-    "of its answers are wrong. `chosen shift` is the change in the log-prob of the chosen answers, in "
-    "nats per token. `collapse step` is the step at which the collapse alarm was raised."
-    f" {SEEDS_ARE_THE_UNIT}"
-)
+ABOUT = f"""\
+DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer to the
+same task, according to the verifier. The model after SFT uses three strategies, and most of its answers are
+wrong.
+
+* `chosen shift` is the change in the log-prob of the chosen answers, in nats per token.
+* `collapse step` is the step at which the collapse alarm was raised.
+
+{SEEDS_ARE_THE_UNIT}"""
 
 
 def main() -> None:

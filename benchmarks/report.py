@@ -6,9 +6,10 @@
 A result is one JSON object. `title` becomes the heading, `about` the introduction, and `command` the command
 that repeats the measurement. Plain values and small objects become a list of facts, a list of similar objects
 a table, and an object of similar objects a table with their names in the first column. In a table, up to 20
-numbers are repeated measurements, shown as median (minimum to maximum). A longer list is a curve, of which
-the page shows only the length. A result with raw records has its own view. A view may add `charts`: SVG by
-file name, written to the folder of the pages.
+numbers are repeated measurements, shown as median (minimum to maximum). A longer list is a curve, which the
+page leaves out. Shares of right answers are shown in percent. A line before a table says what its brackets
+mean. A result with raw records has its own view. A view may add `charts`: SVG by file name, written to the
+folder of the pages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ VIEWS = {
 ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
 MOST_ROWS = 40  # rows of a table that a page shows
 MOST_REPEATS = 20  # a longer list of numbers is a curve
+PERCENT = ("pass@", "pass rate", "greedy", "accuracy")  # columns of shares of right answers
+POINTS = "difference of pass@1"  # a column of differences, in percentage points
+BY_SEED = "by seed"  # the same differences, by seed
 INTRODUCTION = """\
 # Results
 
@@ -141,17 +145,74 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[str]:
-    """One row per object, one column per key."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    header = [*([""] if names else []), *map(words, columns)]
+    """One row per object, one column per key, after a line that says what the brackets mean."""
+    columns = [
+        key
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if not all(is_curve(row.get(key)) for row in rows)
+    ]
+    if not columns:
+        return ["The curves are in the JSON file.", ""]
+    in_points = any(key.startswith(POINTS) for key in columns)
+    scales = {key: scale(key, [row.get(key) for row in rows], in_points) for key in columns}
+    header = [
+        *([""] if names else []),
+        *(words(key) + (", points" if scales[key] is points else "") for key in columns),
+    ]
     labels: list[list[str]] = [[words(name)] for name in names] or [[] for _ in rows]
-    return table(
-        header,
-        [
-            [*label, *(repeats(row.get(key)) for key in columns)]
-            for label, row in zip(labels, rows, strict=True)
-        ],
-    )
+    cells = [
+        [*label, *(repeats(row.get(key), scales[key]) for key in columns)]
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    return brackets(rows, columns) + table(header, cells)
+
+
+def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+    """What the brackets in the cells of a table mean."""
+    ranges = [key for key in columns if any(is_repeated(row.get(key)) for row in rows)]
+    intervals = [key for key in columns if any(isinstance(row.get(key), Mapping) for row in rows)]
+    if ranges and intervals:
+        named = ", ".join(f"*{words(key)}*" for key in ranges)
+        return [f"Means, with their 95% intervals in brackets. In {named}: medians, with their range.", ""]
+    if ranges:
+        return ["Medians over repeated runs, with their range in brackets.", ""]
+    return ["Means, with their 95% intervals in brackets.", ""] if intervals else []
+
+
+def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float], str]:
+    """How a column writes its numbers: in percent, in percentage points, or as they are."""
+    numbers = [number for value in values for number in numbers_of(value)]
+    if key.startswith(POINTS) or (in_points and key == BY_SEED):
+        return points
+    if key.startswith(PERCENT) and numbers and all(0 <= number <= 1 for number in numbers):
+        return percent
+    return cell
+
+
+def numbers_of(value: Any) -> list[float]:
+    """The numbers of a cell."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
+
+
+def percent(number: float) -> str:
+    """A share in percent."""
+    return f"{number:.1%}"
+
+
+def points(number: float) -> str:
+    """A difference of shares in percentage points."""
+    return f"{100 * number:+.1f}"
+
+
+def is_repeated(value: Any) -> bool:
+    """Whether a cell shows the median of repeated measurements."""
+    return isinstance(value, list) and 2 < len(value) <= MOST_REPEATS and are_numbers(value)
+
+
+def is_curve(value: Any) -> bool:
+    """Whether a cell is too long a list to show."""
+    return isinstance(value, list) and len(value) > MOST_REPEATS and are_numbers(value)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -218,11 +279,15 @@ def cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def repeats(value: Any) -> str:
-    """A cell of a table of measurements."""
-    if isinstance(value, list) and 2 < len(value) <= MOST_REPEATS and are_numbers(value):
-        return f"{cell(statistics.median(value))} ({cell(min(value))} to {cell(max(value))})"
-    return cell(value)
+def repeats(value: Any, write: Callable[[float], str]) -> str:
+    """A cell of a table of measurements, whose numbers are written by `write`."""
+    if is_repeated(value):
+        return f"{write(statistics.median(value))} ({write(min(value))} to {write(max(value))})"
+    if isinstance(value, Mapping) and is_plain(value):
+        return f"{write(value['mean'])} ({write(value['low'])} to {write(value['high'])})"
+    if isinstance(value, list) and are_numbers(value) and not is_curve(value):
+        return ", ".join(map(write, value))
+    return write(value) if numbers_of(value) and not isinstance(value, Mapping) else cell(value)
 
 
 def capital(text: str) -> str:

@@ -142,17 +142,18 @@ def main() -> None:
     )
 
 
-ABOUT = (
-    "A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), trained on worked "
-    "additions. The engine keeps weights in float32, bfloat16 or int8, or the learner has made two updates "
-    "since sampling. The gap is the difference in nats between the log-probs of sampler and learner on "
-    "sampled tokens; KL(sampler || learner) is the k3 estimate. In training (table Climb), each step samples "
-    f"{PROMPTS} tasks with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions "
-    "old; pass@1 is measured on held-out tasks in float32. Runs with and without replay start from the same "
-    "weights and see the same tasks. The last table shows the CPU time that the learner's process needs to "
-    f"receive a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B "
-    "(48 layers, 8 of 128 experts)."
-)
+ABOUT = f"""\
+A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), trained on worked additions.
+The engine keeps weights in float32, bfloat16 or int8, or the learner has made two updates since sampling.
+
+The *gap* is the difference in nats between the log-probs of sampler and learner on sampled tokens. The *KL*
+is the k3 estimate of KL(sampler || learner). In training (table Climb), each step samples {PROMPTS} tasks
+with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions old; pass@1 is measured
+on held-out tasks in float32. Runs with and without replay start from the same weights and see the same
+tasks.
+
+The last table shows the CPU time that the learner's process needs to receive a group of {GROUP} episodes
+from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8 of 128 experts)."""
 
 
 def cold_start(seed: int) -> Start:

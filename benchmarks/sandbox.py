@@ -25,15 +25,17 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "without Landlock": ("landlock",),
     "without seccomp": ("seccomp",),
 }
-ABOUT = (
-    "What code that a model wrote can do in the sandbox on one machine. Every probe is a program that "
-    "runs inside the sandbox and tries to break out. `contained` means that every attempt failed. "
-    "`partly` and `open` mean that some or all attempts succeeded, and the table names them. A test "
-    "shows that every probe succeeds without a sandbox. The other columns show the same machine with "
-    "one mechanism switched off, and so which walls do not depend on it. If a wall is missing, Perilune "
-    "runs no code unless the recipe allows it. [The "
-    "explanation](../explanation/sandbox.md#what-is-not-covered) lists what the sandbox does not cover."
-)
+ABOUT = """\
+This page shows what code written by a model can do in the sandbox on one machine. Every probe is a program
+that runs inside the sandbox and tries to break out.
+
+* `contained` means that every attempt failed.
+* `partly` and `open` mean that some or all attempts succeeded, and the table names them.
+
+A test shows that every probe succeeds without a sandbox. In each of the other columns, one mechanism is
+switched off, to show which walls hold without it. If a wall is missing, Perilune runs no code unless the
+recipe allows it. [The explanation](../explanation/sandbox.md#what-is-not-covered) lists what the sandbox
+does not cover."""
 
 
 def main() -> None:

@@ -50,15 +50,17 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "asynchronous": ("before.tasks=2", *(f"after_{name}.tasks=2" for name in STALENESS)),
 }
 WAIT = ("--wait-metric", "wait")  # which the environment records
-ABOUT = (
-    "The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was "
-    "calibrated on this machine, on prompts of equal length, and compared with real runs of other "
-    "workloads and recipes on one thread. Lengths are an input: each simulation has the tokens of its "
-    "real run. The spread is the range of repeated real runs around their median. An error within the "
-    "spread counts as a tie. After a first comparison with these workloads, the calibration was "
-    "extended by requests without a group, by steps that mix prefill with decoding, and by keys that a "
-    "group shares, so the workloads are not strictly held out."
-)
+ABOUT = """\
+The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was calibrated on
+this machine, on prompts of equal length, and compared with real runs of other workloads and recipes on one
+thread.
+
+Lengths are an input: each simulation has the tokens of its real run.
+
+The *spread* is the range of repeated real runs around their median. An error within the spread counts as a
+tie. After a first comparison with these workloads, the calibration was extended by requests without a
+group, by steps that mix prefill with decoding, and by keys that a group shares, so the workloads are not
+strictly held-out data."""
 
 
 @dataclass(frozen=True)

@@ -33,21 +33,23 @@ ARMS: Mapping[str, Sequence[str]] = {
 KEYS, STEPS = 8, 80
 PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
-ABOUT = (
-    "A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch "
-    "reads the shards one after another (9 critical steps), or spawns sub-agents that read one each "
-    "(4). After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are "
-    f"the model after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, "
-    "the reward `performance` is 1 if all values are right, and in the arm with a budget only within 6 "
-    "critical steps. The term `parallel` has weight 2 and `finish` weight 1. Both fall to 0 by half of "
-    "training. An episode has room for 8 sub-agents. Further ones are spawned but do not run. Accuracy "
-    "is on 192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents: "
-    "prompts, results and sampled tokens. A sub-agent counts as finished if it ends with a value. A "
-    "prefix that sub-agents share is counted for each of them. The orchestrator learns when to spawn "
-    "and which keys to hand over. Looking up one value is a skill from SFT. No arm tests whether a "
-    "larger model finds the swarm without demonstrations. The learning rates matter: with 400 steps of "
-    "SFT and a learning rate of 8e-4, the training with all terms diverged for one of two seeds."
-)
+ABOUT = f"""\
+A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch reads the
+shards one after another (9 critical steps), or spawns sub-agents that read one each (4).
+
+After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are the model
+after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, the reward
+`performance` is 1 if all values are right. In the arm with a budget, the episode must also end within 6
+critical steps. The term `parallel` has weight 2 and `finish` weight 1. Both fall to 0 by half of training.
+An episode has room for 8 sub-agents. Further ones are spawned but do not run.
+
+Accuracy is on 192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents:
+prompts, results and sampled tokens. A sub-agent counts as finished if it ends with a value. A prefix that
+sub-agents share is counted for each of them.
+
+The orchestrator learns when to spawn and which keys to hand over. Looking up one value is a skill from SFT.
+No arm tests whether a larger model finds the swarm without demonstrations. The learning rates matter: with
+400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for one of two seeds."""
 
 
 def main() -> None:
@@ -121,7 +123,11 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
         f"{PARL}, against {ONE_AGENT}": [
             {
                 "figure": name,
-                "difference, 95% interval": {"mean": one.mean, "low": one.low, "high": one.high},
+                "relative change (accuracy: absolute), 95% interval": {
+                    "mean": one.mean,
+                    "low": one.low,
+                    "high": one.high,
+                },
                 "by seed": list(one.differences),
                 "p corrected": one.p_corrected,
             }
@@ -141,19 +147,20 @@ def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
     rate, cured = of(PARALLEL, "finished while paid"), of(PARL, "finished while paid")
     steps, accuracy, tokens = (compared[name] for name in ("critical steps", "accuracy", "total tokens"))
     return [
-        f"Serial collapse: with performance alone, {max(share):.0%} of the episodes spawn at most"
-        f" ({_said(max(share) < 0.1)}: below 10% in every seed).",
+        f"Serial collapse: with performance alone, at most {max(share):.0%} of the episodes spawn"
+        f" (expected: below 10% in every seed; {_said(max(share) < 0.1)}).",
         f"Spurious parallelism: with parallel and without finish, an episode spawned {fmean(spawned):.1f}"
         f" sub-agents in steps {PAID[0]} to {PAID[-1]}, of which {fmean(rate):.0%} finished; with finish"
         f" {fmean(cured):.0%}"
-        f" ({_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}: more than {2 * KEYS}, and fewer"
-        f" finish, in every one of {len(rate)} seeds).",
+        f" (expected: more than {2 * KEYS}, and fewer finish, in every one of {len(rate)} seeds;"
+        f" {_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}).",
         f"Cure: with all terms and the budget, critical steps change by {steps.mean:+.0%} (95% interval"
-        f" {steps.low:+.0%} to {steps.high:+.0%}; {_said(steps.high <= -0.4)}: 40% fewer), and accuracy by"
-        f" {100 * accuracy.mean:+.1f} points ({100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f};"
-        f" {_said(accuracy.low >= -MARGIN)}: not lower by more than {100 * MARGIN:.0f} points).",
+        f" {steps.low:+.0%} to {steps.high:+.0%}; expected: 40% fewer; {_said(steps.high <= -0.4)}), and"
+        f" accuracy by {100 * accuracy.mean:+.1f} points ({100 * accuracy.low:+.1f} to"
+        f" {100 * accuracy.high:+.1f};"
+        f" expected: not lower by more than {100 * MARGIN:.0f} points; {_said(accuracy.low >= -MARGIN)}).",
         f"Cost: total tokens change by {tokens.mean:+.0%} ({tokens.low:+.0%} to {tokens.high:+.0%}). The one"
-        " agent had room for as many, and ended without using them.",
+        " agent of the arm without a swarm may use as many tokens, and ended earlier.",
     ]
 
 

@@ -238,7 +238,11 @@ def described(found: Mapping[str, Any]) -> dict[str, Any]:
         " because a tiny model cannot play them.",
         "The scripts were not changed after the first run against the bugs.",
     ]
-    return {"title": "Regression suites made of episodes", "about": " ".join(about), **found}
+    return {
+        "title": "Regression suites made of episodes",
+        "about": "\n\n".join([" ".join(about[:4]), " ".join(about[4:])]),
+        **found,
+    }
 
 
 if __name__ == "__main__":

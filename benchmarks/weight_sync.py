@@ -40,20 +40,25 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 STEPS = 10
 SEQUENCES, TOKENS = 4, 24
 Kept = dict[str, dict[str, Tensor]]
-ABOUT = (
-    "AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with "
-    f"random advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step. The first table shows "
-    f"the share of values that the last of {STEPS} steps changed, and the size of a delta divided by the "
-    "size of all tensors, for engines that keep weights in float32, bfloat16 or int8 (median over seeds). "
-    "`published`: training starts from weights that are exact in bfloat16, as most published checkpoints "
-    "are, so each value begins in the middle of its rounding interval. `trained`: each value starts "
-    "anywhere in its interval, as after long training. smollm2-135m is SmolLM2-135M-Instruct, dequantized "
-    "from 4 bits, with one seed: after half of the steps at 1e-6, each rate gets one step in the direction "
-    "of the last update. Seconds through shared memory are processor time to find the changes, write the "
-    "update and read it. With `keep_sent: false`, reversing the update replaces the comparison that finds "
-    "the changes. Seconds through HTTP are wall-clock time on a busy machine, for a push to a server on "
-    "the same machine, including the time to load the weights."
-)
+ABOUT = f"""\
+AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with random
+advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step.
+
+The first table shows the share of values that the last of {STEPS} steps changed, and the size of a delta
+divided by the size of all tensors, for engines that keep weights in float32, bfloat16 or int8 (median over
+seeds).
+
+* `published`: training starts from weights that are exact in bfloat16, as most published checkpoints are,
+  so each value begins in the middle of its rounding interval.
+* `trained`: each value starts anywhere in its interval, as after long training.
+
+smollm2-135m is SmolLM2-135M-Instruct, dequantized from 4 bits, with one seed: after half of the steps at
+1e-6, each rate gets one step in the direction of the last update.
+
+Seconds through shared memory are processor time to find the changes, write the update and read it. With
+`keep_sent: false`, reversing the update replaces the comparison that finds the changes. Seconds through
+HTTP are wall-clock time on a busy machine, for a push to a server on the same machine, including the time
+to load the weights."""
 
 
 def main() -> None:

@@ -77,15 +77,18 @@ def standing(records: Sequence[Record]) -> list[str]:
     behind = {key: ratio for key, ratio in ratios.items() if ratio < LEVEL}
     if ratios:
         paragraphs.append(
-            f"It is {_span(ratios.values())} times as fast as the fastest other engine of each comparison, "
-            f"and at least {LEVEL:g} times as fast in {len(ratios) - len(behind)} of {len(ratios)}."
+            f"Perilune's engine is {_span(ratios.values())} times as fast as the fastest other engine of "
+            f"each comparison, and at least {LEVEL:g} times as fast in "
+            f"{len(ratios) - len(behind)} of {len(ratios)}."
         )
     reasons = [
         f"* {_name(key)}: {ratio:.2f} times as fast as {best[key]}. {_why(cases[key], best[key])}"
         for key, ratio in sorted(behind.items(), key=lambda item: item[1])
     ]
     if reasons:
-        paragraphs.append("It is slower in these cases:\n\n" + "\n".join(reasons))
+        paragraphs.append(
+            "Perilune's engine is slower than another engine in these cases:\n\n" + "\n".join(reasons)
+        )
     busy = [one for engines in cases.values() for one in engines.values() if _disturbed(one)]
     if busy:
         paragraphs.append(
@@ -96,10 +99,10 @@ def standing(records: Sequence[Record]) -> list[str]:
     if heavier:
         most = max(cases[key][OURS]["peak_mb"] / cases[key][best[key]]["peak_mb"] for key in heavier)
         paragraphs.append(
-            f"Its peak memory is higher than that of the fastest other engine in {len(heavier)} of "
-            f"{len(best)} comparisons, at most {most:.1f} times as high. Python, torch and the engine take "
-            "about 230 MB without any model, which is most of the memory for model T. A float32 or "
-            "bfloat16 KV cache is four or two times as large as the u8 cache of other engines. "
+            "The peak memory of Perilune's engine is higher than that of the fastest other engine in "
+            f"{len(heavier)} of {len(best)} comparisons, at most {most:.1f} times as high. Python, torch "
+            "and the engine take about 230 MB without any model, which is most of the memory for model T. "
+            "A float32 or bfloat16 KV cache is four or two times as large as the u8 cache of other engines. "
             "`perilune-int8` has an int8 cache."
         )
     return paragraphs
@@ -141,8 +144,9 @@ def _why(engines: Mapping[str, Record], name: str) -> str:
     if ours["kv_cache"] != other["kv_cache"]:
         cache = ours["floor"]["cache"]
         sentences.append(
-            f"Its KV cache is in {ours['kv_cache']}, that of {other['engine']} in {other['kv_cache']}. "
-            f"Reading it takes at least {cache:.2g} s, {_percent(cache / missing)} of the difference."
+            f"Perilune's KV cache is in {ours['kv_cache']}, that of {other['engine']} in {other['kv_cache']}."
+            f" Reading Perilune's cache takes at least {cache:.2g} s, {_percent(cache / missing)} of the"
+            " difference."
         )
     if SMALLER in engines:
         small = engines[SMALLER]
@@ -156,7 +160,10 @@ def _why(engines: Mapping[str, Record], name: str) -> str:
     least = sum(ours["floor"].values())
     shares = [_percent(least / statistics.median(one["seconds"])) for one in (ours, other)]
     return " ".join(
-        [*sentences, f"It reaches {shares[0]} of the speed of the floor, and {other['engine']} {shares[1]}."]
+        [
+            *sentences,
+            f"Perilune reaches {shares[0]} of the speed of the floor, and {other['engine']} {shares[1]}.",
+        ]
     )
 
 

@@ -207,7 +207,7 @@ def test_where_we_are_behind_is_told_with_its_reasons() -> None:
     assert "The model takes 60%" in text and "alone would be 0.83 times as fast as openvino" in text
     assert "With an int8 cache it is 1.00 times as fast as openvino" in text
     assert "is in float32, that of openvino in u8" in text and "20% of the difference" in text
-    assert "It reaches 25% of the speed of the floor, and openvino 50%" in text
+    assert "Perilune reaches 25% of the speed of the floor, and openvino 50%" in text
     assert "at most 2.0 times as high" in text
 
 
