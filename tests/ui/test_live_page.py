@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
     assert page.locator("#verdict strong").inner_text() in ("Healthy", "Watch", "Broken")
     until(page, "document.querySelector('.connection').textContent === 'live'")
 
-    written = run.steps()
-    until(page, f"{LAST_STEP} > {written}")
+    written, since = run.steps(), time.monotonic()
+    until(page, f"{LAST_STEP} >= {written}")
+    assert time.monotonic() - since < 2
     assert page.locator(".progress").inner_text().startswith("rl")
     drawn = page.locator('[data-chart="rl-length"] path.line, [data-chart="rl-length"] p').first
     page.evaluate("window.before = document.getElementById('curves').innerHTML")
@@ -103,6 +105,8 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
 
     run.kill()
     told(page, "Broken", "No heartbeat")
+    assert f"perilune retry {run.attempt.parents[1].name}" in page.locator("#verdict").inner_text()
+    assert "left" not in page.locator(".progress").inner_text()  # no forecast for a dead run
     assert page.locator(".detail h3").first.inner_text() == read
 
     page.goto("about:blank")

@@ -53,6 +53,16 @@ def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: P
     assert told(reader) == {}
 
 
+def test_a_new_step_has_the_rate_that_the_whole_page_shows(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=9, prompts=1, until=4)
+    reader = Watch(made.view, offsets_of(made.view()))
+    told(reader)
+    timing = {"step": 5, "tokens": 300, "learning": 0.5, "other": 0.25, "tokens_per_second": 0.0}
+    append_json_line(root / "artifacts" / "timings.jsonl", timing)
+    assert told(reader)["steps"]["timings"] == [timing | {"tokens_per_second": 400.0}]
+
+
 def test_a_stage_that_ends_is_told(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=2)

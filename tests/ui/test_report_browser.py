@@ -89,7 +89,7 @@ def test_it_is_drawn_without_an_error_and_without_the_network(window: Window, re
     assert window.requests == [report.as_uri()]
     assert window.page.locator("h1").inner_text().startswith("pass@1 rose from")
     sections = [section.get_attribute("id") for section in window.page.query_selector_all("main > section")]
-    assert sections == ["evaluations", "climb", "tasks", "curves", "time", "episodes", "provenance"]
+    assert sections == ["evaluations", "climb", "curves", "time", "episodes", "tasks", "provenance"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -45,6 +46,24 @@ def test_a_finished_experiment_says_what_climbed(experiment: ExperimentView) -> 
     assert "choosing “scratchpad” more often" in data.headline.paragraphs[1]
     assert [stage.stage for stage in data.library.stages] == ["traces", "base", "after_sft", "rl", "after_rl"]
     assert ("Model", "305,184 parameters", "qwen3, 3 layers of width 96") in data.facts
+
+
+def test_the_tasks_that_fail_most_are_named_with_their_reason(experiment: ExperimentView) -> None:
+    data = collect(experiment)
+    solved = data.evaluations[-1].solved
+    rates = sorted(right / n for n, right in solved.values() if right < n)
+    assert [one.right / one.samples for one in data.hardest] == rates[:6]
+    attempt = Attempt(experiment.stages[-1].attempt_dir)
+    (file,) = attempt.episode_files
+    hardest = data.hardest[0]
+    mine = [one for one in attempt.episodes(file) if one.opening[-1]["content"] == hardest.prompt]
+    wrong = [one.text for one in mine if one.reward is not None and one.reward < 1]
+    cut = sum(one.truncated and one.reward == 0 for one in mine)
+    assert hardest.times == max(map(wrong.count, wrong)) == wrong.count(hardest.answer)
+    assert f"{len(wrong) - cut} wrong" in hardest.why
+    stage, part, episode = map(unquote, hardest.link.split("/")[1:])
+    assert (stage, part) == ("after_rl", "samples")
+    assert next(one.text for one in mine if one.episode_id == episode) == hardest.answer
 
 
 def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_the_measured_climb_is_mostly_choosing_to_think() -> None:
     assert 0.75 < share / total < 0.90
 
 
+def test_the_strategy_that_brought_the_gain_is_named_not_the_one_that_grew_most() -> None:
+    before = of_strategies({"direct": (0.01, 0.0), "none": (0.70, 0.0), "scratchpad": (0.29, 0.0)})
+    after = of_strategies({"direct": (0.49, 0.007), "scratchpad": (0.51, 0.49)})
+    _, explained = write_headline([before, after], compare(before, after), None, []).paragraphs
+    assert "choosing “scratchpad” more often (29% → 51% of answers)" in explained
+
+
 shares = st.lists(st.floats(0.01, 1), min_size=3, max_size=3).map(
     lambda parts: [part / sum(parts) for part in parts]
 )

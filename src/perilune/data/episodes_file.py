@@ -4,7 +4,7 @@ The bytes depend only on the episodes and the pyarrow version: there are no time
 fixed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from itertools import chain
@@ -135,13 +135,15 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     return to_table(rows, episode_schema("uint8" if kinds == {"uint8"} else "uint16"))
 
 
-def read_episodes(path: Path) -> list[Episode]:
-    """Read an episodes file.
+def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Episode]:
+    """Read an episodes file, or only the episodes of some tasks.
 
     Raises:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
     table = _read(path)
+    if tasks is not None and "task_id" in table.column_names:
+        table = table.filter([one in tasks for one in table["task_id"].to_pylist()])
     for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs"):
         if name not in table.column_names:  # a file of an earlier version
             column = episode_schema().field(name)

@@ -6,7 +6,7 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -161,9 +161,9 @@ class Attempt:
             return ""
         return log_tail(self.root / "runtime", LOG_LINES)[-LOG_CHARACTERS:]
 
-    def episodes(self, path: Path) -> list[Episode]:
-        """Episodes of one of its files."""
-        return self._unless_damaged(lambda: read_episodes(path)) or []
+    def episodes(self, path: Path, tasks: Collection[str] | None = None) -> list[Episode]:
+        """Episodes of one of its files, or only those of some tasks."""
+        return self._unless_damaged(lambda: read_episodes(path, tasks)) or []
 
     def scores(self, path: Path) -> list[Score]:
         """Scores of the episodes of one of its files."""

@@ -14,7 +14,7 @@ from perilune.metrics.forgetting import Row, forgetting_rows
 from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import parent_evaluation
 from perilune.ui.attempt import Attempt
-from perilune.ui.comparisons import Comparison, Evaluation, compare, read_evaluation
+from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation, compare, read_evaluation
 from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of
 from perilune.ui.episode_sets import index_episodes
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
@@ -28,9 +28,11 @@ from perilune.ui.figures import (
     pass_at_k,
     pass_rates,
 )
+from perilune.ui.hardest import HardTask, hardest_tasks
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
 from perilune.ui.health import StageHealth, healths_of
 from perilune.ui.overview import (
+    UNFINISHED,
     Fact,
     Notice,
     Placement,
@@ -110,6 +112,7 @@ class ReportData:
     environments: list[Figure]
     tasks: list[Figure]
     lengths: list[Figure]
+    hardest: list[HardTask]
     length_dynamics: list[LengthDynamics]
     calibrations: list[Calibration]
     forgetting: list[Forgetting]
@@ -129,19 +132,21 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
-    labels = {one.stage: one.label for one in evaluations}
+    by_stage = {one.stage: one for one in evaluations}
     comparisons = _comparisons(pairs, evaluations)
     climb, trained = _climb(pairs, comparisons, trainings)
-    judged = [(labels[stage.name], attempt) for stage, attempt in pairs if stage.name in labels]
+    judged = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
     library = (_embedded if embed else index_episodes)(
         [Source(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
-    provenance = provenance_of(view, attempts)
+    provenance, state = provenance_of(view, attempts), state_of(view.stages)
     names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(one, attempt, view.declared.get(one.name, {}), names) for one, attempt in pairs]
     return ReportData(
-        experiment=Identity(view.name, state_of(view.stages), view.seed),
-        headline=write_headline(evaluations, climb, trained, summaries_of(pairs)),
+        experiment=Identity(view.name, state, view.seed),
+        headline=write_headline(
+            evaluations, climb, trained, summaries_of(pairs), is_over=state not in UNFINISHED
+        ),
         health=healths_of(pairs),
         facts=facts_of(view, attempts, provenance),
         notices=notices_of(pairs),  # last, because reading finds the damaged files
@@ -156,12 +161,9 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *pass_rates(evaluations),
             *_objective(pairs),
         ],
-        lengths=answer_lengths(judged),
-        length_dynamics=[
-            LengthDynamics(stage.name, found)
-            for stage, attempt in pairs
-            if isinstance(found := attempt.summary.get("length_dynamics"), Mapping)
-        ],
+        lengths=answer_lengths([(one.label, attempt) for one, attempt in judged]),
+        hardest=hardest_tasks(judged),
+        length_dynamics=_length_dynamics(pairs),
         calibrations=[
             _calibration(stage.name, attempt.summary)
             for stage, attempt in pairs
@@ -192,6 +194,11 @@ def _embedded(sources: Sequence[Source]) -> EpisodeLibrary:
     order = [one.stage for one in sources]
     library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     return library
+
+
+def _length_dynamics(pairs: Sequence[tuple[StageView, Attempt]]) -> list[LengthDynamics]:
+    found = [(stage.name, attempt.summary.get("length_dynamics")) for stage, attempt in pairs]
+    return [LengthDynamics(name, one) for name, one in found if isinstance(one, Mapping)]
 
 
 def _forgetting(stage: StageView, found: Any) -> Forgetting | None:
@@ -228,7 +235,7 @@ def _label(stage: StageView, attempt: Attempt) -> str:
         return stage.name
     if checkpoint != "model":
         return f"after {checkpoint}"
-    return "untrained" if (attempt.job.get("model") or {}).get("preset") else "base model"
+    return UNTRAINED if (attempt.job.get("model") or {}).get("preset") else "base model"
 
 
 def _spec(attempt: Attempt) -> dict[str, Any]:

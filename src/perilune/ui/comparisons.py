@@ -11,6 +11,7 @@ from perilune.metrics.bootstrap import Interval, paired_difference
 from perilune.metrics.pass_at_k import pass_at_k
 
 UNRECOGNISED = "unrecognised"
+UNTRAINED = "untrained"  # label of a model with random weights
 LEAST_SHARED = 0.9  # share of the larger evaluation's tasks that a paired difference needs
 RARE = 0.01  # share of the answers below which a strategy is shown with others
 NEGLIGIBLE = 1e-6  # a share below this is rounding

@@ -97,11 +97,16 @@ def _with_throughput(timings: Columns) -> Columns:
     """Timings with tokens per second of the whole step, for stages that do not sample."""
     if any(timings.get("tokens_per_second", [])) or "tokens" not in timings:
         return timings
-    rates: list[float | None] = []
-    for index, tokens in enumerate(timings["tokens"]):
-        seconds = math.fsum(timings[part][index] or 0.0 for part in PARTS if part in timings)
-        rates.append(tokens / seconds if tokens and seconds else None)
-    return timings | {"tokens_per_second": rates}
+    rows = [dict(zip(timings, values, strict=True)) for values in zip(*timings.values(), strict=True)]
+    return timings | {"tokens_per_second": [throughput(row) for row in rows]}
+
+
+def throughput(timing: Mapping[str, Any]) -> float | None:
+    """Tokens per second of sampling, or of the whole step where nothing is sampled."""
+    if sampled := timing.get("tokens_per_second"):
+        return float(sampled)
+    tokens, seconds = timing.get("tokens"), math.fsum(timing.get(part) or 0.0 for part in PARTS)
+    return tokens / seconds if tokens and seconds else None
 
 
 def thin(columns: Columns, most: int) -> Columns:

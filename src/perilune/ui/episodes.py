@@ -22,6 +22,7 @@ MOST_STEPS = 160  # steps of one stage, at most ...
 FEWEST_STEPS = 3  # ... and at least
 MOST_BYTES = 300_000_000  # to read of the files of one stage
 SHORT = 400  # characters of a text in a group that is too large otherwise
+SAMPLES = "samples"  # label of the sampled answers of an evaluation
 RIGHT = 1.0  # a reward that counts as a right answer
 
 
@@ -132,7 +133,7 @@ def files_of(source: Source) -> Iterator[EpisodeFile]:
     is_evaluation = source.task == "evaluate"
     for path in source.attempt.episode_files:
         step = int(path.stem.removeprefix("step-"))
-        yield EpisodeFile(source, path, "samples" if is_evaluation else f"step {step}", step)
+        yield EpisodeFile(source, path, SAMPLES if is_evaluation else f"step {step}", step)
     if source.attempt.greedy_file is not None:
         yield EpisodeFile(source, source.attempt.greedy_file, "greedy answers", 1)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from perilune.metrics.bootstrap import Interval
-from perilune.ui.comparisons import Comparison, Evaluation
+from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation
 from perilune.ui.curves import Training
 
 EDGE = 5  # steps to average at each end of a curve
@@ -52,6 +52,8 @@ def write_headline(
     climb: Comparison | None,
     trained: Training | None,
     other: Sequence[str],
+    *,
+    is_over: bool = True,
 ) -> Headline:
     """The report's finding.
 
@@ -59,6 +61,7 @@ def write_headline(
         climb: the evaluations before and after the training that the report is about.
         trained: the curves of that training.
         other: results of other stages, for an experiment without evaluations.
+        is_over: whether no further result will come.
     """
     if climb is not None:
         by_stage = {one.stage: one for one in evaluations}
@@ -67,7 +70,7 @@ def write_headline(
         return _of_one(evaluations[-1])
     if trained is not None and (found := _of_held_out(trained) or _of_curve(trained)) is not None:
         return found
-    return Headline("No results yet" if not other else "No checkpoint was evaluated", tuple(other))
+    return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
 
 
 def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None) -> Headline:
@@ -124,7 +127,7 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
         share, accuracy = parts
         total = share + accuracy
         if abs(total) >= 0.01 and share * total >= 0 and accuracy * total >= 0:
-            moved = max(climb.contributions, key=lambda one: one.share[1] - one.share[0])
+            moved = max(climb.contributions, key=lambda one: one.from_share)
             sentences.append(
                 f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
                 f"({_percent(moved.share[0], 0)} → {_percent(moved.share[1], 0)} of answers), "
@@ -183,7 +186,7 @@ def _of_one(evaluation: Evaluation) -> Headline:
     mean, low, high = evaluation.measures["pass@1"]
     interval = "" if low is None or high is None else f", 95% interval {_percent(low)} to {_percent(high)}"
     return Headline(
-        f"pass@1 is {_percent(mean)}",
+        f"pass@1 is {_percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
         (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,20 @@ class StageHealth:
 
 
 def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
-    """The verdicts on the stages that trained or that failed."""
+    """The verdicts on the stages that train, run or failed."""
     found = []
     for stage, attempt in pairs:
         health = health_of(attempt, here=stage.here, now=now)
-        findings = health.findings
+        findings = tuple(
+            replace(one, remedy=one.remedy.replace("RUN", stage.run_id)) for one in health.findings
+        )
         if stage.state == "failed":
             message = str(attempt.verdict.get("message") or stage.cause or "the task failed")
             why, _, advice = (part.strip() for part in message.partition("\n"))
             remedy = advice.removeprefix("try: ") or f"perilune explain {stage.run_id}"
             findings = (Finding("failed", "broken", None, why, remedy), *findings)
         steps = sum(bool(one.get("step")) for one in attempt.metric_lines)
-        if findings or "steps" in (attempt.job.get("spec") or {}):
+        if findings or stage.state == "active" or "steps" in (attempt.job.get("spec") or {}):
             status = findings[0].status if findings else health.status
             found.append(StageHealth(stage.name, stage.state, status, steps, findings))
     return found

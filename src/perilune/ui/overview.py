@@ -12,6 +12,7 @@ from perilune.ui.provenance import Pairs, Provenance, model_of, readable, stage_
 from perilune.ui.view import ExperimentView, StageView
 
 Fact = tuple[str, str, str]  # name, value, detail
+UNFINISHED = ("active", "queued", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ def placements_of(view: ExperimentView) -> list[Placement]:
 def state_of(stages: Sequence[StageView]) -> str:
     """The state of the experiment: the worst state of its stages."""
     states = {stage.state for stage in stages}
-    for state in ("failed", "cancelled", "active", "queued", "waiting"):
+    for state in ("failed", "cancelled", *UNFINISHED):
         if state in states:
             return state
     return "succeeded"
@@ -208,10 +209,12 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
         facts.append(("Environment", task or family, family if task else ""))
     if provenance.machine_name:
         threads = next((value for name, value in provenance.machine if name == "Cores"), "")
-        facts.append(("Machine", provenance.machine_name, threads.split(",")[0]))
+        facts.append(
+            ("Machine", provenance.machine_name, threads.partition(" of ")[0] + " cores" * bool(threads))
+        )
     seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
     if seconds:
-        facts.append(("Time", _duration(sum(seconds)), f"over {len(seconds)} stages"))
+        facts.append(("Time", _duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
     costs = [one.cost for one in view.placed if one.cost is not None]
     if costs:
         facts.append(("Cost", f"{sum(costs):.4g}", f"of rented machines, {len(costs)} attempts"))

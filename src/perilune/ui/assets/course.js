@@ -167,11 +167,7 @@ function timeline() {
       label: stage.name,
       value: Format.seconds(stage.seconds),
       marks: [bars[place]],
-      details: [
-        { name: "task", value: stage.task },
-        { name: "time", value: Format.seconds(stage.seconds) },
-        { name: "share", value: Format.percent(stage.seconds / total) },
-      ],
+      details: [{ name: stage.task, value: Format.percent(stage.seconds / total) }],
     })),
   });
 }
@@ -186,6 +182,7 @@ function timeByPart() {
     key: "split",
     title: "Time by part",
     legend: PARTS.map(([name, color]) => ({ name, color })),
+    note: "Without start-up, loading and saving.",
     x: { domain: [0, Math.max(...split.map(spent)) * 1.02 || 1], ...CLOCK },
     rows: split.map(one => ({
       label: one.stage,

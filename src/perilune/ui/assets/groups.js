@@ -55,7 +55,7 @@ function matrix(episodes, pick) {
   draw(MOST);
   const dead = `${Format.integer(groups.filter(isDead).length)} dead: equal rewards, no gradient`;
   const title = h("h4", `${Format.integer(groups.length)} groups by reward`);
-  return [h("div.chart-head", title, h("span.muted", dead), select), body, more];
+  return [h("div.chart-head", title, h("span.muted", dead), h("label.control.last", "Order", select)), body, more];
 }
 
 // Mark the cell of the episode that is read.

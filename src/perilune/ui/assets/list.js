@@ -39,7 +39,7 @@ function figure({ stages }) {
   if (!trained) return ["", ""];
   const { name, value } = trained.curve;
   const format = /pass|accuracy/.test(name) ? Format.percent : Format.number;
-  return [`${name.replaceAll("_", " ")} ${format(last(value), 3)}`, `last step of ${trained.stage}`];
+  return [`${spaced(name)} ${format(last(value), 3)}`, `last step of ${trained.stage}`];
 }
 
 function progress({ stages }) {

@@ -35,9 +35,9 @@ source.addEventListener("steps", event => {
   return undefined;
 });
 source.addEventListener("status", event => {
-  const { health, progress } = JSON.parse(event.data);
-  document.getElementById("verdict").replaceWith(Verdict.panel(health));
-  document.getElementById("progress").replaceWith(Verdict.progress(progress));
+  Object.assign(Data, JSON.parse(event.data));
+  document.getElementById("verdict").replaceWith(Verdict.panel());
+  document.getElementById("progress").replaceWith(Verdict.progress());
 });
 source.addEventListener("changed", () => location.reload());
 

@@ -82,10 +82,7 @@ function differences(compared) {
       { whisker: [low, high], color: colorOf(name) },
       { dot: mean, color: colorOf(name) },
     ],
-    details: [
-      { name: "difference", value: `${Format.points(mean)} points` },
-      { name: "95% interval", value: `${Format.points(low)} to ${Format.points(high)}` },
-    ],
+    details: [{ name: "95% interval", value: `${Format.points(mean)} points, ${Format.points(low)} to ${Format.points(high)}` }],
   });
   return compared.map(({ after_label: after, before_label: before, tasks, differences: found }) =>
     Charts.rows({
@@ -109,6 +106,7 @@ function evaluations() {
     "Evaluations",
     "The same held-out tasks before and after each stage. pass@1 is the chance that one sample is right; pass@k that at least one of k is; greedy takes the likeliest token each time. A model that only becomes surer raises pass@1 towards pass@k; one that learns something new raises pass@k too.",
     evaluationsTable(),
+    hardest(),
     Data.environments.length > 0 && h("div.tiles", Data.environments.map(Charts.figure)),
     forest.length > 0 && [part("Changes between evaluations", hint), h(forest.length > 1 ? "div.tiles.two" : "div.tiles", forest)],
     unpaired.map(({ before_label: before, after_label: after }) =>
@@ -116,6 +114,19 @@ function evaluations() {
     ),
     tree(),
   );
+}
+
+// The tasks that failed most at the last evaluation, each with a link to a wrong answer.
+function hardest() {
+  if (!Data.hardest.length) return null;
+  const columns = [
+    ["Task", row => h("a.mono", { href: row.link }, row.prompt), "header"],
+    ["Right", row => `${row.right} of ${row.samples}`],
+    ["Failures", row => row.why, "text"],
+    ["Most frequent wrong answer", row => [h("span.mono", row.answer || "(empty)"), h("small", `${row.times} of ${row.samples}`)], "text"],
+  ];
+  const title = `Tasks that fail most in ${Data.hardest[0].stage}`;
+  return [part(title), table(columns, Data.hardest, title)];
 }
 
 // The stages as a tree: each below the one whose checkpoint it starts from.
@@ -144,7 +155,8 @@ function tree() {
 }
 
 // --- what climbed
-function waterfall({ contributions, accuracy: [before, after], before_label, after_label }, fromShare, fromAccuracy) {
+function waterfall({ contributions, accuracy: [before, after], before_label, after_label }) {
+  const [fromShare, fromAccuracy] = ["from_share", "from_accuracy"].map(part => sum(contributions.map(one => one[part])));
   const middle = before + fromShare;
   const low = Math.min(0, before, middle, after);
   const end = (label, value, color) => ({
@@ -176,7 +188,7 @@ function waterfall({ contributions, accuracy: [before, after], before_label, aft
 }
 
 // Before and after of one figure of each strategy.
-function dumbbell({ contributions, before_label, after_label }, key, title, field) {
+function dumbbell({ contributions, before_label, after_label }, title, field) {
   const row = ({ strategy, [field]: [from, to] }) => ({
     label: strategy,
     value: `${Format.percent(from)} → ${Format.percent(to)}`,
@@ -194,35 +206,17 @@ function dumbbell({ contributions, before_label, after_label }, key, title, fiel
     { name: before_label, color: 7, hollow: true },
     { name: after_label, color: 1 },
   ];
-  return Charts.rows({ key, title, legend, x: SHARE, rows: contributions.map(row) });
+  return Charts.rows({ key: field, title, legend, x: SHARE, rows: contributions.map(row) });
 }
 
 function climb() {
   const comparison = Data.climb;
   if (!comparison || !comparison.contributions.length) return null;
-  const from_share = sum(comparison.contributions.map(one => one.from_share));
-  const from_accuracy = sum(comparison.contributions.map(one => one.from_accuracy));
-  const all = { strategy: "all", share: [null, null], accuracy: comparison.accuracy, from_share, from_accuracy };
-  const columns = [
-    ["Strategy", row => row.strategy, "header"],
-    ["Share before", row => Format.percent(row.share[0])],
-    ["after", row => Format.percent(row.share[1])],
-    ["Accuracy before", row => Format.percent(row.accuracy[0])],
-    ["after", row => Format.percent(row.accuracy[1])],
-    ["From its share", row => Format.points(row.from_share)],
-    ["From its accuracy", row => Format.points(row.from_accuracy)],
-  ];
   const dumbbells = [
-    dumbbell(comparison, "shares", "How often each strategy is chosen", "share"),
-    dumbbell(comparison, "accuracies", "How often each strategy is right", "accuracy"),
+    dumbbell(comparison, "How often each strategy is chosen", "share"),
+    dumbbell(comparison, "How often each strategy is right", "accuracy"),
   ];
-  return section(
-    "climb",
-    "What changed",
-    Data.headline.explanation,
-    tiles(waterfall(comparison, from_share, from_accuracy), h("div.stack", dumbbells)),
-    table(columns, [...comparison.contributions, all], "Contribution of each strategy in points"),
-  );
+  return section("climb", "What changed", Data.headline.explanation, tiles(waterfall(comparison), h("div.stack", dumbbells)));
 }
 
 // --- difficulty, length, odds

@@ -28,6 +28,7 @@ const isNumber = value => typeof value === "number" && Number.isFinite(value);
 const sum = values => values.reduce((total, value) => total + (value || 0), 0);
 const last = values => values[values.length - 1];
 const clamp = (low, value, high) => Math.max(low, Math.min(high, value));
+const spaced = name => name.replaceAll("_", " ");
 const words = input => input.value.toLowerCase().split(/\s+/).filter(Boolean);
 
 // Let a format say "–" for a value that is not known.

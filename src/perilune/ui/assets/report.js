@@ -80,8 +80,8 @@ function provenance() {
 const add = (...nodes) => document.getElementById("main").append(...nodes.flat().filter(Boolean));
 
 function details() {
-  const results = [Outcome.evaluations(), Outcome.climb(), Outcome.forgetting(), Outcome.tasksSection()];
-  add(results, Course.curves(), Course.time(), Episodes.section(), provenance());
+  add(Outcome.evaluations(), Outcome.climb(), Outcome.forgetting(), Course.curves(), Course.time());
+  add(Episodes.section(), Outcome.tasksSection(), provenance());
   Page.finish(Data.footer);
   document.getElementById(location.hash.slice(1))?.scrollIntoView();
 }

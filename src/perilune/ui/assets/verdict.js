@@ -16,12 +16,13 @@ const findings = health =>
 
 function calm(healths) {
   const { steps, stage } = last(healths);
-  const done = `${Format.integer(steps)} ${steps === 1 ? "step" : "steps"}`;
-  return `No alarm in ${healths.length === 1 ? `${done} of stage ${stage}` : `${healths.length} stages`}.`;
+  const done = steps ? `${Format.integer(steps)} ${steps === 1 ? "step" : "steps"} of ` : "";
+  return `No alarm in ${done}stage ${stage}${healths.length > 1 ? ", nor in earlier stages" : ""}.`;
 }
 
 // The panel of the verdicts on all stages; hidden if no stage trained.
-function panel(healths = Data.health) {
+function panel() {
+  const healths = Data.health;
   const statuses = healths.map(one => one.status);
   const worst = GRAVITY.find(one => statuses.includes(one));
   if (!worst) return h("div", { id: "verdict", hidden: true });
@@ -41,7 +42,8 @@ const RECENT = 30; // steps that tell how long the others will take
 function left(one) {
   const timings = Data.training.find(found => found.stage === one.stage)?.timings;
   const count = Math.min(RECENT, timings?.step?.length || 0);
-  if (!count || one.unit !== "steps") return null;
+  const isBroken = Data.health.some(({ stage, status }) => stage === one.stage && status === "broken");
+  if (!count || isBroken || one.unit !== "steps") return null;
   const spent = sum(PARTS.map(part => sum((timings[part] || []).slice(-count))));
   return (spent / count) * (one.total - one.done);
 }
@@ -49,7 +51,7 @@ function left(one) {
 function bar(one) {
   const rest = left(one);
   const share = 100 * (one.total ? Math.min(1, one.done / one.total) : 0);
-  const figures = Object.entries(one.figures || {}).map(([name, value]) => `${name} ${Format.number(value, 3)}`);
+  const figures = Object.entries(one.figures || {}).map(([name, value]) => `${spaced(name)} ${Format.number(value, 3)}`);
   const meaning = { role: "progressbar", "aria-label": one.stage, ariaValueNow: String(Math.round(share)) };
   const done = `${Format.integer(one.done)} of ${Format.integer(one.total)} ${one.unit}`;
   return h(
@@ -61,6 +63,6 @@ function bar(one) {
   );
 }
 
-const progress = (running = []) => h("div", { id: "progress", hidden: !running.length }, running.map(bar));
+const progress = () => h("div", { id: "progress", hidden: !Data.progress?.length }, Data.progress?.map(bar));
 
 globalThis.Verdict = { panel, progress };

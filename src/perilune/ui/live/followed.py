@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ CHUNK = 4 << 20  # bytes to read at a time; a longer line is skipped
 FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
 SELDOM = 100  # judging takes at most one part in this many of the time
 
-Row = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 class Followed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.control.runs.experiments import read_progress
+from perilune.ui.curves import throughput
 from perilune.ui.episode_sets import steps_of
 from perilune.ui.live.followed import FILES, Followed
 from perilune.ui.report import plain
@@ -87,6 +88,7 @@ class Watch:
             return
         new = sorted(set(steps_of(stage.attempt)) - episodes)
         episodes.update(new)
+        timings = [row | {"tokens_per_second": throughput(row)} for row in timings]
         found = {"stage": stage.view.name, "metrics": metrics, "timings": timings, "episodes": new}
         yield Event("steps", found, self._offsets)
 
