@@ -80,14 +80,10 @@ def reference_loss(decoder: nn.Module, pairs: list, kind: str, beta: float, nll:
             sums.append(now.sum())
             shifts.append(now.sum() - torch.from_numpy(one.logprobs.astype(np.float64))[mask].sum())
             lengths.append(int(mask.sum()))
-        if kind == "dpo":
-            loss = torch.log1p(torch.exp(-beta * (shifts[0] - shifts[1])))
-        elif kind == "dpo_norm":
-            loss = torch.log1p(torch.exp(-beta * (shifts[0] / lengths[0] - shifts[1] / lengths[1])))
-        else:
-            loss = (shifts[0] / lengths[0] - shifts[1] / lengths[1] - 1 / (2 * beta)) ** 2
-        loss = loss - nll * sums[0] / lengths[0] + dpop * torch.relu(-shifts[0])
-        total = total + loss / len(pairs)
+        r = shifts if kind == "dpo" else [shifts[0] / lengths[0], shifts[1] / lengths[1]]
+        argument = r[0] - r[1] - dpop * torch.relu(-r[0])  # DPOP, arXiv 2402.13228, eq. 3
+        loss = (argument - 1 / (2 * beta)) ** 2 if kind == "ipo" else torch.log1p(torch.exp(-beta * argument))
+        total = total + (loss - nll * sums[0] / lengths[0]) / len(pairs)
     return total
 
 

@@ -89,6 +89,15 @@ def test_preference_writes_its_figures(trained: Path, pairs: Path) -> None:
     assert (trained / "artifacts/checkpoints/final/model.safetensors").exists()
 
 
+def test_an_evaluation_has_the_loss_that_is_trained(pairs: Path, tmp_path: Path) -> None:
+    bundle = run_task(
+        tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"},
+        nll=1.0, dpop=5.0, lr=0.01, eval={"every": 4, "tasks": 0},
+    )  # fmt: skip
+    last = metrics(bundle)[-1]
+    assert last["eval/data/loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
+
+
 def test_preference_resumes_where_it_was(trained: Path, tmp_path: Path, pairs: Path) -> None:
     bundle = tmp_path / "again"
     inputs = {"data": pairs / "artifacts/pairs"}

@@ -8,9 +8,9 @@ With r = sum_t (log-prob - reference log-prob) of a completion of L tokens,
 
 IPO (Azar et al., arXiv 2310.12036, eq. 17) uses means per token and the name beta for tau, as TRL does.
 
-Both losses constrain only the difference, so both log-probs can fall while the loss falls too (likelihood
-displacement, arXiv 2410.08847). Two terms prevent this: `nll`, the cross-entropy of the chosen answer, and
-`dpop`, a hinge on its fall below the reference (arXiv 2402.13228, eq. 3).
+These losses constrain only the difference, so both log-probs can fall while the loss falls too (likelihood
+displacement, arXiv 2410.08847). Two terms prevent this: `nll` adds the cross-entropy of the chosen answer per
+token, and `dpop` subtracts dpop * max(0, -r_chosen) from r_chosen (DPOP, arXiv 2402.13228, eq. 3).
 
 B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one first. Their `logprobs` are
 those of the frozen reference, computed once.
@@ -60,19 +60,21 @@ class PairLogprobs:
         return self.rejected - self.reference_rejected
 
 
-def preference_loss(pairs: PairLogprobs, kind: PreferenceLoss, beta: float) -> tuple[Tensor, Tensor]:
+def preference_loss(
+    pairs: PairLogprobs, kind: PreferenceLoss, beta: float, *, nll: float = 0.0, dpop: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Losses float[B] and margins float[B].
 
-    The margin is the argument of DPO's sigmoid, or IPO's difference of means per token.
+    The margin is the argument of DPO's sigmoid, or IPO's difference of means per token, without `dpop`.
     """
     chosen, rejected = pairs.chosen_shift, pairs.rejected_shift
     if kind in ("ipo", "dpo_norm"):
         chosen, rejected = chosen / pairs.length_chosen, rejected / pairs.length_rejected
-    if kind == "ipo":
-        margin = chosen - rejected
-        return (margin - 1 / (2 * beta)) ** 2, margin
-    margin = beta * (chosen - rejected)
-    return -F.logsigmoid(margin), margin
+    difference = chosen - rejected
+    limited = difference - dpop * (-chosen).clamp(min=0)
+    loss = (limited - 1 / (2 * beta)) ** 2 if kind == "ipo" else -F.logsigmoid(beta * limited)
+    cross_entropy = -pairs.chosen / pairs.length_chosen
+    return loss + nll * cross_entropy, difference if kind == "ipo" else beta * difference
 
 
 def is_collapsing(chosen_shift_per_token: float, margin: float) -> bool:
@@ -121,11 +123,7 @@ class PreferenceObjective:
         """The batch's share of the mean over the step's pairs."""
         logprobs, _ = target_logprobs(self.decoder, batch, hidden)
         pairs = pair_logprobs(batch, logprobs)
-        losses, margins = preference_loss(pairs, self.kind, self.beta)
-        if self.nll:
-            losses = losses - self.nll * pairs.chosen / pairs.length_chosen
-        if self.dpop:
-            losses = losses + self.dpop * (-pairs.chosen_shift).clamp(min=0)
+        losses, margins = preference_loss(pairs, self.kind, self.beta, nll=self.nll, dpop=self.dpop)
         shifts, lengths = (
             (pairs.chosen_shift, pairs.rejected_shift),
             (pairs.length_chosen, pairs.length_rejected),

@@ -1,13 +1,13 @@
 """Figures of the examples that a stage holds out of its data, by number, for evaluations while training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.learn.batch import PackedBatch, Pair, pack_each, pack_pairs
-from perilune.learn.preference import PreferenceLoss, pair_logprobs, preference_loss
+from perilune.learn.preference import PairLogprobs, pair_logprobs
 from perilune.learn.trainer import token_logprobs
 from perilune.models.decoder import Decoder
 
@@ -27,13 +27,20 @@ def episode_values(decoder: Decoder, episodes: Sequence[Episode], token_budget: 
 
 
 def pair_values(
-    decoder: Decoder, pairs: Sequence[Pair], kind: PreferenceLoss, beta: float, token_budget: int
+    decoder: Decoder,
+    pairs: Sequence[Pair],
+    loss: Callable[[PairLogprobs], tuple[Tensor, Tensor]],
+    token_budget: int,
 ) -> Values:
-    """`loss` and `accuracy` (margin above 0) of each pair, whose `logprobs` are the reference's."""
+    """`loss` and `accuracy` (margin above 0) of each pair, whose `logprobs` are the reference's.
+
+    Args:
+        loss: losses and margins float[B], as `preference_loss`.
+    """
     numbers = {chosen.episode_id: str(number) for number, (chosen, _) in enumerate(pairs)}
     found: Values = {"loss": {}, "accuracy": {}}
     for batch, logprobs in _scored(decoder, pack_pairs(pairs, token_budget)):
-        losses, margins = preference_loss(pair_logprobs(batch, logprobs), kind, beta)
+        losses, margins = loss(pair_logprobs(batch, logprobs))
         named = [numbers[name] for name in batch.episode_ids[::2]]
         found["loss"] |= zip(named, losses.double().tolist(), strict=True)
         found["accuracy"] |= zip(named, (margins > 0).double().tolist(), strict=True)

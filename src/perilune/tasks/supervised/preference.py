@@ -9,7 +9,12 @@ from perilune.bundle.workspace import Workspace
 from perilune.errors import WorkFailedError
 from perilune.learn.batch import Pair, pack_pairs
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.preference import PreferenceObjective, evaluate_pairs, with_reference_logprobs
+from perilune.learn.preference import (
+    PreferenceObjective,
+    evaluate_pairs,
+    preference_loss,
+    with_reference_logprobs,
+)
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.models.decoder import Decoder
@@ -46,7 +51,8 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         pairs.seed,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
-    held_out = partial(pair_values, policy.decoder, data.validation, spec.loss, spec.beta, spec.token_budget)
+    of_pairs = partial(preference_loss, kind=spec.loss, beta=spec.beta, nll=spec.nll, dpop=spec.dpop)
+    held_out = partial(pair_values, policy.decoder, data.validation, of_pairs, spec.token_budget)
     loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out if data.validation else None)
     alarm = CollapseAlarm(workspace)
 

@@ -98,7 +98,10 @@ class PreferenceSpec(PairTrainingSpec, EvaluatedSpec, LearnerSettings, Forgettin
     beta: float = Field(0.1, gt=0, description="strength of the KL constraint to the reference; ipo's tau")
     nll: float = Field(0.0, ge=0, description="weight of the chosen answer's cross-entropy, against collapse")
     dpop: float = Field(
-        0.0, ge=0, description="weight of the penalty when the chosen answer becomes less likely"
+        0.0,
+        ge=0,
+        description="DPOP's lambda: factor of the chosen answer's fall below the reference, subtracted from"
+        " the margin; its paper uses 50",
     )
 
 
