@@ -23,7 +23,7 @@ HALF = {**DIGITS, "raises": "02468ace"}
 
 DUAL = {"name": "grpo", "dual_clip": 3.0}
 
-ANOTHER = "scored another text than episode .* sampled: is it another answer's score"
+ANOTHER = "scored another text than episode .* sampled: does the score belong to another answer"
 RANDOM = "the learner's forward pass gives other log-probs each time: it has dropout"
 
 PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
@@ -67,7 +67,11 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (learning.loss_has_the_wrong_sign, {}, "the gradient of the policy loss .*: its sign is wrong"),
     (learning.optimizer_climbs_the_loss, {}, "did not move as AdamW says.*: the update climbs the loss"),
     # What that review planted, and no check saw.
-    (sampling.rewards_of_neighbours, {}, "and its verifier gave .*: is it another answer's"),
+    (
+        sampling.rewards_of_neighbours,
+        {},
+        "and its verifier gave .*: does the reward belong to another answer",
+    ),
     (sampling.verdicts_of_neighbours, {}, ANOTHER),
     (sampling.texts_of_neighbours, {}, ANOTHER),
     (learning.rewards_in_another_order, {}, "weighs an episode by its place in the group"),
@@ -75,8 +79,8 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (learning.kl_at_temperature_1, {"kl": 0.1}, "KL .*: the reference's log-probs are at temperature 1"),
     (learning.kl_to_the_sampler, {"kl": 0.1}, "KL .*: it is computed to the sampler, not to the reference"),
     (learning.kl_to_the_sampler_in_the_run, {"kl": 0.1}, "reference policy's own: they are the sampler's"),
-    (learning.adapter_climbs_the_loss, {"lora": {"rank": 4}}, "that of .*lora_A.* has the wrong sign"),
-    (learning.lower_layers_detached, {}, "that of model.layers.0.* is missing"),
+    (learning.adapter_climbs_the_loss, {"lora": {"rank": 4}}, "and that of .*lora_A.* has the wrong sign"),
+    (learning.lower_layers_detached, {}, "and that of model.layers.0.* is missing"),
     (sampling.top_p_unreported, {"temperature": 1.0}, "its log-probs are of another distribution"),
     (learning.clip_takes_the_larger, {}, "the clip takes the larger gain, not the smaller"),
     (learning.ratio_is_1, {}, "the ratio is taken as 1"),

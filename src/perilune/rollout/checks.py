@@ -52,7 +52,8 @@ def check_scored_text(rollout: Rollout, texts: Sequence[str]) -> None:
     if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM) != text_checksum(texts):
         name = "/".join(map(str, (*rollout.key[1:], rollout.sample)))
         raise WorkFailedError(
-            f"the environment scored another text than episode {name} sampled: is it another answer's score?",
+            f"the environment scored another text than episode {name} sampled:"
+            " does the score belong to another answer?",
             remedy=REPORT_BUG,
         )
 
@@ -112,7 +113,8 @@ def _check_reward(episode: Episode, outcome: Outcome) -> None:
     elif episode.failure or episode.reward != outcome.reward or episode.reward_terms != dict(outcome.terms):
         raise _error(
             episode,
-            f"has reward {episode.reward}, and its verifier gave {outcome.reward}: is it another answer's?",
+            f"has reward {episode.reward}, and its verifier gave {outcome.reward}:"
+            " does the reward belong to another answer?",
         )
 
 

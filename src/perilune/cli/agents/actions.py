@@ -100,7 +100,7 @@ class Actor:
             live = [found] if isinstance(found, Run) else live_runs(session, found.id)
             stopping = [run_summary(one) for one in live if not RunState(one.state).terminal]
         if not stopping:
-            raise RequestError("none of its runs is running", where=target)
+            raise RequestError("no run is running", where=target)
         digest = sha256_bytes(canonical_json({"cancel": found.id, "runs": stopping}))
         if not token:
             return {"would_stop": stopping, "token": self._promise(digest)}

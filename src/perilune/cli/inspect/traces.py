@@ -154,7 +154,7 @@ def run_command(
     if accept:
         if mode != "harness":
             raise RequestError(
-                "--accept takes what mode harness gives", where="--mode", remedy="remove --mode"
+                "--accept accepts the results of mode harness only", where="--mode", remedy="remove --mode"
             )
         if stopped := [one for one in report.failed if one.replay.error]:
             raise WorkFailedError(
@@ -361,7 +361,9 @@ def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
     from perilune.tasks.stage.memory_plan import make_engine
 
     if checkpoint is None:
-        raise RequestError("a live model needs its weights", where="--checkpoint", remedy="a run or a folder")
+        raise RequestError(
+            "sampling needs the weights of the model", where="--checkpoint", remedy="name a run or a folder"
+        )
     folder = checkpoint_folder(checkpoint)
     digest = contents_digest([(name, sha256_file(path)) for name, path in source_files(folder)])
     longest = max(one.tokens + one.sampling.max_tokens for one in suite.cassettes.values())

@@ -72,7 +72,7 @@ def calibrate(
         return
     for line in describe(found):
         echo(line)
-    echo(f"To predict its run: perilune simulate {recipe}")
+    echo(f"To predict a run: perilune simulate {recipe}")
 
 
 def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda text: None) -> Calibrated:

@@ -62,7 +62,7 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the RL stages of a recipe: time, idle shares, age of tokens, cache and cost.
+    """Predict the RL stages of a recipe: time, idle shares, staleness, cache and cost.
 
     The simulation runs the real scheduler, block pools and admission rule. Only the times are predicted:
     on this machine from `perilune calibrate`, on others from published figures of the card.

@@ -190,7 +190,7 @@ class _Simulator:
         expected = expected_lengths(self.control, self.recipe, self.trials, self.tokenizer)
         if stage.name not in expected:
             raise RequestError(
-                "the lengths of its answers are unknown",
+                "the lengths of this stage's answers are unknown",
                 where=f"stages.{stage.name}",
                 remedy="name the episodes of a run with --episodes FOLDER",
             )

@@ -32,7 +32,7 @@ def check_pinned(requirements: Sequence[str]) -> None:
             one for one in requirement.specifier if one.operator == "==" and not one.version.endswith(".*")
         ]
         if not exact and "#sha256=" not in (requirement.url or ""):
-            raise RequestError(f"'{line}' is no exact version", remedy=f"{requirement.name}==VERSION")
+            raise RequestError(f"'{line}' is not an exact version", remedy=f"{requirement.name}==VERSION")
 
 
 def lock_lines(lock: Path) -> list[str]:

@@ -65,7 +65,7 @@ def _refuse_changes(repository: Path) -> None:
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise RequestError(
-            f"the repository has changes that no commit holds: {changed[0][3:]}{more}",
+            f"the repository has uncommitted changes: {changed[0][3:]}{more}",
             where=str(repository),
             remedy="commit them and use that commit, or revert them",
         )

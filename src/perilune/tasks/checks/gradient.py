@@ -197,7 +197,7 @@ def _wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str
     limit = _tolerance(twin) * max(map(abs, expected.values())) + TINY
     wrong = [name for name in actual if abs(actual[name] - expected[name]) > limit]
     if not wrong:
-        return "it differs by little in many parameters"
+        return "the gradients of many parameters differ a little"
     first = max(wrong, key=lambda name: abs(expected[name]))
     times = actual[first] / expected[first] if expected[first] else np.inf
     of = "all parameters" if len(wrong) == len(actual) else f"{len(wrong)} of {len(actual)} parameters"
@@ -206,7 +206,7 @@ def _wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str
         problem = "is missing"
     elif abs(times + 1) < 0.05:
         problem = "has the wrong sign"
-    return f"that of {of} is wrong, that of {first} {problem}"
+    return f"the gradient of {of} is wrong, and that of {first} {problem}"
 
 
 # ---- the independent losses -----------------------------------------------------------------------------

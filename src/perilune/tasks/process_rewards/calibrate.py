@@ -51,7 +51,8 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
     ]
     if not answers:
         raise WorkFailedError(
-            "no answer has both values: its task states no right answer, the right answer is too easy to"
+            "no answer has both a forward-pass value and a Monte Carlo value: its"
+            " task states no right answer, the right answer is too easy to"
             " guess, or the verifier failed",
             where=player.environment.id,
             remedy="choose an environment that states its answers, or raise process_rewards.guessable",

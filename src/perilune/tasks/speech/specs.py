@@ -24,7 +24,9 @@ class UtterancesSpec(Frozen):
 
     kinds: tuple[Kind, ...] = Field(("digits",), min_length=1, description="kinds of texts, in equal shares")
     train: int = Field(600, ge=2, le=100_000, description="utterances to train on")
-    held_out: int = Field(60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both")
+    held_out: int = Field(
+        60, ge=2, le=10_000, description="utterances to evaluate on; no text is in both sets"
+    )
     voice: str = Field("en-us+klatt", description="voice and variant of espeak-ng")
     speed: int = Field(150, ge=80, le=450, description="speed in words per minute")
 

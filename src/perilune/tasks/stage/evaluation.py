@@ -177,7 +177,7 @@ def _environment(section: Mapping[str, Any]) -> Environment:
     environment = make_environment(section)
     if getattr(environment, "players", 1) > 1:
         raise RequestError(
-            f"{environment.id} has several players, and a pass rate is of one",
+            f"{environment.id} has several players, but a pass rate is the result of one player",
             where="eval",
             remedy="set its `opponent`, or evaluate by matches in a selfplay stage",
         )
