@@ -124,6 +124,21 @@ def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
     assert len(few) < 30
 
 
+def test_without_a_history_each_position_is_a_record_and_counts_once():
+    """A perfect player needs few positions; in a game of luck, repetitions carry the frequencies."""
+    about = section("tic_tac_toe", history=False, show_rules=False, list_moves=False)
+    kept, rejected = collected(about, 200, strategies={"random": 1.0}, greedy=True)
+    shown = [record.messages for record in kept]
+    assert {len(messages) for messages in shown} == {2} and len(set(map(str, shown))) == len(shown)
+    assert {record.is_sub_agent for record in kept} == {True, False} and rejected
+    games = {record.task_id for record in kept}
+    assert len(games) + len(rejected) == 200 and len(kept) > len(games)
+
+    mixed, _ = collected(section("leduc_poker", history=False), 60)
+    later = [str(record.messages) for record in mixed if record.is_sub_agent]
+    assert len(set(later)) < len(later)
+
+
 def test_a_filter_leaves_mixed_play_as_it_is(tmp_path):
     kept, _ = collected(section("kuhn_poker"), 100)
     write_records(tmp_path / "traces.jsonl", kept)

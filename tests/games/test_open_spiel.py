@@ -68,6 +68,41 @@ def test_moves_are_told_and_the_winner_is_paid():
     assert (len(seen), seen[-1].rewards) == (6, (1.0, -1.0))
 
 
+def test_without_a_history_each_later_turn_sees_the_state_alone():
+    short = {"history": False, "show_rules": False, "list_moves": False}
+    assert not check_environment(section("tic_tac_toe", **short), tasks=1).findings
+    environment, whole = (make_environment(section("tic_tac_toe", **more)) for more in (short, {}))
+    task, moves = first(environment), ("0,0", "1,0", "0,1", "1,1", "0,2")
+    _, seen = played(environment, task, moves=moves)
+    assert task.prompt == () and first(whole).prompt
+    assert [one.messages[0]["content"] for one in seen[:2]] == [
+        "you are x\n...\n...\n...\n",
+        "you are o\nx..\n...\n...\n",
+    ]
+    own = [(one.player, one.due[0].agent, one.due[0].messages) for one in seen[2:5]]
+    assert [(player, agent) for player, agent, _ in own] == [(0, "0"), (1, "0"), (0, "1")]
+    assert own[2][2] == ({"role": "user", "content": "you are x\nxx.\noo.\n...\n"},)
+    with_rules = make_environment(section("tic_tac_toe", history=False))
+    _, seen = played(with_rules, first(with_rules), moves=moves)
+    assert seen[2].due[0].messages[0] == first(with_rules).prompt[0] and len(seen[2].due[0].messages) == 2
+    assert seen[-1].rewards == (1.0, -1.0)
+
+
+def test_random_rounds_open_with_positions_that_are_not_over():
+    environment = make_environment(section("tic_tac_toe", random_rounds=4))
+    task, boards = first(environment), []
+    for seed in range(60):
+        opened, again = (environment.reset(task, seed).observation.messages for _ in range(2))
+        assert opened == again
+        boards.append(opened[0]["content"])
+    marks = [(one.count("x") - 1, one.count("o") - 1) for one in boards]  # "you are x", "moves"
+    assert all(one.startswith("you are x") for one in boards)
+    assert {x for x, _ in marks} >= {0, 1, 2, 3} and len(set(boards)) > 30
+    actions, seen = played(environment, task, seed=3)
+    score = environment.score(task, Transcript(actions[-1], earlier=tuple(actions[:-1]), seed=3))
+    assert score.reward == seen[-1].rewards[0]
+
+
 def test_x_connects_the_top_of_hex_with_its_bottom():
     environment = make_environment(section("hex"))
     moves = ("a1", "b1", "a2", "b2", "a3", "b3", "a4")

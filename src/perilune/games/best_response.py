@@ -67,7 +67,7 @@ def best_response(
         answers = probabilities(decisions) if decisions else ()
         for one, decision, answer in zip(own, decisions, answers, strict=True):
             one.probabilities = answer
-            _expand(one, decision)
+            _expand(environment, one, decision)
         for one in level:
             if not one.state.is_terminal() and one.state.current_player() != seat:
                 one.children = [
@@ -84,9 +84,9 @@ def _decision(environment: OpenSpielEnvironment, seat: int, node: _Node) -> Deci
     return Decision(str(node.state), seat, messages, tuple(moves), tuple(moves.values()))
 
 
-def _expand(node: _Node, decision: Decision) -> None:
+def _expand(environment: OpenSpielEnvironment, node: _Node, decision: Decision) -> None:
     for move, action, p in zip(decision.moves, decision.actions, node.probabilities, strict=True):
-        messages = (*decision.messages, {"role": "assistant", "content": move})
+        messages = environment.conversation_after(decision.messages, move)
         node.children.append(_Node(node.state.child(action), messages, node.reach * p))
 
 

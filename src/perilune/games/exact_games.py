@@ -108,7 +108,7 @@ class _Walk:
         if self.decisions.setdefault(name, decision) != decision:  # one information state, two descriptions
             return False
         for move, action in moves.items():
-            after = (*messages, {"role": "assistant", "content": move})
+            after = self._environment.conversation_after(messages, move)
             following = [*conversations[:player], after, *conversations[player + 1 :]]
             if not self._visit(state.child(action), following):
                 return False

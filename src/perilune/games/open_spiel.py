@@ -6,20 +6,21 @@ https://github.com/google-deepmind/open_spiel (Apache-2.0); Lanctot et al. 2019,
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, unpadded
-from perilune.environments.core.protocol import Observation, Split, Task
+from perilune.environments.core.protocol import AgentTurn, Message, Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import numbered_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.games.open_spiel_match import Match, is_simultaneous, pyspiel
 from perilune.games.open_spiel_text import game_text, move_text
-from perilune.games.teachers import BEST, GAME_TEACHERS, choose, make_game_teacher
+from perilune.games.teachers import BEST, GAME_TEACHERS, UniformTeacher, choose, make_game_teacher
 
 Choice = Generator[Observation, str, int | None]
 
@@ -39,7 +40,19 @@ class OpenSpielSpec(Frozen):
     illegal_move: Literal["loses", "ends"] = Field(
         "loses", description="loses: the player gets the game's lowest return; ends: nobody gets a reward"
     )
+    show_rules: bool = Field(True, description="whether to show the rules to the player")
     list_moves: bool = Field(True, description="whether to show the legal moves to the player")
+    random_rounds: int = Field(
+        0,
+        ge=0,
+        description="largest number of rounds of random moves before the first turn, drawn for each episode:"
+        " players meet positions that they would never choose (exploring starts)",
+    )
+    history: bool = Field(
+        True,
+        description="false: the player sees only the rules and the current state, not its earlier turns. Each"
+        " later turn is a sub-agent's, so set train_sub_agents in stages that train",
+    )
 
 
 class OpenSpielEnvironment(MultiTurn):
@@ -60,6 +73,8 @@ class OpenSpielEnvironment(MultiTurn):
         self.id = f"open_spiel/{spec.game}"
         self.game = game = _load_game(spec)
         self._text = game_text(game)
+        rules: Message = {"role": "user", "content": self._text.rules}
+        self._prompt = (rules,) if spec.show_rules else ()
         self._opponent = None
         if spec.opponent != "self":
             where = "environment.opponent"
@@ -79,22 +94,38 @@ class OpenSpielEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end. They differ in chance events and in the policy's player."""
-        prompt = ({"role": "user", "content": self._text.rules},)
         for task_id in numbered_ids(self.id, split, seed):
-            yield Task(task_id, prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
+            yield Task(task_id, self._prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Play to the end, or to the first illegal move."""
-        match = Match(self.game, rng)
+        match = self.begin(rng)
+        turns = [0] * self.game.num_players()
         while not match.over:
             action = self.opponent_move(match, task, rng)
             if action is None:
-                action = yield from self._choice(match)
+                turns[match.player] += 1
+                action = yield from self._choice(match, turns[match.player])
             if action is None:
                 yield self._illegal(match.player, task)
                 return
             match.take(action)
         yield self._end(match.returns, task)
+
+    def begin(self, rng: KeyedRandom) -> Match:
+        """A new game after its random rounds. A round that would end the game, or after which another player
+        would be first, is not played.
+        """
+        match, teacher = Match(self.game, rng), UniformTeacher()
+        for _ in range(rng.integer(self.spec.random_rounds + 1, "rounds")):
+            later = match.copy()
+            for _ in range(self.game.num_players()):
+                if not later.over:
+                    later.take(choose(teacher, later, rng).action)
+            if later.over or later.player != match.player:
+                break
+            match = later
+        return match
 
     def opponent_move(self, match: Match, task: Task, rng: KeyedRandom) -> int | None:
         """The move of a player that the environment plays; None if it is the policy's turn."""
@@ -102,11 +133,19 @@ class OpenSpielEnvironment(MultiTurn):
             return None
         return choose(self._opponent, match, rng).action
 
-    def _choice(self, match: Match) -> Choice:
-        """The policy's action; None for an illegal move."""
+    def _choice(self, match: Match, turn: int) -> Choice:
+        """The policy's action in a player's turn, counted from 1; None for an illegal move."""
         text, moves = self.describe(match.state, match.player)
-        move = yield ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
+        seen = ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
+        if turn > 1 and not self.spec.history:
+            alone = AgentTurn(str(turn - 2), (*self._prompt, *seen.messages), "move")
+            seen = replace(seen, messages=(), turns=(alone,))
+        move = yield seen
         return moves.get(unpadded(move))
+
+    def conversation_after(self, messages: tuple[Message, ...], move: str) -> tuple[Message, ...]:
+        """What a player who saw `messages` and made a move sees before its next observation."""
+        return (*messages, {"role": "assistant", "content": move}) if self.spec.history else self._prompt
 
     def describe(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
         """The text of a pyspiel state for the player to move, and the legal moves by their text."""

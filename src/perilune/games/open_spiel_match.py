@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from copy import copy
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -46,6 +47,12 @@ class Match:
         self._rng = rng
         self._chosen: list[int] = []
         self._resolve_chance()
+
+    def copy(self) -> Match:
+        """The same game, which continues on its own."""
+        twin = copy(self)
+        twin.state, twin._chosen = self.state.clone(), [*self._chosen]
+        return twin
 
     @property
     def over(self) -> bool:

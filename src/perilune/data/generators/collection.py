@@ -93,13 +93,12 @@ def collect_traces(
             converse=partial(agent_conversations, environment),
             provenance=provenance,
         )
-        episodes = 0
         for one in verified:
             if isinstance(one, Rejected):
                 found.rejected.append(one)
             else:
                 found.kept.append(one)
-                episodes += not one.is_sub_agent
+            episodes = len({record.task_id for record in found.kept})
             show(episodes, len(found.rejected))
             if episodes == count or len(found.rejected) > MOST_REJECTED * count:
                 return found

@@ -15,7 +15,7 @@ from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.games.open_spiel import OpenSpielEnvironment
-from perilune.games.open_spiel_match import Match, is_simultaneous
+from perilune.games.open_spiel_match import is_simultaneous
 from perilune.games.open_spiel_text import move_text
 from perilune.games.teachers import (
     BEST,
@@ -120,7 +120,7 @@ class OpenSpielTeacher:
         environment, seat = self._environment, task.data["seat"]
         facing = strategy_for(self.shares, seed, task.task_id)
         luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
-        match = Match(environment.game, luck)
+        match = environment.begin(luck)
         actions: list[str] = []
         likely: list[float] = []
         while not match.over:

@@ -103,8 +103,9 @@ def verify_candidates(
 ) -> Iterator[TraceRecord | Rejected]:
     """Score candidates in order; those with a score of at least `keep_from` become records.
 
-    Duplicates of a conversation (unless it is mixed) or of a task are rejected; the first one is kept. A
-    record for each new conversation of its sub-agents precedes that of a candidate.
+    Each candidate has a record for the conversation of each of its sub-agents, and then one for its own.
+    Only the first record of a conversation is kept, unless the records are mixed. A candidate without a new
+    conversation, or of a task that has records, is rejected.
 
     Args:
         score: scores a batch, normally `Scorer.score`.
@@ -139,14 +140,14 @@ def verify_candidates(
                 provenance=provenance,
                 details=candidate.details,
             )
-            if (record.digest in digests and not record.is_mixed) or record.task_id in tasks:
+            own = [*(record.of_sub_agent(*pair) for pair in conversations.items()), record]
+            new = [one for one in own if record.is_mixed or one.digest not in digests]
+            if not new or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue
             tasks.add(record.task_id)
-            for own in (*(record.of_sub_agent(*pair) for pair in conversations.items()), record):
-                if own is record or own.digest not in digests:
-                    digests.add(own.digest)
-                    yield own
+            digests.update(one.digest for one in new)
+            yield from new
 
 
 def _answered(task: Task, transcript: Transcript) -> Mapping[str, Sequence[Message]]:

@@ -31,7 +31,7 @@ class Alarm:
 
 
 def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Metrics of a step's games.
+    """Metrics of a step's games, from the players' episodes without those of sub-agents.
 
     Returns:
         `illegal`, the share that ended by an illegal move, if the environment reports it; `unfinished`, the
@@ -40,10 +40,10 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     """
     judged = [one for one in episodes if one.reward is not None]
     figures: dict[str, float] = {}
-    for name in ("illegal", "turns"):
-        values = [one.metrics[name] for one in judged if name in one.metrics]
-        if values:
-            figures[name] = math.fsum(values) / len(values)
+    turns = [one.metrics.get("total_steps", one.metrics.get("turns")) for one in judged]
+    for name, values in {"illegal": [one.metrics.get("illegal") for one in judged], "turns": turns}.items():
+        if known := [value for value in values if value is not None]:
+            figures[name] = math.fsum(known) / len(known)
     if judged:
         figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
         figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)

@@ -119,6 +119,7 @@ class League(NoOpponents):
         self, step: int, groups: Sequence[WeightedGroup], figures: dict[str, float]
     ) -> dict[str, float]:
         """Add the metrics of the step's games; at regular steps, add the policy to the league."""
+        groups = [one for one in groups if not one.episodes[0].is_sub_agent]
         episodes = [one for group in groups for one in group.episodes]
         figures = {**figures, **game_figures(episodes), "met": float(self._met), **self._points(groups)}
         if step % self._settings.every == 0 or step == self._spec.steps:

@@ -54,14 +54,14 @@ class MatchEvaluator:
 
     def against(self, engine: SamplingBackend) -> Returns:
         """The returns of a match against a policy that samples with `engine`."""
-        return self._play(replace(self.rollouts, learned=None, opponents=FixedOpponents(engine)))
+        return self._play(replace(self.rollouts, opponents=FixedOpponents(engine)))
 
     def against_named(self, name: str) -> Returns:
         """The returns of a match against a player of the environment."""
         section = {**self.section, "opponent": name}
         with Scorer(section) as scorer:
             rollouts = replace(self.rollouts, scorer=scorer, environment=make_environment(section))
-            return self._play(replace(rollouts, learned=None))
+            return self._play(rollouts)
 
     def exact(self, decoder: Decoder) -> dict[str, float]:
         """`exact_figures` of a policy; empty when the game is too large."""
@@ -70,6 +70,7 @@ class MatchEvaluator:
         return exact_figures(self.game, decoder, self.rollouts.tokenizer, self.params.temperature)
 
     def _play(self, rollouts: RolloutWorker) -> Returns:
+        rollouts = replace(rollouts, learned=None, sub_agents=replace(rollouts.sub_agents, trained=False))
         groups = rollouts.play(self.tasks, samples=1, params=self.params, step=MATCH_STEP, watch=Stopwatch())
         return {one.group_id.split("/")[1]: one.reward for (one,) in groups if one.reward is not None}
 
