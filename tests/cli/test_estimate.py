@@ -20,6 +20,7 @@ from perilune.cli.train.work import work_of
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import Template
 from perilune.data.sources import Row
+from perilune.environments import Score, Transcript, make_environment
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
@@ -199,17 +200,16 @@ def test_a_price_turns_seconds_into_money(tmp_path: Path, capsys: pytest.Capture
 def test_the_recipe_of_the_calibration_can_be_run(tmp_path: Path) -> None:
     """Its stages have the names that the overhead is read by, and its reward gives groups a gradient."""
     (tmp_path / "calibration.yaml").write_text(calibration_module.RECIPE)
-    (tmp_path / "spread.py").write_text(calibration_module.REWARD)
-    pens(tmp_path)
-    (tmp_path / "pens.jsonl").rename(tmp_path / "sums.jsonl")
+    (tmp_path / "sums.py").write_text(calibration_module.ENVIRONMENT)
     recipe = load_recipe(tmp_path / "calibration.yaml")
     stages = {stage.name: stage.task for stage in recipe.stages}
     assert stages.pop("many") == "evaluate" and all(name == task for name, task in stages.items())
     answers = [(one.spec["samples"] + 1) * one.spec["tasks"] for one in recipe.stages[-2:]]
     assert tuple(answers) == calibration_module.ANSWERS
-    space: dict[str, Any] = {}
-    exec(calibration_module.REWARD, space)
-    assert len(set(space["spread"](["a", "b", "ab"]))) > 1
+    environment = make_environment(calibration_module.SECTION)
+    task = next(environment.tasks("train", 0))
+    scores = [environment.score(task, Transcript(text)) for text in ("1", "a", "b")]
+    assert [isinstance(one, Score) and one.reward for one in scores] == [1.0, 6 / 7, 0.0]
 
 
 def test_steps_of_a_real_model_are_measured() -> None:

@@ -59,6 +59,19 @@ def test_a_synchronous_run_is_the_sum_of_its_parts() -> None:
     assert result.engine_steps > 8 * 20 and result.peak_blocks[0] > 0
 
 
+def test_passes_without_gradients_take_a_third_of_an_update() -> None:
+    plain, more = (
+        simulate_run(scenario(replace(PLAN, forward=forward, watched=watched)))
+        for forward, watched in ((0, False), (2, True))
+    )
+    for before, after in zip(plain.steps, more.steps, strict=True):
+        once = after["other"] - before["other"]
+        assert after["learning"] - before["learning"] == pytest.approx(2 * once)
+        assert 3 * once == pytest.approx(before["learning"] - TIMES.update[0])
+        for part in ("sampling", "scoring"):
+            assert after[part] == pytest.approx(before[part])
+
+
 def sum_of(steps: list[dict[str, float]]) -> float:
     return sum(step["learning"] + step["other"] + step["evaluation"] for step in steps)
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from perilune.errors import RequestError
 from perilune.models.card.model_card import ModelCard
 from perilune.simulate.step_cost import StepWork
+from perilune.simulate.times import PASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +179,15 @@ class ComputedTimes:
     def learn(self, tokens: int, episodes: int) -> float:
         """Seconds of an update; `tokens` are those of one copy of the model."""
         card, model = self.machines.card, self.model
-        flops = model.training_flops(max(1, self.length)) * tokens
-        computed = flops / (ACHIEVED_TRAINING * card.flops * self.machines.each)
+        computed = PASSES * self.forward(tokens)
         update = STATE * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
         share = 2 * (self.learners - 1) / self.learners
         return computed + update + share * ITEM * model.parameters / card.link
+
+    def forward(self, tokens: int) -> float:
+        """Seconds of a pass without gradients."""
+        flops = self.model.training_flops(max(1, self.length)) * tokens / PASSES
+        return flops / (ACHIEVED_TRAINING * self.machines.card.flops * self.machines.each)
 
     def record(self, tokens: int, episodes: int) -> float:
         return RECORD + self.publish

@@ -24,6 +24,8 @@ class RunPlan:
     Attributes:
         updates: optimizer steps in each training step.
         epochs: passes over the episodes of a training step.
+        forward: passes without gradients over the episodes of a training step, before its updates.
+        watched: whether each step computes the log-probs of the initial policy, for the gold score.
         evaluations: steps after which held-out tasks are played; 0 is before the first.
         evaluated: held-out tasks, and samples of each.
         ranks: processes that share a synchronous step.
@@ -35,6 +37,8 @@ class RunPlan:
     samples: int
     updates: int = 1
     epochs: int = 1
+    forward: int = 0
+    watched: bool = False
     asynchronous: AsynchronousSettings | None = None
     evaluations: tuple[int, ...] = ()
     evaluated: tuple[int, int] = (0, 0)
@@ -181,12 +185,14 @@ class Simulation:
         episodes = sum(len(group.episodes) for group in groups)
         share = plan.ranks * plan.updates
         once = self.times.learn(-(-tokens // share), -(-episodes // share))
-        return plan.updates * plan.epochs * once
+        fed = sum(group.fed for group in groups)
+        return plan.updates * plan.epochs * once + plan.forward * self.times.forward(-(-fed // plan.ranks))
 
     def record(self, groups: Sequence[GroupShape]) -> float:
         """Seconds of the rest of a step."""
-        episodes = sum(len(group.episodes) for group in groups)
-        return self.times.record(sum(group.fed for group in groups), episodes)
+        episodes, fed = sum(len(group.episodes) for group in groups), sum(group.fed for group in groups)
+        watching = self.times.forward(fed) if self.plan.watched else 0.0
+        return self.times.record(fed, episodes) + watching
 
     def count(self, groups: Sequence[GroupShape]) -> int:
         """Count the sampled tokens of a step."""

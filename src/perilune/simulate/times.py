@@ -15,6 +15,7 @@ from perilune.files import read_json, write_json
 from perilune.simulate.step_cost import NAMES, StepCost, StepTimes
 
 FILE = "simulation.json"  # in the home
+PASSES = 3  # an update takes as long as three forward passes: its backward pass takes two
 COMPUTING = ("engine", "learn", "models", "rollout")  # packages whose code the coefficients depend on
 
 
@@ -27,6 +28,9 @@ class RunTimes(Protocol):
 
     def learn(self, tokens: int, episodes: int) -> float:
         """Time of an update."""
+
+    def forward(self, tokens: int) -> float:
+        """Time of a pass without gradients."""
 
     def record(self, tokens: int, episodes: int) -> float:
         """Time of the rest of a training step: publishing the weights, metrics and files."""
@@ -69,6 +73,9 @@ class MeasuredTimes:
     def learn(self, tokens: int, episodes: int) -> float:
         constant, token, episode = self.update
         return constant + token * tokens + episode * episodes
+
+    def forward(self, tokens: int) -> float:
+        return self.update[1] * tokens / PASSES
 
     def record(self, tokens: int, episodes: int) -> float:
         constant, token, episode = self.recording

@@ -28,8 +28,7 @@ SMALL_SHAPES = ((2, 2, 8), (8, 4, 8), (4, 4, 32))
 STEPS = 8
 RECIPE = """name: calibration
 model: {model}
-environment: {{id: jsonl, path: sums.jsonl, match: number}}
-rewards: {{verifier: 1.0, spread: {{function: "spread.py:spread", format: text, weight: 0.1}}}}
+environment: {{id: "{sums}"}}
 resources: {resources}
 stages:
 {stages}
@@ -138,7 +137,7 @@ def _publish(decoder: Decoder, clock: Callable[[], float]) -> float:
 
 def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
     """The times of training, from RL stages of several shapes on small sums."""
-    from perilune.cli.start.calibration import run_on_sums
+    from perilune.cli.start.calibration import SECTION, SUMS, run_on_sums
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.simulate.calibrate import fit_training
@@ -150,13 +149,12 @@ def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[
         STAGE.format(name=f"rl{number}", steps=STEPS, prompts=prompts, samples=samples, max_tokens=longest)
         for number, (prompts, samples, longest) in enumerate(shapes)
     )
-    text = RECIPE.format(model=json.dumps(section), resources=json.dumps(resources), stages=stages)
+    text = RECIPE.format(sums=SUMS, model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
         document = run_on_sums(Path(folder), text)
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
         found = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
-        sums = {"id": "jsonl", "path": str(Path(folder) / "sums.jsonl"), "match": "number"}
-        trial = try_environment(sums, 0, recipe_tokenizer(recipe.model.model_dump()), None)
+        trial = try_environment(SECTION, 0, recipe_tokenizer(recipe.model.model_dump()), None)
     return asdict(found) | {"episode": trial.episode}
 
 

@@ -38,23 +38,40 @@ NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
 PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
 
-SUMS = "sums.jsonl"
-RECIPE = """name: calibration
-model: {preset: tiny}
-environment: {id: jsonl, path: sums.jsonl, match: number}
-rewards: {verifier: 1.0, spread: {function: "spread.py:spread", format: text, weight: 0.1}}
-resources: {threads: 1}
+SUMS = "sums.py:Sums"
+RECIPE = f"""name: calibration
+model: {{preset: tiny}}
+environment: {{id: "{SUMS}"}}
+resources: {{threads: 1}}
 stages:
-  - {name: collect, task: collect, teacher: gold, traces: 32}
-  - {name: sft, task: sft, data: collect, steps: 1, batch_size: 4}
-  - {name: rl, task: rl, checkpoint: sft, steps: 20, prompts: 2, samples: 2, max_tokens: 4}
-  - {name: evaluate, task: evaluate, checkpoint: rl, tasks: 4, samples: 3, max_tokens: 4}
-  - {name: many, task: evaluate, checkpoint: rl, tasks: 32, samples: 31, max_tokens: 4}
+  - {{name: collect, task: collect, teacher: gold, traces: 32}}
+  - {{name: sft, task: sft, data: collect, steps: 1, batch_size: 4}}
+  - {{name: rl, task: rl, checkpoint: sft, steps: 20, prompts: 2, samples: 2, max_tokens: 4}}
+  - {{name: evaluate, task: evaluate, checkpoint: rl, tasks: 4, samples: 3, max_tokens: 4}}
+  - {{name: many, task: evaluate, checkpoint: rl, tasks: 32, samples: 31, max_tokens: 4}}
 """
 
-REWARD = """def spread(completions, **columns):  # different rewards, without which rl stops
-    return [sum(map(ord, text)) % 7 for text in completions]
-"""
+ENVIRONMENT = '''"""Sums. A wrong answer has a reward too, because RL needs groups with different rewards."""
+
+from perilune.environments import Score, SingleTurn, Task
+
+
+class Sums(SingleTurn):
+    id = "sums"
+
+    def __init__(self, section):
+        pass
+
+    def tasks(self, split, seed):
+        for number in range(split == "heldout", 800, 2):
+            prompt = ({"role": "user", "content": f"{number}+1="},)
+            yield Task(str(number), prompt, {"answer": str(number + 1)})
+
+    def score(self, task, transcript):
+        is_right = transcript.text == task.data["answer"]
+        return Score(1.0 if is_right else sum(map(ord, transcript.text)) % 7 / 7)
+'''
+SECTION = {"id": SUMS, "source": ENVIRONMENT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +281,7 @@ def measure_overhead() -> Overhead:
     """
     with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
         document = run_on_sums(Path(folder), RECIPE)
-        scorer = _scorer_start({"id": "jsonl", "path": str(Path(folder) / SUMS), "match": "number"})
+        scorer = _scorer_start(SECTION)
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
         memory = {stage["name"]: (stage["memory"] or {}).get("peak_bytes", 0) for stage in document["stages"]}
         lines = {name: _timings(Path(bundle)) for name, bundle in document["bundles"].items()}
@@ -279,17 +296,14 @@ def measure_overhead() -> Overhead:
 
 
 def run_on_sums(folder: Path, recipe: str) -> dict[str, Any]:
-    """Run a recipe on the tasks of `SUMS` and the reward of spread.py; its results as `perilune run --json`.
+    """Run a recipe on the environment `SUMS`; its results as `perilune run --json`.
 
     Raises:
         WorkFailedError: when the recipe fails.
     """
     path = folder / "calibration.yaml"
     path.write_text(recipe)
-    (folder / "spread.py").write_text(REWARD)
-    (folder / SUMS).write_text(
-        "".join(f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(400))
-    )
+    (folder / SUMS.partition(":")[0]).write_text(ENVIRONMENT)
     command = [sys.executable, "-m", "perilune.cli.main", "run", str(path), "--json"]
     home = {"PERILUNE_HOME": str(folder / "home")}
     done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)

@@ -12,6 +12,8 @@ from perilune.cli.start.calibrate import place_of
 from perilune.cli.train.estimate import device_of, trials_of
 from perilune.cli.train.lengths import expected_lengths, finished_run
 from perilune.control.runs.experiments import Control
+from perilune.environments.core.registry import REWARDS
+from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
 from perilune.models.memory import card_of
 from perilune.recipe.schema import job_for
@@ -23,6 +25,7 @@ from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
 from perilune.simulate.times import Calibrated, RunTimes, load, model_digest
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.spec import RLSpec
+from perilune.tasks.rl.update import off_policy_of, signals_of
 from perilune.tasks.stage.memory_plan import CacheRoom, engine_size, planned_tokens, section_config
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe, Stage
 
 LIVE = 0.8  # share of groups with a gradient, where nothing is known
+
+
+OWN_REWARD = {VERIFIER: 1.0}  # a `rewards` section that changes nothing, so there is no gold score to watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,7 @@ class _Simulator:
             asynchronous = own.model_copy(update={"staleness": setting})
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
+        plan = replace(plan, watched=job.environment.get(REWARDS, OWN_REWARD) != OWN_REWARD)
         room = CacheRoom("cuda" if self.options.machines else job.resources.device, spec.precision)
         longest = planned_tokens(job.environment, spec.max_tokens, self.config)
         size = engine_size(self.config, longest, room, None if asynchronous else spec.most_samples)
@@ -126,15 +133,18 @@ class _Simulator:
         self, spec: RLSpec, asynchronous: AsynchronousSettings | None, lengths: Lengths
     ) -> tuple[RunTimes, RunPlan]:
         evaluated = spec.eval
+        exact = self.options.machines is None and self.recipe.resources.device != "cuda"
+        signals = signals_of(spec, off_policy_of(spec, exact))
         plan = RunPlan(
             spec.steps,
             spec.prompts,
             spec.samples,
             spec.updates_per_batch,
             spec.epochs_per_batch,
-            asynchronous,
-            tuple(evaluated.steps(spec.steps)) if evaluated else (),
-            (evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
+            len(signals) + (spec.epochs_per_batch if spec.kl else 0),
+            asynchronous=asynchronous,
+            evaluations=tuple(evaluated.steps(spec.steps)) if evaluated else (),
+            evaluated=(evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
         )
         return self._here(plan) if self.options.machines is None else self._there(plan, lengths)
 

@@ -46,6 +46,21 @@ def deadline(tokens: int, most: float, slowest: float | None) -> float:
     return STALL + tokens * (most if slowest is None else min(most, PATIENCE * slowest))
 
 
+def off_policy_of(spec: RLSpec, exact: bool) -> OffPolicySettings:
+    """The corrections of a run; `exact` if engine and learner give the same bits."""
+    return spec.off_policy or (OffPolicySettings() if exact else TRUNCATED)
+
+
+def signals_of(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
+    """The values of each token that are computed before the updates of a step, by a forward pass each."""
+    names: set[Signal] = {*spec.algorithm.needs}
+    if off_policy.measures:
+        names.add("logprobs")
+    if spec.kl and spec.kl_estimator == "k1_reward":
+        names.add("reference_logprobs")
+    return names
+
+
 class PolicyUpdates:
     """Computes token weights and makes the updates of a run, with its checks.
 
@@ -68,8 +83,7 @@ class PolicyUpdates:
         exact = is_exact(learner.decoder)
         self._most = ON_CPU if exact else ON_ACCELERATOR
         self._slowest: float | None = None
-        by_default = OffPolicySettings() if exact else TRUNCATED
-        self._off_policy = spec.off_policy or by_default
+        self._off_policy = off_policy_of(spec, exact)
         self._longest = longest or spec.max_tokens
         self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
@@ -97,13 +111,8 @@ class PolicyUpdates:
         spec, learner = self._spec, self._learner
         algorithm, off_policy = spec.algorithm, self._off_policy
         self._logprobs.check_sampler(groups, step)
-        names: set[Signal] = {*algorithm.needs}
-        if off_policy.measures:
-            names.add("logprobs")
-        if spec.kl and spec.kl_estimator == "k1_reward":
-            names.add("reference_logprobs")
         signals = compute_signals(
-            names,
+            signals_of(spec, off_policy),
             groups,
             SignalModels(learner.decoder, self._reference, learner.critic),
             token_budget=spec.token_budget,
