@@ -42,9 +42,11 @@ The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: its model
 package runs it. A setting of the package replaces its system prompt of 8,000 characters with two words. The
 tasks are products of two-digit numbers.
 
-A tiny model is trained on traces of which 30% let Python compute (`final_answer(37*48)`) and 70% state the
-product, which a model this small cannot learn. RL then runs the program for each episode, with 12 steps of
-8 groups with 8 episodes. pass@1 is on 64 held-out tasks with 2 episodes each.
+A tiny model is trained on traces of which 30% let Python compute the product (`final_answer(37*48)`). The
+other 70% state the product (`final_answer(1776)`), and a model this small cannot learn to multiply. *First
+replies that compute* is the share of episodes whose first reply lets Python compute. RL then runs the
+program for each episode, with 12 steps of 8 groups with 8 episodes. pass@1 is on 64 held-out tasks with 2
+episodes each.
 
 The model learns to copy two numbers into code and to prefer code. Python does the multiplication. After an
 error in its code, the agent changes earlier messages. The next call then counts as a call of a sub-agent,
@@ -118,7 +120,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
     findings, rows = describe_differences({"pass@1 after RL against before": gained})
     gap = max(run["rl"]["summary"]["logprob_gap_max"] for run in runs)
     findings.append(
-        f"The largest difference between the sampler's and the learner's log-prob of a token: {gap:g}."
+        f"The largest difference between the sampler's and the learner's log-prob of a token: {gap:g} nats."
     )
     return {
         "title": "RL inside a third-party agent program",

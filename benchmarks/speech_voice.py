@@ -23,10 +23,10 @@ with a code predictor, in the layout of Qwen3-TTS, is trained to predict the cod
 pocketsphinx, which was trained on neither, transcribes 60 held-out texts with a grammar of the ten digits
 in any order.
 
-Each row gives its word error rate, with a 95% interval over resampled utterances. The row `teacher` is the
-recogniser's error on espeak-ng itself. The row `codec` adds the loss of encoding and decoding, and the row
-`voice` adds the errors of the talker. We chose the recogniser's word insertion penalty and the teacher's
-voice and speed on other speech of the teacher."""
+Each row of the table gives the word error rate of one speaker, with a 95% interval over resampled
+utterances. The row `teacher` is the recogniser's error on espeak-ng itself. The row `codec` adds the loss
+of encoding and decoding, and the row `voice` adds the errors of the talker. We chose the recogniser's word
+insertion penalty and the teacher's voice and speed on other speech of the teacher."""
 SPEAKERS = ("teacher", "codec", "voice")
 
 
