@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from perilune.errors import RequestError
+from perilune.metrics.across_seeds import quantile
 
 Law = Literal["best_of_n", "rl"]
 
@@ -106,14 +107,6 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
     return GoldFit(law, alpha, beta, beta_low, len(kept))
 
 
-def student_t(freedom: int) -> float:
-    """97.5% quantile of Student's t, by an expansion in 1 / freedom; within 2% from 3 degrees of freedom."""
-    first = (Z**3 + Z) / 4
-    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
-    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
-    return Z + first / freedom + second / freedom**2 + third / freedom**3
-
-
 def slope(values: Sequence[float]) -> Slope:
     """Slope per step of evenly spaced values.
 
@@ -127,7 +120,7 @@ def slope(values: Sequence[float]) -> Slope:
     spread = math.fsum((i - middle) ** 2 for i in range(n))
     value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
     left = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
-    error = student_t(n - 2) * math.sqrt(left / (n - 2) / spread)
+    error = quantile(0.975, n - 2) * math.sqrt(left / (n - 2) / spread)
     return Slope(value, value - error, value + error)
 
 
