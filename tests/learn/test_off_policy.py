@@ -24,7 +24,7 @@ from perilune.learn.off_policy import (
     ratio,
 )
 from perilune.learn.signals import SignalModels, compute_signals
-from perilune.learn.trainer import Learner
+from perilune.learn.trainer import Learner, with_reference
 from perilune.learn.weights import WeightedGroup
 from perilune.models.attention import PackedAttention
 
@@ -163,15 +163,19 @@ def test_settings_that_make_no_sense_are_refused(options: dict) -> None:
 
 
 def test_decoupled_equals_its_definition() -> None:
-    """-sum w' min(ratio A, clip(ratio) A) / tokens, ratio to the learner of the start, in float64."""
+    """-sum w' min(ratio A, clip(ratio) A) / tokens, ratio to the learner of the start, in float64.
+
+    The ratio of the corrected KL is to the sampler.
+    """
     decoder = small_decoder(dtype=torch.float64)
     groups = random_groups(4)
     signals = compute_signals({"logprobs"}, groups, SignalModels(small_decoder(seed=2)), token_budget=30)
     settings = OffPolicySettings(proximal="learner", weight="truncate", bounds=(0.0, 1.5))
-    weighted = algorithm("grpo").weight_groups(groups, StepContext(max_tokens=8))
+    context = StepContext(max_tokens=8, kl=0.1, kl_estimator="k3_corrected")
+    weighted = algorithm("grpo").weight_groups(groups, context)
     fixed, _ = correct(weighted, signals["logprobs"], settings, 0)
-    learner = Learner(decoder)
-    loss = learner.forward_backward(pack(fixed, 25))["loss"]
+    learner, reference = Learner(decoder), small_decoder(9, torch.float64)
+    loss = learner.forward_backward(with_reference(pack(fixed, 25), reference))["loss"]
 
     plain = small_decoder(dtype=torch.float64)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -180,8 +184,12 @@ def test_decoupled_equals_its_definition() -> None:
             old = torch.from_numpy(signals["logprobs"][one.episode_id]).double()
             mask = torch.from_numpy(one.loss_mask)
             w = (old - torch.from_numpy(one.logprobs)).exp().clamp(max=1.5)
-            r = (plain_logprobs(plain, one) - old).exp()
+            now = plain_logprobs(plain, one)
+            r = (now - old).exp()
             total = total - (w * torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage))[mask].sum()
+            x = now - plain_logprobs(reference, one).detach()
+            corrected_kl = (now - torch.from_numpy(one.logprobs)).exp() * ((-x).exp() - 1 + x)
+            total = total + 0.1 * corrected_kl[mask].sum()
             tokens += int(mask.sum())
     (total / tokens).backward()
     assert loss == pytest.approx((total / tokens).item(), rel=2e-5)

@@ -92,19 +92,19 @@ def reference_kl(
     reference_logprobs: Tensor,
     weights: Tensor,
     estimator: KLEstimator = "k3",
-    old_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Sum of w * estimate of (log-prob - reference log-prob).
 
     Args:
-        old_logprobs: of the policy that sampled, required by k3_corrected, whose ratio carries a gradient.
+        sampler_logprobs: required by k3_corrected, whose ratio carries a gradient.
     """
     x = logprobs - reference_logprobs
     if estimator == "k2":
         return (weights * k2(x)).sum()
     if estimator == "k3_corrected":
-        assert old_logprobs is not None
-        weights = weights * (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        assert sampler_logprobs is not None
+        weights = weights * (logprobs - sampler_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return (weights * k3(x)).sum()
 
 

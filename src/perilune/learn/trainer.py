@@ -197,7 +197,7 @@ class Learner:
                 batch.reference_logprobs,
                 batch.reference_kl,
                 batch.surrogate.kl,
-                batch.old_logprobs,
+                batch.sampler_logprobs,
             )
             figures.add_mean("kl_reference", losses.k3(logprobs.detach() - batch.reference_logprobs))
         return total
