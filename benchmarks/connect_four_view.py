@@ -128,7 +128,7 @@ def row(run: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
 def by_ply(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"simulations": ahead, "stones": line["plies"], "positions": line["positions"]}
-        | {"best": line["optimal"], "blunders": line["blunders"]}
+        | {"best moves": line["optimal"], "blunders": line["blunders"]}
         for ahead, found in judged.items()
         for line in found["moves"]["by_ply"]
     ]

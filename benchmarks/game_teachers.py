@@ -3,10 +3,11 @@
     nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
 
 Exploitability is NashConv / 2: the mean gain, over the two seats, of a best response to the average policy.
-It is 0 in an equilibrium. "Known" is the exploitability of OpenSpiel's solvers in other measurements. A match
-consists of pairs of games with the same random numbers and swapped seats. Shares of points (a draw is half a
-point) have Wilson's 95% intervals, and mean returns have bootstrap intervals over pairs. Times are of one
-core that was shared with other work.
+It is 0 in an equilibrium. "Known" is the exploitability that other measurements found for OpenSpiel's
+solvers. "cfr" is counterfactual regret minimisation, "mccfr" is the same with sampled games, and "mcts" is
+tree search with the given number of simulations. A match consists of pairs of games with the same random
+numbers and swapped seats. Shares of points (a draw is half a point) have Wilson's 95% intervals, and mean
+returns have bootstrap intervals over pairs. Times are of one core that was shared with other work.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def main() -> None:
         told = {"title": "Teachers for games: exploitability and strength", "about": about}
         parts = {name: found[name] for name in PARTS if name in found} | {part: value}
         found.update(parts)
-        own = {"each game's own": dict(BEST), "iterations of a solution": dict(ITERATIONS)}
+        own = {"best teacher of each game": dict(BEST), "iterations of a solution": dict(ITERATIONS)}
         own["OpenSpiel"] = version()
         asked = ["--pairs", str(arguments.pairs)]
         write(arguments.out, told | parts | own | document("game_teachers.py", asked, began))
@@ -159,7 +160,7 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
         "games": len(flat),
         "won": sum(one > 0 for one in flat),
         "drawn": sum(one == 0 for one in flat),
-        "points": f"{share.mean:.3f} ({share.low:.3f} to {share.high:.3f})",
+        "share of points": f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})",
         "mean return": f"{mean.mean:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})",
         "seconds a game": round((time.process_time() - began) / len(flat), 3),
         "seconds of solving": round(solving, 2),

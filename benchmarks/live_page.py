@@ -27,9 +27,9 @@ RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
 EPISODES = 100  # in each step of the long run
 ABOUT = (
     "A tiny model trains with GRPO on one core while a browser shows its page. *Delay* is the time from "
-    "the line in `metrics.jsonl` to the point on the page. *Processor time* is that of the page's "
-    "server, per second of watching, with one page open. *Long run* is a run with many steps and "
-    "episodes. Its *first paint* is the browser's own measurement, and includes the server's work. "
+    "the line in `metrics.jsonl` to the point on the page. *Server, share of a core* is the processor time "
+    "of the page's server per second of watching, with one page open. *Long run* is a run with many steps "
+    "and episodes. Its *first paint* is the browser's own measurement, and includes the server's work. "
     "Other programs used the machine, so processor times are more reliable than elapsed times."
 )
 sys.path[:0] = [str(ROOT / "tests" / "ui")]

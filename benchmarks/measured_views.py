@@ -22,8 +22,8 @@ def quickstart_view(document: Document) -> dict[str, Any]:
         "about": f"The whole quickstart takes {min(seconds):.0f} to {max(seconds):.0f} seconds. Intervals "
         "are 95% bootstrap intervals over the 256 held-out tasks. The largest difference between the "
         f"sampler's and the learner's log-prob of a token was {gap:g} nats. In these runs the `rl` stage "
-        "started from the second moments of the `sft` stage. It now starts with a fresh optimizer, as in the "
-        "table of the README.",
+        "started with the second moments of the optimizer of the `sft` stage. It now starts with a fresh "
+        "optimizer, as in the table of the README.",
         "command": document["command"],
         "evaluations": evaluations,
         "seconds per stage": stages,

@@ -80,7 +80,7 @@ def speed(
     return {
         "weights": weights,
         "batch": batch,
-        "OpenVINO / Perilune": round(statistics.median(ratio), 2),
+        "OpenVINO / Perilune, CPU speed": round(statistics.median(ratio), 2),
         **{f"{name}, tokens per CPU second": processor[name] for name in engines},
         **{f"{name}, tokens per second": elapsed[name] for name in engines},
     }
@@ -149,7 +149,7 @@ def climb() -> dict[str, Any]:
 def about(rows: list[dict[str, Any]]) -> str:
     """The introduction of the page: the comparison and its outcome."""
     ratios = {
-        weights: [row["OpenVINO / Perilune"] for row in rows if row["weights"] == weights]
+        weights: [row["OpenVINO / Perilune, CPU speed"] for row in rows if row["weights"] == weights]
         for weights in RUNNERS
     }
     outcome = " and ".join(
@@ -160,8 +160,9 @@ def about(rows: list[dict[str, Any]]) -> str:
     return (
         f"SmolLM2-135M samples {TOKENS} tokens after a prompt of {PROMPT} tokens, greedily and on one "
         "thread, alternately with OpenVINO and with Perilune's own kernels. In CPU time, OpenVINO is "
-        f"{outcome}. We compare CPU time, because other programs used the machine too. In the rows `int8`, "
-        "each engine quantises weights and KV cache in its own format. For the row `training`, OpenVINO "
+        f"{outcome}. We compare CPU time, because other programs used the machine too. A cell with several "
+        "numbers has one for each round. In the rows `int8`, each engine quantises weights and KV cache in "
+        "its own format. For the row `training`, OpenVINO "
         "samples in the rl stage of a shortened quickstart."
     )
 

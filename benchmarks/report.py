@@ -50,8 +50,13 @@ VIEWS = {
 ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
 MOST_ROWS = 40  # rows of a table that a page shows
 MOST_REPEATS = 20  # a longer list of numbers is a curve
-PERCENT = ("pass@", "pass rate", "greedy", "accuracy", "word error rate", "first replies")  # shares
-POINTS = "difference of pass@1"  # a column of differences, in percentage points
+PERCENT = (  # words of columns that hold shares
+    *("pass@", "pass rate", "greedy", "accuracy", "word error rate", "accept rate", "share of", "yield"),
+    *("first replies", "live groups", "best moves", "blunders", "flipped expert", "overlap ratio"),
+    *("asks about lines", "episodes that spawn", "trainer idle", "points against"),
+)
+SHARES = frozenset({"won", "drawn", "lost", "dropped", "finished", "finished while paid", "sampled"})
+POINTS = ("difference of pass@1", "gain of pass@1")  # columns of differences, in percentage points
 BY_SEED = "by seed"  # the same differences, by seed
 INTRODUCTION = """\
 # Results
@@ -153,7 +158,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> 
     ]
     if not columns:
         return ["The curves are in the JSON file.", ""]
-    in_points = any(key.startswith(POINTS) for key in columns)
+    in_points = any(key.startswith(POINTS[0]) for key in columns)
     scales = {key: scale(key, [row.get(key) for row in rows], in_points) for key in columns}
     header = [
         *([""] if names else []),
@@ -184,7 +189,9 @@ def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float],
     numbers = [number for value in values for number in numbers_of(value)]
     if key.startswith(POINTS) or (in_points and key == BY_SEED):
         return points
-    if key.startswith(PERCENT) and numbers and all(0 <= number <= 1 for number in numbers):
+    named = words(key) in SHARES or any(one in words(key) for one in PERCENT)
+    are_shares = any(isinstance(one, float) for one in numbers) and all(0 <= one <= 1 for one in numbers)
+    if named and are_shares:
         return percent
     return cell
 

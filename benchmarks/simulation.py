@@ -55,12 +55,14 @@ The simulator runs the engine's scheduler, pools and outputs, and predicts only 
 this machine, on prompts of equal length, and compared with real runs of other workloads and recipes on one
 thread.
 
-Lengths are an input: each simulation has the tokens of its real run.
+The lengths of the answers are an input. Each simulation gets those of its real run, except in the column
+*error before any run*, which uses lengths like the teacher's. *Age* is the number of updates between
+sampling an answer and training on it.
 
 The *spread* is the range of repeated real runs around their median. An error within the spread counts as a
-tie. After a first comparison with these workloads, the calibration was extended by requests without a
-group, by steps that mix prefill with decoding, and by keys that a group shares, so the workloads are not
-strictly held-out data."""
+tie. The workloads are not strictly held-out data: after a first comparison with them, we extended the
+calibration by requests without a group, by steps that mix prefill with decoding, and by keys that a group
+shares."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> di
         "error, %": 100 * (total / median(seconds) - 1),
         "spread of real runs, %": 100 * (max(seconds) - min(seconds)) / median(seconds),
         "P99 error, %": 100 * (percentile / median(tails) - 1),
-        "times real time": total / spent,
+        "times as fast as real time": total / spent,
     }
     print(row, flush=True)
     return rounded(row)
@@ -357,7 +359,7 @@ def recipes(home: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 artifacts = Path(ran["bundles"][stage["name"]]) / "artifacts"
                 row = stage_row(home, (name, path, changes), stage, artifacts)
                 error = 100 * (guessed[stage["name"]] / stage["seconds"] - 1)
-                yield row | {"before any run, error %": round(error, 1)}
+                yield row | {"error before any run, %": round(error, 1)}
 
 
 def stage_row(
@@ -384,10 +386,10 @@ def stage_row(
         "measured seconds": stage["seconds"],
         "predicted seconds": predicted["seconds"],
         "error, %": 100 * (predicted["seconds"] / stage["seconds"] - 1),
-        "sampling, %": error("sampling"),
-        "learning, %": error("learning"),
-        "mean age, measured": fmean(line["staleness"] for line in metrics),
-        "predicted age": predicted["mean_age"],
+        "error of sampling, %": error("sampling"),
+        "error of learning, %": error("learning"),
+        "mean age, measured, updates": fmean(line["staleness"] for line in metrics),
+        "mean age, predicted, updates": predicted["mean_age"],
         "seconds of the command": spent,
     }
     print(row, flush=True)
@@ -401,8 +403,8 @@ def report(
         return fmean(abs(one[name]) for one in rows) if rows else float("nan")
 
     same = sum(one["same steps"] for one in closed)
-    before = mean(stages, "before any run, error %")
-    speeds = [one["times real time"] for one in closed]
+    before = mean(stages, "error before any run, %")
+    speeds = [one["times as fast as real time"] for one in closed]
     worst, last = max(abs(one["error, %"]) for one in closed), abs(opened[-1]["error, %"])
     findings = [
         f"{same} of {len(closed)} workloads take the same steps in the simulation: rows, chunks of prefill"
@@ -411,10 +413,10 @@ def report(
         f" {worst:.1f}%), and the P99 latency by {mean(closed, 'P99 error, %'):.1f}%.",
         f"With arriving requests the mean latency is off by {mean(opened, 'error, %'):.1f}% on average, and"
         f" by {last:.1f}% at {LOADS[-1]:.0%} of the capacity.",
-        f"The wall time of an RL stage is off by {mean(stages, 'error, %'):.1f}% on average. Before any"
-        f" run, with lengths like the teacher's, it is off by {before:.1f}%.",
+        f"The wall time of an RL stage is off by {mean(stages, 'error, %'):.1f}% on average, and"
+        f" by {before:.1f}% if it is simulated before any run, with lengths like the teacher's.",
         f"The simulation is {min(speeds):.1f} to {max(speeds):.1f} times as fast as reality. A step of the"
-        " tiny model takes about 1 ms, and the engine's own scheduler, which both run, a tenth of that.",
+        " tiny model takes about 1 ms. A tenth of this is the scheduler, which the simulation runs too.",
     ]
     return {
         "title": "Simulated runs against real ones",
