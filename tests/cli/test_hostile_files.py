@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from perilune.data.preferences import read_preferences
 from perilune.data.records import TraceRecord, read_records, write_records
+from perilune.data.sources import read_rows
 from perilune.data.stream import stream_lines
 from perilune.errors import RequestError
 from perilune.files import strict_json
@@ -85,7 +85,7 @@ def test_what_json_cannot_say_is_no_row(text, why, tmp_path):
     (line,) = stream_lines(file)
     assert line.record is None and "not valid JSON" in line.problem
     with pytest.raises(RequestError, match="not valid JSON"):
-        read_preferences(file)
+        list(read_rows(file))
 
 
 def test_strict_json_reads_what_json_says():

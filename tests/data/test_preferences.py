@@ -11,9 +11,9 @@ from perilune.data.preferences import (
     choose_pairs,
     make_pair,
     preference_of,
-    read_preferences,
     write_preferences,
 )
+from perilune.data.sources import read_rows
 from perilune.errors import RequestError
 
 
@@ -65,7 +65,8 @@ def test_near_duplicates_and_far_lengths_are_passed_over() -> None:
 def test_pairs_survive_the_disk(tmp_path: Path) -> None:
     record = make_pair(answer("good\n", 1.0), answer("bad", 0.25), source="sampled/sft")
     assert write_preferences(tmp_path / "preferences.jsonl", [record]) == 1
-    assert read_preferences(tmp_path) == [record]
+    (row,) = read_rows(tmp_path)
+    assert preference_of(row.value, row.place) == record
     assert record.prompt == ({"role": "user", "content": "ask"},)
     assert dataclasses.asdict(record)["rejected"] == ({"role": "assistant", "content": "bad"},)
 
@@ -77,11 +78,3 @@ def test_an_answer_that_is_not_learned_is_no_preference() -> None:
     row["rejected"] = [{"role": "assistant", "content": "bad", "weight": 0}]
     with pytest.raises(RequestError, match="needs exactly role and content"):
         preference_of(row, "row 1")
-
-
-def test_no_pairs_are_said_to_be_none(tmp_path: Path) -> None:
-    (tmp_path / "preferences.jsonl").write_text("\n")
-    with pytest.raises(RequestError, match="no preference pairs"):
-        read_preferences(tmp_path)
-    with pytest.raises(RequestError, match="no file absent"):
-        read_preferences(tmp_path / "absent.jsonl")

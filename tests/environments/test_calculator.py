@@ -9,7 +9,7 @@ from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.calculator import calculate
 from perilune.environments.core.replay import agent_conversations, conversation
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import encode_turns
+from perilune.models.text.turns import encode_conversations
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,8 @@ def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calcula
         roles = [message["role"] for message in record.messages]
         assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
         assert record.messages[2]["content"] == f"={calculate(task.data['actions'][0])}\n"
-        prompt, ids, mask = encode_turns(plain, record.messages)
+        turns = (record.messages[:1], record.messages[1:], {})
+        ((prompt, ids, mask),) = encode_conversations(plain, [turns])
         learned = plain.decode([token for token, own in zip(ids, mask, strict=True) if own])
         others = plain.decode([token for token, own in zip(ids, mask, strict=True) if not own])
         assert learned == "".join(task.data["actions"])

@@ -11,6 +11,7 @@ from perilune.learn import losses
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.weights import Surrogate
+from perilune.models.logprobs import token_logprobs
 
 
 def policy_loss(ratio: float, weight: float, dual_clip: float | None = 3.0) -> tuple[float, float, bool]:
@@ -215,7 +216,7 @@ def test_token_logprobs_equal_a_float64_reference(temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(50, 31, requires_grad=True)
     targets, weights = torch.randint(0, 31, (50,)), torch.randn(50)
-    chosen, entropy = losses.token_logprobs(logits, targets, temperature)
+    chosen, entropy = token_logprobs(logits, targets, temperature)
     (chosen * weights).sum().backward()
 
     exact = logits.detach().double().requires_grad_()
@@ -231,5 +232,5 @@ def test_token_logprobs_equal_a_float64_reference(temperature: float) -> None:
 def test_token_logprobs_do_not_change_the_logits() -> None:
     logits = torch.randn(4, 5)
     before = logits.clone()
-    losses.token_logprobs(logits, torch.zeros(4, dtype=torch.int64))
+    token_logprobs(logits, torch.zeros(4, dtype=torch.int64))
     assert torch.equal(logits, before)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import continuation, encode_turns
+from perilune.models.text.turns import continuation, encode_conversations
 
 CHAT = chatml()
 END = CHAT.eos_token_id
@@ -42,7 +42,8 @@ def test_without_a_template_turns_make_the_tokens_of_the_whole_conversation(turn
         ids += continuation(plain, OPENING, others, ids[-1])
         messages += [{"role": "assistant", "content": answer}, *others]
     assert ids == plain.encode_prompt(messages)
-    prompt, rest, _ = encode_turns(plain, [*messages, {"role": "assistant", "content": "a"}], len(messages))
+    answered = (messages, [{"role": "assistant", "content": "a"}], {})
+    ((prompt, rest, _),) = encode_conversations(plain, [answered])
     assert prompt == ids and rest == plain.encode_completion("a")
 
 
@@ -97,7 +98,7 @@ def test_a_conversation_to_imitate_is_masked_to_what_the_assistant_says(turns, l
     for answer, others in turns:
         messages += [{"role": "assistant", "content": answer}, *others]
     messages.append({"role": "assistant", "content": last})
-    prompt, ids, mask = encode_turns(CHAT, messages)
+    ((prompt, ids, mask),) = encode_conversations(CHAT, [(OPENING, messages[len(OPENING) :], {})])
     assert prompt == CHAT.encode_prompt(OPENING)
     assert prompt + ids == CHAT.encode_prompt(messages)[: len(prompt) + len(ids)]
     own = [token for token, is_own in zip(ids, mask, strict=True) if is_own]

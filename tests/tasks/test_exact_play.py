@@ -12,7 +12,7 @@ from perilune.games.exact_games import ExactGame
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import encode_turns
+from perilune.models.text.turns import encode_conversations
 from perilune.tasks.selfplay import exact_play
 from perilune.tasks.selfplay.exact_play import exact_figures, move_probabilities, reply_bounds, tokens_so_far
 
@@ -31,7 +31,9 @@ def test_a_context_is_what_an_episode_would_have_grown_to() -> None:
     assert KUHN is not None
     for one in KUHN.decisions:
         move = {"role": "assistant", "content": one.moves[0]}
-        prompt, after, _ = encode_turns(TOKENIZER, [*one.messages, move])
+        opening = len(one.messages) if len(one.messages) < 4 else len(one.messages) - 2
+        turns = (one.messages[:opening], [*one.messages[opening:], move], {})
+        ((prompt, after, _),) = encode_conversations(TOKENIZER, [turns])
         said = TOKENIZER.encode_completion(one.moves[0])
         assert tokens_so_far(TOKENIZER, one) + said == prompt + after
     assert any(len(one.messages) == 4 for one in KUHN.decisions)

@@ -17,11 +17,11 @@ from perilune.engine.blocks import blocks_for
 from perilune.engine.cache import PagedCache
 from perilune.errors import RequestError
 from perilune.files import write_json
-from perilune.learn import losses
 from perilune.learn.training_settings import LearnerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
+from perilune.models.logprobs import token_logprobs
 from perilune.models.memory import (
     BLOCK,
     blocks_bytes,
@@ -88,7 +88,7 @@ def test_activations_are_within_the_estimate(config: DecoderConfig, sequences: i
     bounds = torch.arange(sequences + 1) * length
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = decoder(tokens, torch.arange(length).repeat(sequences), PackedAttention(bounds))
-        logprobs, _ = losses.token_logprobs(decoder.logits(hidden), tokens, 0.9)
+        logprobs, _ = token_logprobs(decoder.logits(hidden), tokens, 0.9)
     assert logprobs.requires_grad
     planned = learning_bytes(config, len(tokens), length)
     assert 0.5 * planned < sum(kept.values()) < planned

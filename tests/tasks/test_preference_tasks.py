@@ -25,7 +25,8 @@ from task_cases import (
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
-from perilune.data.preferences import read_preferences
+from perilune.data.preferences import PreferenceRecord, preference_of
+from perilune.data.sources import read_rows
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.reward_model import load_reward_model
@@ -38,6 +39,10 @@ from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.tokens import RowReader
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
+
+
+def read_preferences(path: Path) -> list[PreferenceRecord]:
+    return [preference_of(row.value, row.place) for row in read_rows(path)]
 
 
 @pytest.fixture(scope="module")

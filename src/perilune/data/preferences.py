@@ -15,8 +15,6 @@ from perilune.data.records import (
     check_fields,
     check_messages,
     is_finite_number,
-    parse_object,
-    read_lines,
     require,
 )
 from perilune.errors import RequestError
@@ -100,19 +98,6 @@ def write_preferences(path: Path, records: Iterable[PreferenceRecord]) -> int:
     rows = [asdict(record) for record in records]
     write_json_lines(path, rows)
     return len(rows)
-
-
-def read_preferences(path: Path) -> list[PreferenceRecord]:
-    """Read a file of pairs, or a folder's preferences.jsonl.
-
-    Raises:
-        RequestError: when there are no pairs, or a row is broken, naming file, line and field.
-    """
-    file = path / FILE if path.is_dir() else path
-    records = [preference_of(parse_object(line, where), where) for line, where in read_lines(file)]
-    if not records:
-        raise RequestError("the file has no preference pairs", where=str(file))
-    return records
 
 
 def _digest(*texts: Sequence[Message]) -> str:

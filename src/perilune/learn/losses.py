@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from perilune.learn.weights import KLEstimator, Surrogate
-from perilune.models.logprobs import token_logprobs  # noqa: F401 - the losses are functions of these
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this range before `exp`, to avoid overflow."""

@@ -7,9 +7,9 @@ the prefix cache.
 """
 
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,9 +21,9 @@ from perilune.environments.core.protocol import (
     EpisodeFailedError,
     Message,
     Observation,
-    Split,
     Task,
 )
+from perilune.environments.core.wrapping import Wrapping
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
@@ -59,7 +59,7 @@ class ContextSettings(Frozen):
     )
 
 
-class ManagedContext(MultiTurn):
+class ManagedContext(Wrapping, MultiTurn):
     """An environment with several turns whose policy sees what the rule leaves of the conversation.
 
     Raises:
@@ -74,19 +74,10 @@ class ManagedContext(MultiTurn):
             kind = "a single turn" if own_turns == 1 else "several players"
             what = f"needs an environment with several turns and one player; {environment.id} has {kind}"
             raise RequestError(what, where=f"environment.{KEY}", remedy="remove it")
-        self.id = environment.id
+        super().__init__(environment)
         self.max_turns = 2 * own_turns  # a summary is a turn, too; the environment counts its own
-        self.confined = getattr(environment, "confined", True)
         self.cut_off = getattr(environment, "cut_off", None)
-        self._environment, self._settings = environment, settings
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._environment, name)
-
-    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return self._environment.tasks(split, seed)
+        self._settings = settings
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         session = self._environment.reset(task, rng.seed)
@@ -103,9 +94,6 @@ class ManagedContext(MultiTurn):
         yield Observation(
             done.messages, 0, done.rewards, done.terms, figures, done=True, truncated=done.truncated
         )
-
-    def close(self) -> None:
-        self._environment.close()
 
 
 class _Context:

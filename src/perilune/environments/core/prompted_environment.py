@@ -28,12 +28,13 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.replay import conversation
 from perilune.environments.core.single_turn import OneAnswer
+from perilune.environments.core.wrapping import Wrapping
 from perilune.errors import RequestError
 
 FORMAT = "format"  # the reward term: the share of an episode's answers that have the format
 
 
-class PromptedEnvironment:
+class PromptedEnvironment(Wrapping):
     """An environment that asks in the way of `settings`, and scores the answers that it finds.
 
     A text without the format, or with an ambiguous answer, never earns a positive reward. The term `format`
@@ -48,13 +49,11 @@ class PromptedEnvironment:
     """
 
     def __init__(self, environment: Environment, settings: PromptingSettings) -> None:
-        self.id = environment.id
+        super().__init__(environment)
         self.players = getattr(environment, "players", 1)
         self.max_turns = getattr(environment, "max_turns", 1)
-        self.confined = getattr(environment, "confined", True)
         self.prompting = settings
         self.stop_texts = settings.stop
-        self._environment = environment
         self._format = None if settings.format is None else FORMATS[settings.format]
         own = self._format.instruction if self._format else ""
         instruction = own if settings.instruction is None else settings.instruction
@@ -66,9 +65,7 @@ class PromptedEnvironment:
 
     def __getattr__(self, name: str) -> Any:
         """What the environment offers besides the protocol. Gold answers and opinions have the format."""
-        if name.startswith("__") or name == "_environment":
-            raise AttributeError(name)
-        value = getattr(self._environment, name)
+        value = super().__getattr__(name)
         return {"gold": self._gold, "is_right": self._is_right, "reference_answer": self._reference}.get(
             name, value
         )
@@ -103,9 +100,6 @@ class PromptedEnvironment:
             return outcome
         formed = float(answer is not None and transcript.finished)
         return replace(outcome, terms={**outcome.terms, FORMAT: formed})
-
-    def close(self) -> None:
-        self._environment.close()
 
     def parse(self, text: str) -> str | None:
         """The answer that a text marks; the text itself without a format."""

@@ -11,7 +11,7 @@ Functions are loaded and run only in the scorer's process, after it has given up
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
@@ -23,11 +23,11 @@ from perilune.environments.core.protocol import (
     Message,
     Outcome,
     Score,
-    Split,
     Task,
     Transcript,
 )
 from perilune.environments.core.single_turn import SingleTurn
+from perilune.environments.core.wrapping import Wrapping
 from perilune.errors import RequestError
 from perilune.extensions import REWARD_GROUP
 
@@ -37,7 +37,7 @@ GOLD = "gold"  # the metric that keeps that reward when training optimizes anoth
 Function = Callable[..., Any]
 
 
-class WeightedRewards(SingleTurn):
+class WeightedRewards(Wrapping, SingleTurn):
     """An environment whose reward is the weighted sum of the terms that `rewards` names.
 
     Terms that are not listed are ignored. The environment's own reward is kept as the term "verifier" and the
@@ -71,9 +71,7 @@ class WeightedRewards(SingleTurn):
         self._judges = getattr(environment, "judges", True)
         if not self._judges and VERIFIER in rewards:
             raise RequestError("this environment has no verdict of its own", where="rewards.verifier")
-        self.id = environment.id
-        self.confined = getattr(environment, "confined", True)
-        self._environment = environment
+        super().__init__(environment)
         self._sections = functions
         self._weights = {
             name: term["weight"] if isinstance(term, dict) else term for name, term in terms.items()
@@ -88,17 +86,6 @@ class WeightedRewards(SingleTurn):
             RequestError: naming the function that cannot be loaded, and why.
         """
         self._functions = {name: _load_function(name, section) for name, section in self._sections.items()}
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._environment, name)
-
-    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return self._environment.tasks(split, seed)
-
-    def close(self) -> None:
-        self._environment.close()
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """The weighted sum of the terms that apply to the task."""

@@ -66,15 +66,6 @@ def continued(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapp
     return written
 
 
-def encode_turns(
-    tokenizer: Tokenizer, messages: Sequence[Message], first: int | None = None
-) -> tuple[list[int], list[int], list[bool]]:
-    """`encode_conversations` for one; `first` is by default the index of the assistant's first message."""
-    if first is None:
-        first = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return encode_conversations(tokenizer, [(messages[:first], messages[first:], {})])[0]
-
-
 def encode_conversations(
     tokenizer: Tokenizer,
     conversations: Sequence[tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]],

@@ -11,9 +11,11 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
+from perilune.learn.advantages import centred
 from perilune.learn.distillation import Distillation, chunks, distil
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
+from perilune.learn.weights import rewards
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.distill.spec import DistillSpec
@@ -149,9 +151,4 @@ def _advantages(groups: Sequence[Sequence[Episode]], scale: float) -> list[float
     """`scale` times (reward - mean of the group) for each episode; None when `scale` is 0."""
     if not scale:
         return None
-    advantages = []
-    for group in groups:
-        known = [one.reward for one in group if one.reward is not None]
-        mean = sum(known) / len(known) if known else 0.0
-        advantages += [0.0 if one.reward is None else scale * (one.reward - mean) for one in group]
-    return advantages
+    return [scale * one for group in groups for one in np.nan_to_num(centred(rewards(group))).tolist()]

@@ -73,11 +73,10 @@ class Recorder:
         episodes = [one for group in groups for one in group.episodes]
         outcomes = outcome_figures(episodes, f"step {step}")
         rewards = [one.reward for one in episodes if one.reward is not None]
-        mean = math.fsum(rewards) / len(rewards)
+        mean = outcomes["reward"]
         dead = sum(group.dead for group in groups) / len(groups)
         line: dict[str, Any] = {
             **outcomes,
-            "reward": mean,
             "reward_std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
             "groups": len(groups),
             "dead_groups": dead,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
-from perilune.learn.batch import PackedBatch, minibatches, pack
+from perilune.learn.batch import PackedBatch, at_sampled, minibatches, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.figures import merge_updates
 from perilune.learn.kl_reward import weight_groups
@@ -158,10 +158,7 @@ def with_reference_logprobs(group: WeightedGroup, known: Mapping[str, NDArray[np
     """The group with `reference_logprobs` in its episodes, where they are known."""
 
     def recorded(episode: Episode) -> Episode:
-        if episode.episode_id not in known:
-            return episode
-        logprobs = np.zeros(len(episode.token_ids), np.float32)
-        logprobs[episode.loss_mask] = known[episode.episode_id]
-        return replace(episode, reference_logprobs=logprobs)
+        own = known.get(episode.episode_id)
+        return episode if own is None else replace(episode, reference_logprobs=at_sampled(episode, own))
 
     return replace(group, episodes=tuple(map(recorded, group.episodes)))

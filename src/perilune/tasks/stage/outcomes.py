@@ -102,7 +102,7 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
         first = episodes[0].failure
         raise WorkFailedError(f"the verifier scored no episode; the first failure: {first}", where=where)
     figures: dict[str, Any] = {
-        "reward": sum(rewards) / len(rewards),
+        "reward": math.fsum(rewards) / len(rewards),
         "pass_rate": sum(map(passed, episodes)) / len(rewards),
         **failure_figures(episodes),
         "length": sum(one.sampled for one in episodes) / len(episodes),

@@ -1,0 +1,26 @@
+"""The base of environments that change another one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from perilune.environments.core.protocol import Environment, Split, Task
+
+
+class Wrapping:
+    """An environment that offers what another one does, except for what a subclass changes."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.id = environment.id
+        self.confined = getattr(environment, "confined", True)
+        self._environment = environment
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._environment, name)
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        return self._environment.tasks(split, seed)
+
+    def close(self) -> None:
+        self._environment.close()
