@@ -131,7 +131,7 @@ def main() -> None:
     }
     tables = {
         "gap between sampler and learner": gaps,
-        "climb": [climb_row(kind, climbs) for kind in KINDS],
+        "training runs": [climb_row(kind, climbs) for kind in KINDS],
         "comparison of pass@1": comparisons,
         "receiving a group in the learner's process": transport,
     }
@@ -147,13 +147,14 @@ A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), tr
 The engine keeps weights in float32, bfloat16 or int8, or the learner has made two updates since sampling.
 
 The *gap* is the difference in nats between the log-probs of sampler and learner on sampled tokens. The *KL*
-is the k3 estimate of KL(sampler || learner). In training (table Climb), each step samples {PROMPTS} tasks
-with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions old; pass@1 is measured
-on held-out tasks in float32. Runs with and without replay start from the same weights and see the same
-tasks.
+is the k3 estimate of KL(sampler || learner). In the table *Training runs*, each step samples {PROMPTS}
+tasks with {SAMPLES} answers and makes {UPDATES} updates, so tokens are up to two versions old; pass@1 is
+measured on held-out tasks in float32. Runs with and without replay start from the same weights and see the
+same tasks.
 
-The last table shows the CPU time that the learner's process needs to receive a group of {GROUP} episodes
-from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8 of 128 experts)."""
+*Receiving a group in the learner's process* shows the CPU time that the learner's process needs to receive
+a group of {GROUP} episodes from a rollout process, with routes of the size of Qwen3-30B-A3B (48 layers, 8
+of 128 experts)."""
 
 
 def cold_start(seed: int) -> Start:
@@ -177,7 +178,9 @@ def measure_gaps(start: Start) -> list[dict[str, Any]]:
     rows = []
     for kind in ("float32", *KINDS):
         groups = Sampler(start, start.decoder, kind).play(tasks[:PROMPTS], SAMPLES, 1)
-        rows.append({"seed": start.seed, "engine": kind, "updates since": 0} | gap(start.decoder, groups))
+        rows.append(
+            {"seed": start.seed, "engine": kind, "updates since sampling": 0} | gap(start.decoder, groups)
+        )
     decoder = copy.deepcopy(start.decoder)
     learner, sampler = Learner(decoder), Sampler(start, decoder, "float32")
     groups = sampler.play(tasks[:PROMPTS], SAMPLES, 1)
@@ -185,7 +188,7 @@ def measure_gaps(start: Start) -> list[dict[str, Any]]:
         sampler.engine.update_weights(None, learner.version)
         part = tasks[(step + 1) * PROMPTS : (step + 2) * PROMPTS]
         update(learner, sampler.play(part, SAMPLES, step + 2), 1)
-    rows.append({"seed": start.seed, "engine": "float32", "updates since": 2} | gap(decoder, groups))
+    rows.append({"seed": start.seed, "engine": "float32", "updates since sampling": 2} | gap(decoder, groups))
     return rows
 
 
@@ -213,7 +216,7 @@ def gap(decoder: Decoder, groups: Groups) -> dict[str, float]:
 
 def describe_gaps(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for engine, since in (("float32", 0), ("bfloat16", 0), ("int8", 0), ("float32", 2)):
-        chosen = [row for row in rows if (row["engine"], row["updates since"]) == (engine, since)]
+        chosen = [row for row in rows if (row["engine"], row["updates since sampling"]) == (engine, since)]
         flipped = statistics.fmean(row["tokens with a flipped expert"] for row in chosen)
         begins = (
             f"Engine in {engine}, {since} updates since sampling:"
