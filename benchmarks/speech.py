@@ -243,9 +243,8 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
         f"first audio takes {ratio} times as long as with one, in CPU time of the pipeline alone.\n\nThe "
         "real-time factor is the time from the request to the last sample, divided by the duration of the "
         "speech: below 1, speech is generated faster than it plays. An underrun is a moment at which the "
-        "listener waits for samples. The first table gives CPU time, which excludes other programs on the "
-        "machine. The second gives elapsed time behind `perilune serve`, at the load of the machine given "
-        "below.",
+        "listener waits for samples. *The pipeline alone* gives CPU time, which excludes other programs on "
+        "the machine. *Perilune serve* gives elapsed time, at the load of the machine given in *Setting*.",
         "command": "python benchmarks/speech.py",
         "machine": {
             "processor": processor["model"],

@@ -44,7 +44,7 @@ ABOUT = f"""\
 AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with random
 advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step.
 
-The first table shows the share of values that the last of {STEPS} steps changed, and the size of a delta
+*By learning rate* shows the share of values that the last of {STEPS} steps changed, and the size of a delta
 divided by the size of all tensors, for engines that keep weights in float32, bfloat16 or int8 (median over
 seeds).
 
