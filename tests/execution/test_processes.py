@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from drill_cases import wait_for
 
 from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
+from perilune.execution.ranks import wait_for_end
 
 
 def identity(pid: int) -> ProcessIdentity:
@@ -52,3 +54,13 @@ def test_a_family_is_found_by_its_mark_and_ended() -> None:
     assert kill_all(lambda: marked("DRILL_MARK", "x7"), grace=5.0)
     assert child.wait() == -signal.SIGTERM
     assert marked("DRILL_MARK", "x7") == []
+
+
+def test_waiting_for_a_task_sleeps_until_it_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"]) as child:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        wait_for_end(child, 0.1)
+        assert child.poll() is None
+        wait_for_end(child, 20.0)
+        assert child.poll() == 0
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 6
