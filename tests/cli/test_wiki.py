@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -203,7 +204,8 @@ def test_a_damaged_cache_is_read_again(control: Control) -> None:
 
 
 def test_search_and_slides(control: Control) -> None:
-    pages = built(control).pages()
+    wiki = built(control)
+    pages = wiki.pages()
     found = search(list(passages(pages)), "what did the arms reach")
     assert found[0][0].page == "questions/q-0"
     text = with_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [found[0][0]])
@@ -211,8 +213,10 @@ def test_search_and_slides(control: Control) -> None:
     assert one.query == "mean pass@1 of recipe words stage base with arm=a"
     assert "([What did the arms reach?](../questions/q-0.md))" in text and "[9]" in text
     assert search(list(passages(pages)), "zzz") == []
-    deck = slides(pages["recipes/words"])
+    deck = slides(pages["recipes/words"], wiki.root / "recipes")
     assert deck.startswith("---\nmarp: true\npaginate: true\n---\n") and "<!--" not in deck
+    plot = b64encode((wiki.root / "recipes" / "words.svg").read_bytes()).decode()
+    assert f"](data:image/svg+xml;base64,{plot})" in deck and ".md)" not in deck
 
 
 class _Model(BaseHTTPRequestHandler):

@@ -145,7 +145,8 @@ def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
 
     def one(value: float) -> str:
         sign = "+" if signed and value > 0 else ""
-        return sign + (f"{100 * value:.1f}" if share else f"{value:.4g}")
+        number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return sign + (f"{100 * value:.1f}" if share else number)
 
     unit = (" points" if signed else "%") if share else ""
     text = f"{one(figure.mean)}{unit}"

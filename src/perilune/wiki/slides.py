@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import base64
 import re
+from pathlib import Path
 
 from perilune.wiki.markdown import body_of, readable
 
 _SECTION = re.compile(r"^(?=## )", re.M)
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\([^)]*\.md\)")
+_PLOT = re.compile(r"(?<=\]\()[^):]+\.svg(?=\))")
 ROWS = 12  # of a table, on a slide
 
 
-def slides(page: str) -> str:
-    """The slides of a page: one for the beginning, and one for each section that has content."""
+def slides(page: str, folder: Path) -> str:
+    """The slides of a page: one for the beginning, and one for each section that has content.
+
+    Slides leave the wiki, so they contain the plots, and the names of other pages without the links.
+
+    Args:
+        folder: of the page.
+    """
     text = re.sub(r"\n{3,}", "\n\n", readable(body_of(page)))
+    text = _PLOT.sub(lambda found: _embedded(folder / Path(found[0]).name), _LINK.sub(r"\1", text))
     parts = [_short(part.strip()) for part in _SECTION.split(text)]
     return "---\nmarp: true\npaginate: true\n---\n\n" + "\n\n---\n\n".join(filter(None, parts)) + "\n"
+
+
+def _embedded(plot: Path) -> str:
+    data = plot.read_bytes() if plot.is_file() else b""
+    return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
 
 
 def _short(part: str) -> str:

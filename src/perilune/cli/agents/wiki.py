@@ -187,13 +187,13 @@ def slides(
     """
     from perilune.wiki.slides import slides as turned
 
-    pages = _opened(wiki)[1].built_pages()
-    name = page.removesuffix(".md")
+    opened = _opened(wiki)[1]
+    pages, name = opened.built_pages(), page.removesuffix(".md")
     if name not in pages:
         from perilune.environments.core.registry import did_you_mean
 
         raise RequestError(f"there is no page '{name}'", remedy=did_you_mean(name, list(pages)))
-    write(turned(pages[name]))
+    write(turned(pages[name], (opened.root / name).parent))
 
 
 def _opened(root: Path | None) -> tuple[Control, Wiki]:

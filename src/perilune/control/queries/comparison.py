@@ -24,7 +24,10 @@ ABSENT = "–"  # the value of a setting that an arm does not have
 DEFAULT = "pass@1"
 LONGEST_LABEL = 60  # characters; a longer label is replaced by the name and a number
 FALLBACKS = ("validation_accuracy", "reward", "accuracy", "validation_loss", "loss")  # without an evaluation
-SHARES = ("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated")
+SHARES = (
+    *("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated"),
+    *("share", "format", "live_groups", "dead_groups"),
+)
 LOWER_IS_BETTER = ("loss", "length", "truncated", "seconds", "perplexity", "kl")
 
 
