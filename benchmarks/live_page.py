@@ -1,6 +1,6 @@
-"""What the live page costs: the delay of a point, processor time beside a run, and the paint of a long run.
+"""What the live page costs: the delay of a point, the cost to training, and the paint of a long run.
 
-    python benchmarks/live_page.py [--seconds 30] [--steps 10000]
+    python benchmarks/live_page.py [--seconds 30] [--steps 10000] [--pairs 20]
 
 A real run trains on a tiny model while Chromium shows its page. The long run has the lines and the episodes
 of that run, repeated. Needs Chromium. Writes results/live_page.json.
@@ -9,17 +9,21 @@ of that run, repeated. Needs Chromium. Writes results/live_page.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,10 +31,16 @@ RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
 EPISODES = 100  # in each step of the long run
 ABOUT = (
     "A tiny model trains with GRPO on one core while a browser shows its page. *Delay* is the time from "
-    "the line in `metrics.jsonl` to the point on the page. *Server, share of a core* is the processor time "
-    "of the page's server per second of watching, with one page open. *Long run* is a run with many steps "
-    "and episodes. Its *first paint* is the browser's own measurement, and includes the server's work. "
-    "Other programs used the machine, so processor times are more reliable than elapsed times."
+    "the line in `metrics.jsonl` to the point on the page. *Server, share of a core* is the processor "
+    "time of the page's server per second of watching, with one page open. *Slow-down* is the "
+    "processor time of the training "
+    "process for a step while a page is read by a client that draws nothing, against the seconds before: "
+    "the mean over pairs, with its 95% interval. *Telemetry* is the processor time of the worker, which "
+    "counts heartbeats and samples the hardware, as a share of that of the training. *Long run* is a run "
+    "with many steps and episodes. Its *first paint* is the browser's own measurement, and includes the "
+    "server's work. *Filter* is the time from a key in the search field to the list that fits. The page "
+    "searches the step that is open: another step is read first. Other programs used the machine, so "
+    "processor times are more reliable than elapsed times."
 )
 sys.path[:0] = [str(ROOT / "tests" / "ui")]
 
@@ -80,6 +90,56 @@ def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def reading(url: str) -> Iterator[None]:
+    """A reader of a page and of its stream, who draws nothing: a browser may run on another machine."""
+    page = httpx.get(url, timeout=60)
+    assert page.status_code == 200
+
+    def follow() -> None:
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("GET", f"{url}/events", timeout=60) as events:
+            for _ in events.iter_raw():
+                if ended.is_set():
+                    return
+
+    ended = threading.Event()
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, Any]:
+    """Processor time of training for a step, with a page open against without, in alternating spans."""
+    from perilune.metrics.across_seeds import interval
+
+    (task,) = run.worker.children()
+
+    def used(process: psutil.Process) -> float:
+        return sum(process.cpu_times()[:2])
+
+    def a_step() -> float:
+        before, first = used(task), run.steps()
+        time.sleep(seconds)
+        return (used(task) - before) / (run.steps() - first)
+
+    began, worker = used(task), used(run.worker)
+    changes = []
+    for _ in range(pairs):
+        without = a_step()
+        with reading(f"{url}/experiments/alive"):
+            changes.append(a_step() / without - 1)
+    found = interval(changes)
+    return {
+        "pairs": pairs,
+        **{f"slow-down, {name}": round(found[name], 4) for name in ("mean", "low", "high")},
+        "telemetry": round((used(run.worker) - worker) / (used(task) - began), 4),
+    }
+
+
 def lengthen(attempt: Path, steps: int) -> None:
     """Make a dead run long: repeat its lines, and give each step an episode file of `EPISODES` episodes."""
     from perilune.data.episodes_file import read_episodes, write_episodes
@@ -110,13 +170,48 @@ def opened(browser: Any, url: str) -> float:
     return float(painted) / 1000
 
 
-def measure(seconds: float, steps: int) -> dict[str, Any]:
+SEARCH = """([text]) => new Promise((resolve) => {
+  const field = document.querySelector('#episodes input[type="search"]');
+  const before = performance.now();
+  const list = document.querySelector(".episode-list ol");
+  new MutationObserver(() => requestAnimationFrame(() => resolve(performance.now() - before)))
+    .observe(list, { childList: true });
+  field.value = text;
+  field.dispatchEvent(new Event("input"));
+})"""
+BROWSE = """([step]) => new Promise((resolve) => {
+  const slider = document.querySelector('#episodes input[type="range"]');
+  const before = performance.now();
+  new MutationObserver(() => resolve(performance.now() - before))
+    .observe(document.querySelector(".episode-list ol"), { childList: true });
+  slider.value = step;
+  slider.dispatchEvent(new Event("input"));
+})"""
+
+
+def read(browser: Any, url: str, steps: int) -> dict[str, float]:
+    """Seconds to filter the episodes of a step, and to read another step."""
+    page = browser.new_page()
+    page.goto(url)
+    page.wait_for_selector(".detail h3")
+    page.wait_for_timeout(2000)
+    filters = [page.evaluate(SEARCH, [text]) for text in ("1", "12", "x", "")]
+    others = [page.evaluate(BROWSE, [place]) for place in range(7, steps, steps // 8)]
+    page.close()
+    return {
+        "filter, longest of 4, seconds": round(max(filters) / 1000, 3),
+        "another step, median of 8, seconds": round(statistics.median(others) / 1000, 3),
+    }
+
+
+def measure(seconds: float, steps: int, pairs: int) -> dict[str, Any]:
     """All figures."""
     from live_home import pages, training
 
     with tempfile.TemporaryDirectory() as folder, chromium() as browser, training(Path(folder)) as run:
         with pages(run.root) as url:
             live = watched(browser, url, run, seconds)
+            slow = slowed(url, run, pairs)
         run.kill()
         lengthen(run.attempt, steps)
         with pages(run.root) as url:
@@ -124,9 +219,11 @@ def measure(seconds: float, steps: int) -> dict[str, Any]:
             used = sum(server.cpu_times()[:2])
             paints = [opened(browser, f"{url}/experiments/alive") for _ in range(5)]
             spent = (sum(server.cpu_times()[:2]) - used) / len(paints)
+            filtered = read(browser, f"{url}/experiments/alive", steps)
             lists = [opened_list(browser, url) for _ in range(5)]
     return {
         "watching a run": [live],
+        "training beside a page": [slow],
         "a long run": [
             {
                 "steps": steps,
@@ -134,6 +231,7 @@ def measure(seconds: float, steps: int) -> dict[str, Any]:
                 "first paint, median of 5, seconds": round(statistics.median(paints), 2),
                 "server, processor seconds for a page": round(spent, 2),
                 "first paint of the list, seconds": round(statistics.median(lists), 2),
+                **filtered,
             }
         ],
     }
@@ -158,16 +256,23 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--pairs", type=int, default=20)
     given = parser.parse_args()
+    options = f"--seconds {given.seconds:g} --steps {given.steps} --pairs {given.pairs}"
     document = {
         "title": "Delay and cost of the live page",
         "about": ABOUT,
-        "command": f"python benchmarks/live_page.py --seconds {given.seconds:g} --steps {given.steps}",
-        **measure(given.seconds, given.steps),
+        "command": f"python benchmarks/live_page.py {options}",
+        **measure(given.seconds, given.steps, given.pairs),
         "machine": describe_machine(),
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps({name: document[name] for name in ("watching a run", "a long run")}, indent=1))
+    print(
+        json.dumps(
+            {name: document[name] for name in ("watching a run", "training beside a page", "a long run")},
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import psutil
@@ -61,6 +62,14 @@ RECIPE = {
         },
     ],
 }
+PRICE, LIFETIME = 0.4, 7200  # of the machine "small" of the fake cloud, per hour; seconds of its lease
+TEMPLATE = {
+    "description": "a rented machine",
+    "placement": {"name": "rented", "provider": "fake", "kind": "small"}
+    | {"lease": {"max_lifetime": LIFETIME, "max_cost": 1.0, "idle": 600}, "site": {"python": "python3"}},
+    "limits": {"on_box_stop_after": 1200},
+}
+T_TWO = 4.303  # two-sided 5% of Student's t with two degrees of freedom
 Question = tuple[str, Callable[..., Any], Any]
 
 
@@ -73,7 +82,8 @@ class Home:
         (folder / "sums.yaml").write_text(yaml.safe_dump(RECIPE))
         self.short = [self.run("sft.steps=10", f"seed={seed}") for seed in SEEDS]
         self.long = [self.run("sft.steps=100", f"seed={seed}") for seed in SEEDS]
-        self.failed = self.run("environment.config.max_digits=1", "name=broken", fails=True)
+        # There are fewer sums of one digit than traces.
+        self.failed = self.run("environment.config.max_digits=1", "after.tasks=4", "name=broken", fails=True)
         self.killed = self.kill("sft.steps=100000", "name=killed")
 
     def run(self, *overrides: str, fails: bool = False) -> dict[str, Path]:
@@ -137,6 +147,30 @@ def rows(attempt: Path, name: str = "step-*") -> list[dict[str, Any]]:
     """The episodes of an attempt."""
     (path,) = (attempt / "artifacts" / "episodes").glob(f"{name}.parquet")
     return parquet.read_table(path).to_pylist()
+
+
+def conclusion(differences: list[float]) -> str:
+    """What a paired t test over three seeds shows."""
+    mean, error = fmean(differences), stdev(differences) / len(differences) ** 0.5
+    if abs(mean) < T_TWO * error or mean == 0:
+        return "no difference shown"
+    return "higher" if mean > 0 else "lower"
+
+
+@contextmanager
+def cloud(folder: Path) -> Iterator[None]:
+    """A fake cloud whose machines the home may rent, while this is open."""
+    home, files = folder / "home", folder / "cloud"
+    (home / "templates").mkdir(parents=True)
+    (home / "templates" / "rented.yaml").write_text(yaml.safe_dump(TEMPLATE))
+    providers = {"daily_cap": 20, "providers": {"fake": {"type": "fake", "folder": str(files)}}}
+    (home / "providers.yaml").write_text(yaml.safe_dump(providers))
+    server = subprocess.Popen([sys.executable, "-m", "perilune.execution.providers.fake.server", str(files)])
+    try:
+        yield
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def run_id(attempt: Path) -> str:
@@ -230,6 +264,11 @@ def questions(home: Home) -> list[Question]:
             abs(fmean(differences)),
         ),
         (
+            "Is it more than noise?",
+            compare(lambda d: next(a["difference"]["conclusion"] for a in d["arms"] if a["difference"])),
+            conclusion(differences),
+        ),
+        (
             "How many seeds support it?",
             compare(
                 lambda d: next(
@@ -255,14 +294,12 @@ def questions(home: Home) -> list[Question]:
             summary(long[0]["after"])["pass@1"]["high"] - summary(long[0]["after"])["pass@1"]["low"],
         ),
         ("How many steps did its training take?", path("curves", "steps", run=sft0), len(losses)),
-        ("What was its first loss?", path("curves", "metrics", "loss", "first", run=sft0), losses[0]),
         ("What was its last loss?", path("curves", "metrics", "loss", "last", run=sft0), losses[-1]),
         (
             "What was its lowest loss?",
             path("curves", "metrics", "loss", "lowest", "value", run=sft0),
             min(losses),
         ),
-        ("How many answers did it give?", path("episodes", "read", **sets), len(answers)),
         (
             "How many were cut off?",
             path("episodes", "fitting", where="truncated", **sets),
@@ -282,6 +319,19 @@ def questions(home: Home) -> list[Question]:
                 overrides=["seed=0", "sft.steps=150"],
             ),
             ["traces"],
+        ),
+        (
+            "What would it cost at most on a rented machine?",
+            path(
+                "plan",
+                "forecast",
+                "cost",
+                "stages",
+                recipe="sums.yaml",
+                overrides=["seed=7"],
+                template="rented",
+            ),
+            PRICE * LIFETIME / 3600 * len(RECIPE["stages"]),
         ),
     ]
 
@@ -328,15 +378,15 @@ async def answered(home: Home) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Make the home, ask, and write the result."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, cloud(Path(folder)):
         found = asyncio.run(answered(Home(Path(folder))))
     right = sum(one["right"] for one in found)
     document = {
         "title": "Questions about runs, answered through MCP",
         "about": f"A scripted client of `perilune mcp` answered {right} of {len(found)} questions about "
         "eight real experiments, one of which failed and one of which was killed with SIGKILL. An answer is "
-        "right if it has the figure in the files of the bundles. The script fixes which tools answer which "
-        "question. "
+        "right if it has the figure in the files of the bundles; the cost is that of a fake cloud. The "
+        "script fixes which tools answer which question. "
         "No language model was tested: the result shows that the tools suffice and that their figures are "
         "right, not that a model would choose them. `bytes` is the size of the results of the tools.",
         "command": "python benchmarks/mcp_questions.py",

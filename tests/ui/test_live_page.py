@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from browser_cases import needs_browser
 from live_home import LiveHome, pages, training, wait_for
@@ -97,10 +99,12 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
 
     task = run.worker.children(recursive=True)
     for one in task:
-        one.suspend()
+        with suppress(psutil.NoSuchProcess):  # some live only for a moment
+            one.suspend()
     told(page, "Broken", "Stall")
     for one in task:
-        one.resume()
+        with suppress(psutil.NoSuchProcess):
+            one.resume()
     until(page, "!document.querySelector('#verdict').textContent.includes('Stall')")
 
     run.kill()

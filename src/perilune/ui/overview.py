@@ -150,7 +150,7 @@ def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
     for stage, attempt in pairs:
         if stage.state in ("failed", "cancelled"):
             title = f"Stage {stage.name} {'failed' if stage.state == 'failed' else 'was cancelled'}."
-            cause = str(attempt.verdict.get("message") or stage.cause).rstrip(".")
+            cause = str(attempt.verdict.get("message") or stage.cause).partition("\n")[0].rstrip(".")
             text = f"{cause}. The report shows its results up to then." if cause else ""
             notices.append(Notice("failed", title, text, attempt.log_tail()))
         elif stage.state == "active":
