@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from perilune.errors import RequestError
-from perilune.metrics.proportion import wilson
+from perilune.metrics.bootstrap import bootstrap_problems
+from perilune.metrics.proportion import pass_rate, wilson
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,10 @@ def test_the_figures_of_newcombe(successes: int, trials: int, low: float, high: 
 def test_no_trials_have_no_share() -> None:
     with pytest.raises(RequestError, match="at least one trial"):
         wilson(0, 0)
+
+
+def test_a_rate_of_all_or_no_problems_is_uncertain() -> None:
+    assert pass_rate([0.0] * 20) == wilson(0, 20)
+    assert pass_rate([1.0] * 29) == wilson(29, 29)
+    mixed = [0.0, 0.25, 1.0, 0.5] * 5
+    assert pass_rate(mixed, seed=3) == bootstrap_problems(mixed, seed=3)

@@ -1,11 +1,12 @@
-"""A proportion with its confidence interval."""
+"""Proportions and pass rates with their confidence intervals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import Interval
+from perilune.metrics.bootstrap import RESAMPLES, Interval, bootstrap_problems
 
 Z = 1.959963984540054  # of the standard normal, two-sided 95%
 
@@ -27,3 +28,16 @@ def wilson(successes: float, trials: int) -> Interval:
     low = (middle - spread) / scale if successes > 0 else 0.0  # exact at 0 and 1, without rounding errors
     high = (middle + spread) / scale if successes < trials else 1.0
     return Interval(share, low, high)
+
+
+def pass_rate(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """The mean of pass rates, one per problem, with the percentile interval over resampled problems.
+
+    If all are 0, or all are 1, resampling shows no spread, and the interval is Wilson's.
+
+    Raises:
+        RequestError: as `bootstrap_problems`.
+    """
+    found = bootstrap_problems(values, seed=seed, resamples=resamples)
+    equal = found.low == found.high and found.mean in (0, 1)
+    return wilson(sum(values), len(values)) if equal else found

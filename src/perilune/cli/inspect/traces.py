@@ -182,7 +182,7 @@ def fork_command(
     as_json: Json = False,
 ) -> None:
     """Replay an episode up to a turn, sample continuations, and report how often they succeed."""
-    from perilune.metrics.bootstrap import bootstrap_problems
+    from perilune.metrics.proportion import pass_rate
     from perilune.traces.replay import Replayer
     from perilune.traces.suite import Suite
 
@@ -195,7 +195,7 @@ def fork_command(
         replays = replayer.fork(fitting[0], after, samples, engine)
     rewards = [one.tracks[0].verdict.reward for one in replays if one.tracks]
     scored = [one for one in rewards if one is not None]
-    rate = bootstrap_problems([float(one >= 1) for one in scored]) if scored else None
+    rate = pass_rate([float(one >= 1) for one in scored]) if scored else None
     recorded = fitting[0].tracks[0].verdict.reward
     found = {
         "digest": fitting[0].digest,

@@ -29,6 +29,7 @@ from perilune.metrics.held_out import (
     gap_warning,
     training_rate,
 )
+from perilune.metrics.proportion import pass_rate
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
@@ -110,7 +111,8 @@ class HeldOutEvaluation:
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for figure, by_example in values.items():
-            found = bootstrap_problems(list(by_example.values()), seed=self._workspace.job.seed)
+            mean = pass_rate if figure in ("pass@1", "accuracy") else bootstrap_problems
+            found = mean(list(by_example.values()), seed=self._workspace.job.seed)
             figures |= _bounds(f"{name}/{figure}", found)
         return figures
 

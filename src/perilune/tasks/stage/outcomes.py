@@ -9,9 +9,8 @@ from perilune.data.episode import Episode
 from perilune.environments.core.registry import MIXTURE
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import WorkFailedError
-from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.pass_at_k import pass_at_k
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import pass_rate, wilson
 from perilune.rollout.failures import failure_figures
 from perilune.tasks.checks.answer_form import form_share
 
@@ -45,7 +44,7 @@ def evaluation_summary(
         "tasks": len(judged),
         "samples": most,
         **_passes([(n, c) for _, n, c in judged], seed),
-        "greedy": bootstrap_problems(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
+        "greedy": pass_rate(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
@@ -138,7 +137,7 @@ def _passes(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str,
     for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         if values and len(values) >= LEAST_SHARE * len(counts):
-            passes[f"pass@{k}"] = bootstrap_problems(values, seed=seed)._asdict()
+            passes[f"pass@{k}"] = pass_rate(values, seed=seed)._asdict()
     return passes
 
 
