@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,6 +230,28 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
     assert document["zeta"] in {"a", "b"} and isinstance(document["alpha"], bool)
 
 
+STRUCTURED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": r"[0-4]{2}/\/[x-z]"}, r"[0-4]{2}//[x-z]"),
+    ({"regex": "a|b\n"}, "a|b\n"),
+    ({"choice": ["yes", 'no "really"']}, 'yes|no "really"'),
+    ({"json": '{"enum": [7, 8]}'}, "7|8"),
+    ({"json": {"enum": [7, 8]}, "disable_fallback": False}, "7|8"),
+]
+
+
+@pytest.mark.parametrize(("asked", "pattern"), STRUCTURED, ids=str)
+def test_an_answer_has_the_structure_of_vllm_s_argument(
+    client: openai.OpenAI, asked: dict[str, Any], pattern: str
+) -> None:
+    extra = {"structured_outputs": asked}
+    text = client.completions.create(model="tiny", prompt="1", max_tokens=40, n=4, extra_body=extra)
+    assert all(re.fullmatch(pattern, one.text) for one in text.choices)
+    chat = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=40, extra_body=extra
+    )
+    assert re.fullmatch(pattern, chat.choices[0].message.content or "")
+
+
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "no model 'other'; this server has 'tiny'"),
     ({"prompt": "x" * CONTEXT}, 400, "256 tokens; the prompt has 256, and max_tokens is 16"),
@@ -253,6 +276,13 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"stream_options": {}}, 400, "stream_options needs stream: true"),
     ({"response_format": {"type": "json_schema"}}, 400, "json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, 400, ""),
+    ({"structured_outputs": {"regex": "[a", "choice": ["b"]}}, 400, "give exactly one of json"),
+    ({"structured_outputs": {"regex": "[a"}}, 400, "regex"),
+    ({"structured_outputs": {"regex": "\ud800"}}, 400, "regex"),
+    ({"structured_outputs": {"json": "{"}}, 400, "json"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, 400, "grammar is not supported"),
+    ({"structured_outputs": {"choice": ["é"]}}, 400, "the vocabulary cannot express"),
+    ({"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "text"}}, 400, "only one"),
     ({"seed": 1, "key": [0, 0, 0]}, 400, "give only one"),
     ({"top_p": float("nan")}, 400, "top_p"),
     ({"\ud800": 1}, 400, "unrecognised argument: ?"),
@@ -283,7 +313,7 @@ def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: i
         ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "valid integer"),
-        ({"structured_outputs": {"choice": ["a"]}}, None, "structured_outputs is not supported"),
+        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "grammar is not supported"),
     ],
 )  # fmt: skip
 def test_the_invalid_value_is_named(

@@ -1,4 +1,7 @@
-"""The constraints of answers: JSON that fits a schema, or calls of tools, after any reasoning."""
+"""The constraints of answers: JSON that fits a schema, a pattern, one of several texts, or calls of tools.
+
+They hold after any reasoning.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from perilune.serve.tool_formats import NAME
 
 _KEPT = 64  # compiled grammars
 _LONGEST = 1 << 17  # characters of a grammar
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # in a pattern between slashes
 _ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
 _REASONING = "thought[lazy]: /(.|\\n)*" + THOUGHT.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
 _BEGINNINGS: Mapping[Beginning, str] = {  # up to the rule of the answer
@@ -45,20 +49,29 @@ class AnswerConstraints:
         Raises:
             RequestError: when the request's format or tools cannot be enforced.
         """
-        schemas: Mapping[str, Schema]
+        schemas: Mapping[str, Schema] = {}
+        structured = body.structured_outputs
+        where = "structured_outputs" if structured else "response_format"
         if isinstance(body, ChatBody) and body.forced_functions:
             schemas = {function.name: _arguments(function) for function in body.forced_functions}
             rules, where = self._calls(schemas, body.most_calls), "tools"
+        elif structured and structured.regex:
+            rules = f"answer: {_regex(structured.regex)}"
+        elif structured and structured.choice:
+            rules = "answer: " + " | ".join(
+                json.dumps(text, ensure_ascii=False) for text in structured.choice
+            )
         else:
-            schema = body.response_format and body.response_format.schema_document
-            schemas, where = {"the schema": schema or {}}, "response_format"
-            rules = f"answer: {_json(schema or {})}"
+            schemas = {"the schema": body.schema_document or {}}
+            rules = f"answer: {_json(body.schema_document or {})}"
         if len(rules) > _LONGEST:
-            raise RequestError(f"the schema is longer than {_LONGEST:,} characters", where=where)
+            raise RequestError(f"the constraint is longer than {_LONGEST:,} characters", where=where)
         constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
         try:
             return self._compiled(_BEGINNINGS[begins] + rules)
         except RequestError as error:
+            if structured and structured.regex:
+                constraints.regex(structured.regex)  # its error has the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
 
     def _compile(self, grammar: str) -> Constraint:
@@ -98,6 +111,12 @@ class AnswerConstraints:
 def _json(schema: Schema) -> str:
     """The expression of JSON that matches a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+def _regex(pattern: str) -> str:
+    """The expression of text that a regular expression matches as a whole."""
+    escaped = re.sub(r"\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return f"/{escaped}/"
 
 
 def _arguments(function: Function) -> Schema:

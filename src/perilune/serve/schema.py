@@ -11,7 +11,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from perilune.engine.request import SamplingParams
 from perilune.serve.bodies import Body, Document, RequestBody, bounded, parts_of_types
@@ -49,18 +58,29 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 
+UNSUPPORTED_STRUCTURES: Mapping[str, tuple[Any, ...]] = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (False,),
+    "grammar": (),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+}
+
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 128
+MOST_PATTERN = 4096  # characters of a regular expression
+MOST_OPTIONS = 1024  # texts that an answer may be
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
+Unicode = Annotated[Text, AfterValidator(lambda text: text.encode().decode())]  # without lone surrogates
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=512)]  # each token is compared with all
 ShortName = Annotated[str, StringConstraints(max_length=256)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
@@ -106,6 +126,33 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(RequestBody):
+    """What the answers must match, as in vLLM: exactly one of the arguments."""
+
+    unsupported = UNSUPPORTED_STRUCTURES
+
+    json_: Document | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Annotated[Unicode, StringConstraints(max_length=MOST_PATTERN)] | None = None
+    choice: Annotated[list[Unicode], Field(min_length=1, max_length=MOST_OPTIONS, fail_fast=True)] | None = (
+        None
+    )
+
+    @field_validator("json_", mode="before")
+    @classmethod
+    def _parsed(cls, schema: Any) -> Any:
+        return json.loads(schema) if isinstance(schema, str) else schema
+
+    @model_validator(mode="after")
+    def _has_one(self) -> StructuredOutputs:
+        given = [
+            value for value in (self.json_, self.json_object, self.regex, self.choice) if value is not None
+        ]
+        if len(given) != 1:
+            raise ValueError("give exactly one of json, json_object, regex and choice")
+        return self
+
+
 class Sampling(RequestBody):
     """The arguments that chat and text completions share.
 
@@ -132,6 +179,7 @@ class Sampling(RequestBody):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
@@ -151,12 +199,25 @@ class Sampling(RequestBody):
             raise ValueError("stream_options needs stream: true")
         if self.key is not None and self.seed is not None:
             raise ValueError("key and seed both select the random numbers; give only one")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError(
+                "structured_outputs and response_format both constrain the answer; give only one"
+            )
         return self
 
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar holds the answer."""
-        return self.response_format is not None and self.response_format.schema_document is not None
+        return self.structured_outputs is not None or self.schema_document is not None
+
+    @property
+    def schema_document(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer, or None."""
+        if self.structured_outputs is not None:
+            return (
+                {"type": "object"} if self.structured_outputs.json_object else self.structured_outputs.json_
+            )
+        return None if self.response_format is None else self.response_format.schema_document
 
     @property
     def random_key(self) -> tuple[int, int, int] | None:
@@ -436,7 +497,8 @@ class ChatBody(PromptOptions, Sampling):
         if not self.forced_functions:
             raise ValueError("tool_choice needs a function in tools that it may call")
         if super().is_constrained:
-            raise ValueError("tool_choice and response_format both constrain the answer; give only one")
+            given = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise ValueError(f"tool_choice and {given} both constrain the answer; give only one")
         return self
 
     @property
