@@ -78,9 +78,18 @@ def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "r.yaml", "algorithm: {name: pkpo, k: 9}")
 
 
-@pytest.mark.parametrize("name", ["maxrl", "pkpo", "toggle"])
-def test_verdicts_are_not_made_negative_by_a_kl(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=f"makes rewards negative, and {name} needs"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        *(
+            (name, "makes rewards negative, and")
+            for name in ("maxrl", "pkpo", "pass_at_k_training", "toggle")
+        ),
+        ("dapo", "makes all rewards of a group differ, and"),
+    ],
+)
+def test_verdicts_are_not_changed_by_a_kl(name: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"{why} {name}"):
         load(tmp_path / "r.yaml", f"algorithm: {name}\n    kl: 0.1\n    kl_estimator: k1_reward")
 
 

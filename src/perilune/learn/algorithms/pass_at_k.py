@@ -63,6 +63,8 @@ class PassAtKTraining(ClippedPolicyGradient):
     groups, whose mean is R and whose standard deviation is sd = sqrt(R (1 - R)).
     """
 
+    takes_any_reward: ClassVar[bool] = False
+
     name: Literal["pass_at_k_training"] = Field("pass_at_k_training", description="name of the algorithm")
     k: int = Field(4, ge=1, description="k of pass@k; at most samples")
     passes_at: float = Field(1.0, description="lowest reward of a right answer")

@@ -162,10 +162,17 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     @model_validator(mode="after")
     def _takes_the_kl(self) -> RLSpec:
-        if self.kl and self.kl_estimator == "k1_reward" and not self.algorithm.takes_any_reward:
+        if not self.kl or self.kl_estimator != "k1_reward":
+            return self
+        conflict = ""
+        if not self.algorithm.takes_any_reward:
+            conflict = "makes rewards negative, and {} needs verdicts or rewards of at least 0"
+        elif self.algorithm.refills:
+            conflict = "makes all rewards of a group differ, and {} replaces groups of equal rewards"
+        if conflict:
             raise ValueError(
-                f"kl_estimator is k1_reward, which makes rewards negative, and {self.algorithm.name} needs"
-                " verdicts or rewards of at least 0. Set kl_estimator to k2, a loss with the same gradient"
+                f"kl_estimator is k1_reward, which {conflict.format(self.algorithm.name)}."
+                " Set kl_estimator to k2, a loss with the same gradient"
             )
         return self
 
