@@ -88,7 +88,7 @@ def test_the_frozen_have_seats_in_their_share_of_the_tasks_and_teach_nobody(play
 
 
 def test_turns_without_a_history_are_trained_and_matches_are_played(tmp_path: Path) -> None:
-    about = {"id": "open_spiel", "game": "kuhn_poker", "history": False, "show_rules": False}
+    about = {"id": "open_spiel", "game": "liars_dice", "config": {"dice_sides": 3}, "history": False}
     traces = run_task(
         tmp_path / "traces", "collect", environment=about, teacher="open_spiel", traces=60,
         strategies={"random": 1.0}, options={"policy": "random"},
@@ -98,12 +98,13 @@ def test_turns_without_a_history_are_trained_and_matches_are_played(tmp_path: Pa
         steps=25, batch_size=20, lr=4e-3,
     )  # fmt: skip
     folder = run_task(
-        tmp_path / "b", "selfplay", inputs={"checkpoint": model / FINAL}, environment=about, steps=1,
-        prompts=4, samples=6, max_tokens=8, train_sub_agents=True, league={"games": 4, "share": 0.0},
+        tmp_path / "b", "selfplay", inputs={"checkpoint": model / FINAL}, steps=1,
+        environment=about | {"random_moves": 1},  # after it, the second player begins
+        prompts=8, samples=6, max_tokens=8, train_sub_agents=True, league={"games": 4, "share": 0.0},
     )  # fmt: skip
     found = episodes(folder)
     players = {name.partition("/")[2].partition("/")[2] for name in found["group_id"]}
-    assert {"", "agents", "p1"} <= players  # only the first player can have a second turn
+    assert {"", "agents", "p1", "p1/agents"} <= players
     assert 1 < metrics(folder)[0]["turns"] < 2
     assert [one["step"] for one in summary(folder)["league"]["judgements"]] == [0, 1]
 

@@ -42,11 +42,11 @@ class OpenSpielSpec(Frozen):
     )
     show_rules: bool = Field(True, description="whether to show the rules to the player")
     list_moves: bool = Field(True, description="whether to show the legal moves to the player")
-    random_rounds: int = Field(
+    random_moves: int = Field(
         0,
         ge=0,
-        description="largest number of rounds of random moves before the first turn, drawn for each episode:"
-        " players meet positions that they would never choose (exploring starts)",
+        description="largest number of random moves before the first turn, drawn for each session: players"
+        " meet positions that they would never choose (exploring starts)",
     )
     history: bool = Field(
         True,
@@ -113,16 +113,12 @@ class OpenSpielEnvironment(MultiTurn):
         yield self._end(match.returns, task)
 
     def begin(self, rng: KeyedRandom) -> Match:
-        """A new game after its random rounds. A round that would end the game, or after which another player
-        would be first, is not played.
-        """
+        """A new game after its random moves, which stop before one that would end it."""
         match, teacher = Match(self.game, rng), UniformTeacher()
-        for _ in range(rng.integer(self.spec.random_rounds + 1, "rounds")):
+        for _ in range(rng.integer(self.spec.random_moves + 1, "random moves")):
             later = match.copy()
-            for _ in range(self.game.num_players()):
-                if not later.over:
-                    later.take(choose(teacher, later, rng).action)
-            if later.over or later.player != match.player:
+            later.take(choose(teacher, later, rng).action)
+            if later.over:
                 break
             match = later
         return match

@@ -32,7 +32,7 @@ def check_group(group: Sequence[Episode], parts: Sequence[Part], params: Samplin
     if len(group) != len(parts):
         raise WorkFailedError(f"a group has {len(group)} episodes of {len(parts)} samples", remedy=REPORT_BUG)
     prompts = {one.prompt_ids.tobytes() for one in group if not one.failure}
-    begins_alike = all(part.player == 0 and not part.agent for part in parts)
+    begins_alike = all(part.trajectory.rounds[:1] == [0] and not part.agent for part in parts)
     if len({one.group_id for one in group}) > 1 or (begins_alike and len(prompts) > 1):
         raise _error(group[0], "shares its group with an answer to another prompt")
     for episode, part in zip(group, parts, strict=True):
