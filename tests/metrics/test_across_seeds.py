@@ -49,3 +49,9 @@ def test_the_correction_grows_with_the_number_of_comparisons() -> None:
     flat = {f"other{place}": [0.01, -0.01, 0.0] for place in range(9)}
     among = compare_over_seeds({"arm": [0.05, 0.062, 0.074], **flat})["arm"]
     assert alone.conclusion == "higher" and among.conclusion == "no difference shown"
+
+
+def test_equal_differences_are_judged_by_their_number() -> None:
+    assert p_value([0.0] * 3) == 1.0 and p_value([0.1] * 3) == 0.25 and p_value([-0.1] * 8) == 2 / 256
+    found = compare_over_seeds({"three": [0.1 + 0.2, 0.3, 0.3], "eight": [0.1] * 8})
+    assert [one.conclusion for one in found.values()] == ["no difference shown", "higher"]

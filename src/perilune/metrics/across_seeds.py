@@ -72,12 +72,17 @@ def interval(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """Two-sided p value of the paired t test against a mean difference of 0; 1 for fewer than two seeds."""
+    """Two-sided p value of the paired t test against a mean difference of 0; 1 for fewer than two seeds.
+
+    Equal differences say nothing about their spread, so they get the p value of the sign test instead.
+    """
     if len(differences) < 2:
         return 1.0
     mean, spread = fmean(differences), stdev(differences)
-    if spread == 0:
-        return float(mean == 0)
+    if mean == 0 == spread:
+        return 1.0
+    if spread <= 1e-12 * abs(mean):
+        return float(2 ** (1 - len(differences)))
     t = abs(mean) * math.sqrt(len(differences)) / spread
     return 2 * (1 - cumulative(t, len(differences) - 1))
 
