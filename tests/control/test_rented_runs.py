@@ -151,7 +151,7 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
     machines = {one.epoch: one for one in fleet.all(gone=True)}
     assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
-    assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4g}")
+    assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4f}")
 
 
 def test_a_machine_that_dies_costs_what_had_not_come_home(

@@ -127,6 +127,18 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(unfinished: SyntheticExperi
     assert rl.description == "4 of 10 steps of GRPO."
 
 
+def test_a_run_without_results_promises_them(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    made.collect(40)
+    assert collect(made.view()).headline.title == "No checkpoint was evaluated"
+    made.begin("base", "evaluate", {"checkpoint": "model"})
+    data = collect(made.view())
+    assert data.headline.title == "No results yet"
+    assert [(one.stage, one.status) for one in data.health] == [("base", "healthy")]
+    made.rl(steps=10, prompts=2, until=4)
+    assert "held-out tasks yet" in collect(made.view()).headline.paragraphs[0]
+
+
 def test_the_warning_of_an_evaluation_is_a_notice(unfinished: SyntheticExperiment) -> None:
     root = unfinished.evaluate("before", "sft", AFTER_SFT, 4)
     path = root / "artifacts" / "summary.json"
@@ -137,12 +149,13 @@ def test_the_warning_of_an_evaluation_is_a_notice(unfinished: SyntheticExperimen
 
 def test_a_failed_run_shows_its_cause_and_the_end_of_its_log(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=2)
-    unfinished.fail(root, "95% of groups had equal rewards for 20 steps", 7.0)
+    unfinished.fail(root, "95% of groups had equal rewards for 20 steps\n  try: easier tasks", 7.0)
     data = collect(unfinished.view())
     assert data.experiment.state == "failed"
     (notice,) = data.notices
     assert notice.kind == "failed"
-    assert "95% of groups had equal rewards" in notice.text
+    assert "95% of groups had equal rewards for 20 steps. The report" in notice.text
+    assert data.health[-1].findings[0].remedy == "easier tasks"
     assert "rl says line 7" in notice.log
 
 

@@ -30,7 +30,7 @@ def made_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
 
 def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
     gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
-    warnings = ["the reward collapsed by step 4"]
+    warnings = ["the reward collapsed by step 4."]
     data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
     (training,) = [one for one in data.training if one.task == "rl"]
     assert (
@@ -38,7 +38,7 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
         in training.description
     )
     assert "From step 2 on, even the chosen answers" in training.description
-    assert "Warning: the reward collapsed by step 4." in training.description
+    assert "Warning: the reward collapsed by step 4. From" in training.description
 
 
 def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def _description(stage: StageView, attempt: Attempt) -> str:
 
 def _warnings(summary: Mapping[str, Any]) -> str:
     """Warnings about the stage as sentences."""
-    text = "".join(f" Warning: {one}." for one in _warned(summary))
+    text = "".join(f" Warning: {one.rstrip('.')}." for one in _warned(summary))
     held_out = summary.get("held_out")
     if isinstance(held_out, Mapping):
         text += "".join(f" Held-out evaluation: {note}." for note in curve_notes(held_out))

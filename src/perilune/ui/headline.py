@@ -68,7 +68,10 @@ def write_headline(
         return _of_climb(climb, by_stage[climb.before], by_stage[climb.after], trained)
     if evaluations:
         return _of_one(evaluations[-1])
-    if trained is not None and (found := _of_held_out(trained) or _of_curve(trained)) is not None:
+    if (
+        trained is not None
+        and (found := _of_held_out(trained) or _of_curve(trained, is_over=is_over)) is not None
+    ):
         return found
     return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
 
@@ -208,14 +211,15 @@ def _of_held_out(trained: Training) -> Headline | None:
     )
 
 
-def _of_curve(trained: Training) -> Headline | None:
+def _of_curve(trained: Training, *, is_over: bool) -> Headline | None:
     for name, label in (("reward", "Mean training reward"), ("loss", "Training loss")):
         values = [value for value in trained.columns.get(name, []) if value is not None]
         if len(values) > 1:
             edge = min(EDGE, len(values) // 2)
             first, last = fmean(values[:edge]), fmean(values[-edge:])
             ends = f" Means of the first and last {edge}." if edge > 1 else ""
-            rest = "No checkpoint was evaluated on held-out tasks, so this does not measure skill."
+            judged = "No checkpoint was evaluated on held-out tasks" + " yet" * (not is_over)
+            rest = f"{judged}, so this does not measure skill."
             return Headline(
                 f"{label} went from {first:.3g} to {last:.3g}", (f"{trained.description}{ends} {rest}",)
             )

@@ -217,7 +217,7 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
         facts.append(("Time", _duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
     costs = [one.cost for one in view.placed if one.cost is not None]
     if costs:
-        facts.append(("Cost", f"{sum(costs):.4g}", f"of rented machines, {len(costs)} attempts"))
+        facts.append(("Cost", f"{sum(costs):.4f}", f"of rented machines, {len(costs)} attempts"))
     if date := date_of(attempts):
         day, _, clock = date.partition(", ")
         facts.append(("Date", day, clock))

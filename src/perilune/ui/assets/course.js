@@ -244,7 +244,7 @@ function machines() {
     ["Outcome", row => [row.state, h("small", row.cause)], "text"],
     ["Time", row => Format.seconds(row.seconds)],
     ["Price per hour", row => Format.number(row.price || null)],
-    ["Cost", row => Format.number(row.cost)],
+    ["Cost", row => known(value => value.toFixed(4))(row.cost)],
   ];
   return [
     part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
