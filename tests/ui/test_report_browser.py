@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,25 @@ class Window:
     def hover(self, key: str, across: float) -> str:
         """Move the pointer over a chart; what the tooltip says."""
         box = self.chart(key).bounding_box()
+
+        def move() -> None:
+            self.page.mouse.move(0, 0)
+            self.page.mouse.move(box["x"] + across * box["width"], box["y"] + box["height"] / 2)
+
+        return self._tooltip_after(move)
+
+    def press(self, chart: str, key: str) -> str:
+        """Press a key on a chart; what the tooltip says."""
+        self.chart(chart).focus()
+        return self._tooltip_after(lambda: self.page.keyboard.press(key))
+
+    def _tooltip_after(self, act: Callable[[], None]) -> str:
         tooltip = self.page.locator(".tooltip")
         for _ in range(50):  # the end of scrolling hides the tooltip
-            self.page.mouse.move(box["x"] + across * box["width"], box["y"] + box["height"] / 2)
+            act()
             self.page.wait_for_timeout(50)
             if tooltip.is_visible():
                 break
-            self.page.mouse.move(0, 0)
         return str(tooltip.inner_text())
 
     def count(self, selector: str) -> int:
@@ -158,9 +170,7 @@ def test_the_pointer_reads_exact_figures_on_all_linked_charts(window: Window) ->
 
 
 def test_arrow_keys_read_points(window: Window) -> None:
-    window.chart("rl-entropy").focus()
-    window.page.keyboard.press("Home")
-    assert "step 1\n" in window.page.locator(".tooltip").inner_text()
+    assert "step 1\n" in window.press("rl-entropy", "Home")
     window.page.keyboard.press("ArrowRight")
     assert "step 2\n" in window.page.locator(".tooltip").inner_text()
     window.page.keyboard.press("Escape")
@@ -190,14 +200,10 @@ def test_a_range_is_looked_at_closely_on_all_linked_charts(window: Window) -> No
     page.mouse.move(box["x"] + 0.9 * box["width"], middle, steps=4)
     assert window.count(".selection") == 1
     page.mouse.up()
-    window.chart("rl-entropy").focus()
-    page.keyboard.press("Home")
-    first = int(page.locator(".tooltip").inner_text().split()[1])
+    first = int(window.press("rl-entropy", "Home").split()[1])
     assert 4 < first < 9
     page.keyboard.press("0")
-    window.chart("rl-entropy").focus()
-    page.keyboard.press("Home")
-    assert "step 1\n" in page.locator(".tooltip").inner_text()
+    assert "step 1\n" in window.press("rl-entropy", "Home")
     page.keyboard.press("Escape")
 
 
@@ -279,6 +285,10 @@ def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
     assert "step 4 · group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
     page.wait_for_timeout(500)  # charts above are drawn, and the episodes stay in place
     assert abs(page.locator("#episodes").bounding_box()["y"]) < 100
+    page.evaluate("location.hash = '#episodes/after_rl/samples/0%2F23%2F7'")
+    page.wait_for_selector(".episode:nth-child(1)[aria-current] :text('group 23')")  # far down the list
+    page.locator("#evaluations a.mono").first.click()
+    page.wait_for_selector(".detail .reward.wrong")
     page.close()
 
 
@@ -383,6 +393,7 @@ def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any,
 
 
 def test_a_click_on_a_curve_opens_that_step(window: Window) -> None:
+    window.hover("rl-reward", 0.9)  # scrolling has ended
     box = window.chart("rl-reward").bounding_box()
     window.page.mouse.click(box["x"] + box["width"] - 10, box["y"] + 60)
     assert "step 12" in window.page.locator(".detail h3").first.inner_text()

@@ -160,7 +160,8 @@ async function refresh(keepSelection = false, wanted = null) {
   }
   if (mine !== turn) return;
   state.found = matches(loaded);
-  state.shown = PAGE;
+  const asked = wanted && state.found.find(episode => episode.id === wanted);
+  state.shown = PAGE + 1 + state.found.indexOf(asked);
   const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
   const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
   const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
@@ -169,7 +170,6 @@ async function refresh(keepSelection = false, wanted = null) {
   if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
   state.drawn = place;
   drawList();
-  const asked = wanted && state.found.find(episode => episode.id === wanted);
   if (asked || !keepSelection || !state.found.includes(state.current))
     choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
 }
