@@ -15,11 +15,12 @@ from perilune.errors import RequestError
 from perilune.recipe.aliases import ALIASES
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.problems import nearest
-from perilune.recipe.reference import markdown, recipe_schema, sections, user_keys
+from perilune.recipe.reference import markdown, recipe_schema, sections
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 STORY = ("collect", "sft", "rl", "evaluate")
 ITS_ENVIRONMENT = "environment: reasoning_gym/"
+KNOWN = re.compile(r"(recipe|model|resources|stages|environment: .*|task: .*)$")
 MOST_NAMES = 76  # that one person can be asked to know for the story; a name means the same in every task
 MOST_MORE = 13  # that each further task or environment may add
 
@@ -29,6 +30,25 @@ def test_the_page_and_the_schema_are_in_step() -> None:
     assert (REFERENCE / "recipe.md").read_text() == markdown(), f"{how} markdown > docs/reference/recipe.md"
     schema = json.loads((REFERENCE / "recipe.schema.json").read_text())
     assert schema == recipe_schema(), f"{how} schema > docs/reference/recipe.schema.json"
+
+
+def user_keys() -> list[str]:
+    """The keys that a user has to know.
+
+    Leaves out sections that only contain other keys, the options of what is chosen by name, such as an
+    algorithm, and the keys of optional sections, such as `lora`.
+    """
+    holders = {f"recipe/{name}" for name in ("model", "environment", "resources", "stages")}
+    own = [(name, key) for name, keys in sections().items() if KNOWN.match(name) for key in keys]
+    all_keys = {f"{section}/{key.name}" for section, key in own}
+    return [
+        key
+        for section, one in own
+        if (key := f"{section}/{one.name}") not in holders
+        and not any(
+            f"{section}/{one.name[: end.start()]}" in all_keys for end in re.finditer(r"\.", one.name)
+        )
+    ]
 
 
 def test_there_are_few_keys() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -46,28 +46,6 @@ def sections() -> dict[str, tuple[Key, ...]]:
     for name in plugin_names():
         found[f"task: {name}"] = _keys(load_plugin(name).spec)
     return found | {title: _keys(model) for title, model in _choices().items()}
-
-
-def user_keys() -> tuple[str, ...]:
-    """The keys that a user has to know.
-
-    Leaves out sections that only contain other keys, the options of what is chosen by name, such as an
-    algorithm, and the keys of optional sections, such as `lora`.
-    """
-    holders = {"model", "environment", "resources", "stages"}
-    choices = _choices()
-    return tuple(
-        f"{section}/{key.name}"
-        for section, keys in sections().items()
-        for key in keys
-        if not (section in choices or (section == "recipe" and key.name in holders))
-        and not _is_inside_another(keys, key)
-    )
-
-
-def _is_inside_another(keys: Sequence[Key], key: Key) -> bool:
-    """Whether a key is inside an optional section, which is itself one of `keys`."""
-    return any(key.name.startswith(f"{other.name}.") for other in keys)
 
 
 def recipe_schema() -> dict[str, Any]:

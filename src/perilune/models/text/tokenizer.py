@@ -273,12 +273,6 @@ class Tokenizer:
         text: str = self._decoder.decode([int(token) for token in token_ids], skip_special_tokens=True)
         return text
 
-    def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """`decode` for many sequences."""
-        ids = [[int(token) for token in sequence] for sequence in sequences]
-        texts: list[str] = self._decoder.decode_batch(ids, skip_special_tokens=True)
-        return texts
-
     def token_text(self, token_id: int) -> str:
         """The text of a single token; the name of a control token."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)

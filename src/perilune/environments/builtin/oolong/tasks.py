@@ -47,17 +47,13 @@ def draw_tasks(settings: OolongSettings, split: Split, seed: int) -> Iterator[tu
                 yield task_id, task
 
 
-def draw_task(settings: OolongSettings, context: Data, number: int = 0) -> dict[str, Any]:
+def _draw(settings: OolongSettings, context: Data, records: Sequence[Record], number: int) -> dict[str, Any]:
     """The data of a task: the description of its context, a question, and the right answer as text.
 
     Args:
         context: "seed", "lines", "users", "zipf" and "style".
         number: which question about the context, from 0.
     """
-    return _draw(settings, context, list(draw_records(context)), number)
-
-
-def _draw(settings: OolongSettings, context: Data, records: Sequence[Record], number: int) -> dict[str, Any]:
     draw = random.Random(f"oolong/question/{context['seed']}/{number}")
     asked, answer = draw_question(settings, records, draw)
     written = write_answer(asked, answer, _STYLES[context["style"]])
