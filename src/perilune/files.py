@@ -145,6 +145,11 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, text + "\n")
 
 
+def stays_inside(path: str) -> bool:
+    """Whether an untrusted relative path names something below its root. Its parts are between "/"."""
+    return not any(part in {"", ".", ".."} or "\0" in part for part in path.split("/"))
+
+
 def open_inside(root: Path, path: Path) -> BinaryIO:
     """Open the regular file `path` inside the folder `root` for reading.
 

@@ -27,7 +27,7 @@ from perilune.control.evidence.verification import export
 from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import canonical_json, sha256_file
+from perilune.files import canonical_json, sha256_file, stays_inside
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -117,8 +117,7 @@ class ArtifactStore:
         try:
             files: dict[str, dict[str, Any]] = json.loads(data)["files"]
             for name, file in files.items():
-                parts = name.split("/")
-                if any(part in {"", ".", ".."} for part in parts) or "\\" in name or "\0" in name:
+                if not stays_inside(name) or "\\" in name:
                     raise ValueError(f"a path {name!r}")
                 int(file["sha256"], 16), int(file["size"]), int(file["mode"], 8)
                 if len(file["sha256"]) != 64:

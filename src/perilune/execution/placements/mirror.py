@@ -22,7 +22,15 @@ from perilune.bundle.remote.runner import stays
 from perilune.bundle.storage import storage_errors
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts.protocol import HostRefusedError
-from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes, sha256_file, write_atomic
+from perilune.files import (
+    canonical_json,
+    fsync_directory,
+    read_json,
+    sha256_bytes,
+    sha256_file,
+    stays_inside,
+    write_atomic,
+)
 
 FRAME = 1 << 20  # longest frame in bytes
 HEADER = 1 << 24  # longest JSON line in bytes
@@ -270,8 +278,8 @@ def _checked(path: Any) -> str:
     Raises:
         HostRefusedError: it is anything else.
     """
-    parts = path.split("/") if isinstance(path, str) else []
-    odd = [part for part in parts if part in {"", ".", ".."} or "\0" in part]
-    if len(parts) < 2 or parts[0] not in OBSERVED or odd:
-        raise HostRefusedError(f"it sent a file for {str(path)[:200]!r}, which is outside an attempt")
-    return str(path)
+    if isinstance(path, str) and stays_inside(path):
+        folder, _, rest = path.partition("/")
+        if folder in OBSERVED and rest:
+            return path
+    raise HostRefusedError(f"it sent a file for {str(path)[:200]!r}, which is outside an attempt")
