@@ -97,6 +97,8 @@ def test_token_truncation() -> None:
     assert figures["weights_above"] == 0.25
     assert figures["weight_max"] == pytest.approx(math.exp(2))
     assert figures["ess"] == pytest.approx(effective_share(np.exp([2.5, -1])), rel=1e-6)
+    products = np.array([2 * math.exp(0.5), math.exp(-1)])  # of the bounded weights
+    assert figures["ess_bounded"] == pytest.approx(effective_share(products), rel=1e-6)
     assert figures["perplexity_ratio"] == pytest.approx(math.exp(-(0.5 + 2 + 0 - 1) / 4), rel=1e-6)
     assert figures["chi2_token"] == pytest.approx(np.mean(np.exp([1.0, 4, 0, -2])) - 1, rel=1e-6)
     assert figures["chi2_sequence_product"] == pytest.approx(np.mean(np.exp([5.0, -2])) - 1, rel=1e-6)

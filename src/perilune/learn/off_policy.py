@@ -190,6 +190,13 @@ def _rejected(log_w: Array, settings: OffPolicySettings) -> bool:
     return not low <= measured <= high
 
 
+def _log_bounded(log_w: Array, settings: OffPolicySettings) -> float:
+    """The log of an answer's bounded weight; of a product of them at the level of tokens."""
+    with np.errstate(divide="ignore"):  # a weight of 0
+        logs = np.log(bounded(at_level(log_w, settings.level), settings.weight, *settings.bounds))
+    return float(logs.sum() if settings.level == "token" else logs[0])
+
+
 class _WeightStatistics:
     """The weights of a batch, before and after their bounds."""
 
@@ -216,10 +223,11 @@ class _WeightStatistics:
         if not settings.measures:
             return masked
         log_sequences = np.array([one.sum() for one in self._tokens])
+        log_bounded = np.array([_log_bounded(one, settings) for one in self._tokens])
         sequences, (low, high) = ratio(log_sequences), settings.bounds
         return masked | {
             "ess": effective_share(sequences),
-            "ess_bounded": effective_share(bounded(log_sequences, settings.weight, low, high)),
+            "ess_bounded": effective_share(ratio(log_bounded)),
             "weight_mean": float(tokens.mean()),
             "weight_min": float(tokens.min()),
             "weight_max": float(tokens.max()),
