@@ -135,7 +135,7 @@ def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, An
     found = interval(changes)
     return {
         "pairs": pairs,
-        **{f"slow-down, share of a step, {name}": round(found[name], 4) for name in ("mean", "low", "high")},
+        **{f"slow-down, percent, {name}": round(100 * found[name], 1) for name in ("mean", "low", "high")},
         "telemetry, share of training": round((used(run.worker) - worker) / (used(task) - began), 4),
     }
 
