@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
 
-from perilune.cli.inspect.serve import _openvino, _torch_device
 from perilune.engine.engine import Engine
 from perilune.engine.openvino_package import devices
 from perilune.engine.openvino_runner import OpenVino
@@ -22,6 +22,8 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
 from perilune.models.narrow import narrowed
+from perilune.serve.server import _openvino
+from perilune.serve.settings import Settings
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.sampling import OpenVinoSpec, ServerSpec
@@ -139,12 +141,13 @@ def test_importing_openvino_does_not_start_its_telemetry() -> None:
 
 
 def test_serve_chooses_the_backend() -> None:
-    assert _openvino("openvino", "gpu.1", "int8", "u8", "float32") == OpenVino("GPU.1", "int8", "u8")
-    assert _openvino("native", "cpu", "float32", "float32", "float32") is None
+    chosen = Settings(Path(), backend="openvino", device="gpu.1", weights="int8", kv_cache="u8")
+    assert _openvino(chosen) == OpenVino("GPU.1", "int8", "u8")
+    assert _openvino(Settings(Path(), device="cpu")) is None
     with pytest.raises(RequestError, match="int8 needs --backend openvino"):
-        _openvino("native", "cpu", "int8", "float32", "float32")
+        Settings(Path(), weights="int8")
     with pytest.raises(RequestError, match="'NPU' is not auto, cpu or cuda"):
-        _torch_device("NPU")
+        Settings(Path(), device="NPU")
 
 
 def test_recipes_choose_the_engine() -> None:

@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from fastapi.testclient import TestClient
 from served import make_checkpoint
 
-from perilune.cli.inspect.serve import _adapter
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, SamplingParams
 from perilune.engine.runner import TorchRunner
@@ -22,7 +21,8 @@ from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.app import make_app, text_routes
 from perilune.serve.guard import BodyLimits
-from perilune.serve.server import Settings, _service
+from perilune.serve.server import _service
+from perilune.serve.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
     checkpoint, poet = folders
-    settings = Settings(checkpoint, "base", slots=8, adapters=dict([_adapter(f"poet={poet}")]))
+    settings = Settings(checkpoint, name="base", slots=8, adapters=[f"poet={poet}"])
     service, _ = _service(settings, print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -81,18 +81,18 @@ def test_other_names_are_refused(client: TestClient) -> None:
 @pytest.mark.parametrize("given", ["poet", "=folder", "poet="])
 def test_an_adapter_needs_a_name_and_a_folder(given: str) -> None:
     with pytest.raises(RequestError, match="is not NAME=FOLDER"):
-        _adapter(given)
+        Settings(Path(), adapters=[given])
 
 
 def test_the_models_own_name_is_taken(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
-        _service(Settings(folders[0], "base", adapters={"base": folders[1]}), print)
+        _service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)
 
 
 def test_a_failed_embedding_and_a_defect_fail_one_request(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, routers = _service(Settings(folders[0], "base", slots=8, embeddings="mean"), print)
+    service, routers = _service(Settings(folders[0], name="base", slots=8, embeddings="mean"), print)
     defect = APIRouter()
     defect.get("/defect")(lambda: 1 // 0)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[*routers, defect])

@@ -27,7 +27,8 @@ from perilune.serve.guard import BodyLimits
 from perilune.serve.response_answer import ResponseAnswer
 from perilune.serve.response_body import ResponseBody
 from perilune.serve.response_routes import Conversations
-from perilune.serve.server import Settings, _service
+from perilune.serve.server import _service
+from perilune.serve.settings import Settings
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
@@ -252,7 +253,7 @@ def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
         ],
     }
     result = {"role": "tool", "tool_call_id": "a1", "content": "5"}
-    service, _ = _service(Settings(tmp_path / "tools", "tools"), print)
+    service, _ = _service(Settings(tmp_path / "tools", name="tools"), print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
         asked = http.post("/tokenize", json={"messages": [*ASKED, called, result], "tools": TOOLS}).json()
@@ -289,7 +290,7 @@ def test_options_of_the_prompt_reach_the_template(
     )
     tokenizer = TOKENIZER.with_chat_template(template, where="test")
     save_checkpoint(tmp_path / "m", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
-    service, _ = _service(Settings(tmp_path / "m", "m"), print)
+    service, _ = _service(Settings(tmp_path / "m", name="m"), print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
         found = http.post("/tokenize", json={"messages": ASKED, **options}).json()

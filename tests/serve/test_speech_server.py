@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parent.parent / "speech"))
 from speech_cases import small_model
 
 from perilune.errors import RequestError
-from perilune.serve.server import Settings, serve
+from perilune.serve.server import serve
+from perilune.serve.settings import Settings
 from perilune.speech.folder import load_speech_model, save_speech_model
 from perilune.speech.prompt import Utterance
 from perilune.speech.sampling import SpeechSampling
@@ -144,7 +145,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
 
 
 def test_options_of_text_models_are_refused(folder: Path) -> None:
-    settings = Settings(folder, "voice", port=0, weight_updates=True)
+    settings = Settings(folder, name="voice", port=0, weight_updates=True)
     with pytest.raises(RequestError) as refused:
         serve(settings, print)
     assert refused.value.where == "--weight-updates"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -12,6 +15,8 @@ from perilune.cli.output import echo
 from perilune.errors import PeriluneError, RequestError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from perilune.control.record.store import Run
     from perilune.control.runs.experiments import Control
 
@@ -157,6 +162,24 @@ def bundle_folder(target: str) -> Path:
 
     control = Control()
     return control.directory(find_run(control, target))
+
+
+def options_of(settings: type[DataclassInstance]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command with `**options` the options that annotate the fields of a dataclass."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        given = signature(command, eval_str=True).parameters.values()
+        own = [one for one in given if one.kind is not Parameter.VAR_KEYWORD]
+        hints = get_type_hints(settings, include_extras=True)
+        options = [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+            for one in fields(settings)
+            if get_origin(hints[one.name]) is Annotated
+        ]
+        command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def checkpoint_folder(checkpoint: str) -> Path:

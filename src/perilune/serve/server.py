@@ -6,17 +6,14 @@ import asyncio
 import gc
 import resource
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 import torch
 import uvicorn
 from fastapi import APIRouter
 
-from perilune.engine.embedding import Pooling
 from perilune.engine.engine import Engine
 from perilune.engine.offload import OffloadSettings
 from perilune.engine.openvino_runner import OpenVino
@@ -38,8 +35,9 @@ from perilune.serve.guard import BodyLimits
 from perilune.serve.model import ServedModel
 from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
+from perilune.serve.settings import Settings
 from perilune.serve.speech import SpeechService, speech_routes
-from perilune.serve.tool_formats import FORMATS, ToolFormatName, format_of
+from perilune.serve.tool_formats import FORMATS, format_of
 from perilune.serve.tracing import Spans
 from perilune.serve.weights import MOST_CHUNK, WeightUpdates, reload_routes, weight_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
@@ -51,62 +49,6 @@ _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
 _MOST_CONNECTIONS = 4096
 _HEAD_SECONDS = 10.0  # to receive the headers of a request
 _CLOSE_SECONDS = 5  # to send the ends of aborted answers
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the server.
-
-    Attributes:
-        checkpoint: Hugging Face folder.
-        name: name of the model in requests.
-        token_env: name of the environment variable with the token; "" for none.
-        slots: samples that the engine computes at a time.
-        max_queue: samples that may wait.
-        cache_tokens: size of the KV cache in tokens of all samples; 0 for the engine's default.
-        offload: where evicted blocks are kept; None for nowhere.
-        speculate: how to propose tokens; "auto" looks them up where that changes no bit, None proposes none.
-        draft: checkpoint that drafts for "draft"; None for the model itself in int8.
-        max_body: largest request body in bytes.
-        drain: seconds to finish open requests after SIGTERM.
-        stalled: seconds until a client that neither reads nor sends is disconnected.
-        max_connections: connections at a time; None for what the limit on open files allows, at most 4096.
-        weight_updates: whether clients may replace the weights.
-        adapters: folders of LoRA adapters in PEFT format, by their names in requests.
-        adapters_from: folder from which clients may load adapters; None for none.
-        traces: file to which a span of each request is appended; None for none.
-        embeddings: how hidden states become an embedding; None for no embeddings.
-        control: whether clients may pause the server, put it to sleep and empty its prefix cache.
-        reasoning: whether the text in <think> ... </think> is returned apart.
-        tool_format: how the model writes tool calls; None to find it in the chat template.
-    """
-
-    checkpoint: Path
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token_env: str = ""
-    slots: int = 64
-    max_queue: int = 256
-    cache_tokens: int = 0
-    offload: OffloadSettings | None = None
-    speculate: Literal["auto", "lookup", "draft"] | None = "auto"
-    draft: Path | None = None
-    max_body: int = 4 << 20
-    device: str = "auto"
-    dtype: str = "float32"
-    drain: float = 30.0
-    stalled: float = 60.0
-    max_connections: int | None = None
-    weight_updates: bool = False
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    adapters_from: Path | None = None
-    embeddings: Pooling | None = None
-    traces: Path | None = None
-    control: bool = False
-    reasoning: bool = False
-    tool_format: ToolFormatName | None = None
-    openvino: OpenVino | None = None
 
 
 def serve(
@@ -137,14 +79,14 @@ def serve(
 def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, list[APIRouter]]:
     """Load the checkpoint, and create the engine, the service, and the routes of its options."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings.device), dtype)
+    loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings), dtype)
     if isinstance(loaded, TransformersModel):
         notify(loaded.notice)
     template = tokenizer.chat_template
     calls = (
-        FORMATS[settings.tool_format]
-        if settings.tool_format
-        else format_of(None if template is None else template.source)
+        format_of(None if template is None else template.source)
+        if settings.tool_format == "auto"
+        else FORMATS[settings.tool_format]
     )
     tokenizer = tokenizer.showing(calls.marks)
     config = loaded.config
@@ -153,12 +95,13 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         slots=settings.slots,
         cache_tokens=settings.cache_tokens or None,
         tokenizer=tokenizer,
-        runner=settings.openvino or fastest_runner,
+        runner=_openvino(settings) or fastest_runner,
     )
-    if settings.offload is not None:
-        engine.offload(settings.offload)
+    if settings.offload_memory or settings.offload_disk:
+        memory, disk = round(settings.offload_memory * 2**30), round(settings.offload_disk * 2**30)
+        engine.offload(OffloadSettings(memory, disk))
     _speculate(engine, settings, dtype)
-    for name, folder in settings.adapters.items():
+    for name, folder in settings.adapter_folders.items():
         if name == settings.name:
             raise RequestError(
                 f"{name!r} is the name of the model", where="--adapter", remedy="use another name"
@@ -171,7 +114,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         vocab_size=config.vocab_size,
         context=engine.positions,
         end_tokens=tuple(end for end in dict.fromkeys(ends) if end < config.vocab_size),
-        adapters=dict(settings.adapters),
+        adapters=settings.adapter_folders,
         reasoning=settings.reasoning,
         tool_format=calls,
     )
@@ -207,19 +150,19 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
         "--dtype": settings.dtype != "float32",
         "--adapter": settings.adapters,
         "--adapters-from": settings.adapters_from,
-        "--offload-memory": settings.offload,
+        "--offload-memory": settings.offload_memory or settings.offload_disk,
         "--weight-updates": settings.weight_updates,
         "--control": settings.control,
-        "--backend": settings.openvino,
+        "--backend": settings.backend != "native",
         "--draft": settings.draft,
-        "--embeddings": settings.embeddings,
+        "--embeddings": settings.embeddings != "off",
         "--reasoning": settings.reasoning,
-        "--tool-format": settings.tool_format,
+        "--tool-format": settings.tool_format != "auto",
     }
     given = next((option for option, value in unsupported.items() if value), None)
     if given is not None:
         raise RequestError("is not possible with a speech model", where=given, remedy="leave it out")
-    model = load_speech_model(settings.checkpoint).to(_device(settings.device))
+    model = load_speech_model(settings.checkpoint).to(_device(settings))
     speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
     speaker.warm_up()
     service = SpeechService(settings.name, speaker, settings.slots + settings.max_queue)
@@ -228,15 +171,15 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
 
 def _speculate(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
     """Turn speculation on as the settings say."""
-    if settings.draft is not None and settings.speculate != "draft":
+    if settings.draft and settings.speculate != "draft":
         raise RequestError("--draft needs --speculate draft", where="--draft")
     if settings.speculate == "draft":
         draft = None
-        if settings.draft is not None:
-            loaded, _ = load_for_inference(settings.draft, _device(settings.device), dtype)
+        if settings.draft:
+            loaded, _ = load_for_inference(Path(settings.draft), _device(settings), dtype)
             if not isinstance(loaded, Decoder):
                 raise RequestError(
-                    "a draft must be a model that Perilune computes itself", where=str(settings.draft)
+                    "a draft must be a model that Perilune computes itself", where=settings.draft
                 )
             draft = loaded
         engine.speculate(SpeculationSettings("draft", draft=draft))
@@ -255,7 +198,7 @@ def _optional_routes(
                 "only a model that Perilune computes itself, served without adapters, can get new weights",
                 where="--weight-updates",
             )
-        chunk = min(settings.max_body, MOST_CHUNK)
+        chunk = min(_body_bytes(settings), MOST_CHUNK)
         updates = WeightUpdates(engine, loaded, service.thread, chunk, changing)
         routers.append(weight_routes(updates))
         if settings.control:  # it reads any folder of this machine
@@ -269,7 +212,7 @@ def _optional_routes(
             engine, service.thread, model.name, model.adapters, settings.adapters_from, changing
         )
         routers.append(adapter_routes(loads))
-    if settings.embeddings is not None:
+    if settings.embeddings != "off":
         if not isinstance(loaded, Decoder):
             raise RequestError(
                 "transformers computes this model, and embeddings need Perilune's own decoder",
@@ -283,13 +226,27 @@ def _optional_routes(
     return routers
 
 
-def _device(requested: str) -> str:
+def _device(settings: Settings) -> str:
+    """The device of the model in torch."""
+    if settings.backend == "openvino":
+        return "cpu"  # of the weights that it copies
     available = torch.cuda.is_available()
-    if requested == "cuda" and not available:
+    if settings.device == "cuda" and not available:
         raise RequestError(
             "device cuda was requested, and this machine has no CUDA device", remedy="perilune doctor"
         )
-    return "cuda" if available and requested != "cpu" else "cpu"
+    return "cuda" if available and settings.device != "cpu" else "cpu"
+
+
+def _openvino(settings: Settings) -> OpenVino | None:
+    """The settings of the backend, if it is OpenVINO."""
+    if settings.backend == "native":
+        return None
+    return OpenVino(settings.device.upper(), settings.weights, settings.kv_cache, precision=settings.dtype)
+
+
+def _body_bytes(settings: Settings) -> int:
+    return round(settings.max_body * 2**20)
 
 
 class _Server(uvicorn.Server):
@@ -303,13 +260,13 @@ class _Server(uvicorn.Server):
         token: str | None,
         announce: Callable[[], None],
     ) -> None:
-        bodies = BodyLimits(settings.max_body, min(BodyLimits.seconds, settings.stalled))
+        bodies = BodyLimits(_body_bytes(settings), min(BodyLimits.seconds, settings.stall))
         app = make_app(service, token=token, bodies=bodies, routers=routers, spans=_spans(settings.traces))
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
             most=min(settings.max_connections or _MOST_CONNECTIONS, connections),
-            head_seconds=min(_HEAD_SECONDS, settings.stalled),
-            stalled=settings.stalled,
+            head_seconds=min(_HEAD_SECONDS, settings.stall),
+            stalled=settings.stall,
             request_bytes=2 * bodies.discarded,
         )
         super().__init__(

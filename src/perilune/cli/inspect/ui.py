@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from perilune.cli.arguments import Json, require_packages
-from perilune.cli.inspect.serve import Host, Port, TokenEnv
 from perilune.cli.output import echo, print_json
+from perilune.serve.settings import Host, Port, TokenEnv
 
 
 def ui(

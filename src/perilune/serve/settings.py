@@ -1,0 +1,166 @@
+"""The settings of the server, and the options of `perilune serve` that they are given by."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+from perilune.errors import RequestError
+
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
+TokenEnv = Annotated[
+    str,
+    Option(
+        metavar="NAME",
+        help="Environment variable with the bearer token of requests. Required unless HOST is loopback.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the server. Each is an option of `perilune serve`, except for the checkpoint's folder.
+
+    Raises:
+        RequestError: naming the option, when they contradict each other.
+    """
+
+    checkpoint: Path
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    token_env: TokenEnv = ""
+    name: Annotated[
+        str, Option(help="Model name in requests. Default: the name of the folder or the run.")
+    ] = ""
+    adapters: Annotated[
+        list[str] | None,
+        Option(
+            "--adapter",
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter as PEFT writes it; requests select it with model=NAME. Repeatable.",
+        ),
+    ] = None
+    adapters_from: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Let clients load and unload the LoRA adapters in this folder."),
+    ] = None
+    slots: Annotated[int, Option(min=1, max=4096, help="Samples that are computed at a time.")] = 64
+    max_queue: Annotated[
+        int, Option(min=0, help="Samples that may wait; further requests get status 429.")
+    ] = 256
+    cache_tokens: Annotated[
+        int,
+        Option(
+            min=0,
+            max=1 << 30,
+            help="Tokens in the KV cache, which bounds the length of a request. 0 for as many as fit into"
+            " 4 GiB.",
+        ),
+    ] = 0
+    offload_memory: Annotated[
+        float,
+        Option(
+            min=0, metavar="GIB", help="Host memory for the keys and values that the cache evicts, in GiB."
+        ),
+    ] = 0.0
+    offload_disk: Annotated[
+        float,
+        Option(
+            min=0,
+            metavar="GIB",
+            help="Size of a temporary file for what does not fit into host memory, in GiB.",
+        ),
+    ] = 0.0
+    speculate: Annotated[
+        Literal["auto", "off", "lookup", "draft"],
+        Option(
+            help="Speculative decoding, which does not change answers: propose tokens from earlier text"
+            " (lookup) or with a draft model (draft). auto: lookup on a CPU."
+        ),
+    ] = "auto"
+    draft: Annotated[
+        str,
+        Option(
+            metavar="CHECKPOINT",
+            help="Draft model for --speculate draft. Default: the served model in int8.",
+        ),
+    ] = ""
+    max_body: Annotated[float, Option(min=0.001, max=1024, help="Largest request body, in MiB.")] = 4.0
+    backend: Annotated[
+        Literal["native", "openvino"],
+        Option(help="Compute the model with Perilune's engine, or with OpenVINO on Intel devices."),
+    ] = "native"
+    device: Annotated[
+        str,
+        Option(
+            help="Device of the model: auto, cpu or cuda; with --backend openvino auto, CPU, GPU, NPU, or"
+            " another that `perilune doctor` lists."
+        ),
+    ] = "auto"
+    weights: Annotated[
+        Literal["float32", "int8"], Option(help="How OpenVINO stores matrices; needs --backend openvino.")
+    ] = "float32"
+    kv_cache: Annotated[
+        Literal["float32", "u8"],
+        Option(help="How OpenVINO stores keys and values; needs --backend openvino."),
+    ] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="Dtype of the weights.")] = "float32"
+    drain: Annotated[
+        float, Option(min=0, help="Seconds to finish open requests after SIGTERM or Ctrl-C.")
+    ] = 30.0
+    stall: Annotated[
+        float, Option(min=1, help="Seconds until a client that neither reads nor sends is disconnected.")
+    ] = 60.0
+    max_connections: Annotated[
+        int | None,
+        Option(min=1, help="Open connections. Default: what the limit on open files allows, at most 4096."),
+    ] = None
+    weight_updates: Annotated[
+        bool,
+        Option("--weight-updates", help="Let clients replace the weights, with `perilune push`."),
+    ] = False
+    control: Annotated[
+        bool,
+        Option(
+            "--control",
+            help="Let clients pause the server, put the model to sleep and empty the prefix cache, as in"
+            " vLLM.",
+        ),
+    ] = False
+    reasoning: Annotated[
+        bool,
+        Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
+    ] = False
+    tool_format: Annotated[
+        Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"],
+        Option(help="How the model writes tool calls. auto finds it in the chat template."),
+    ] = "auto"
+    embeddings: Annotated[
+        Literal["off", "mean", "last"],
+        Option(help="Serve /v1/embeddings: the mean hidden state of a text, or the one of its last token."),
+    ] = "off"
+    traces: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Append an OpenTelemetry span of each request, as JSON lines (OTLP)."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.backend == "native":
+            if self.device not in {"auto", "cpu", "cuda"}:
+                what = f"{self.device!r} is not auto, cpu or cuda"
+                raise RequestError(what, where="--device", remedy="or add --backend openvino")
+            for option, value in {"--weights": self.weights, "--kv-cache": self.kv_cache}.items():
+                if value != "float32":
+                    raise RequestError(f"{value} needs --backend openvino", where=option)
+        for given in self.adapters or []:
+            name, _, folder = given.partition("=")
+            if not name or not folder:
+                raise RequestError(f"{given!r} is not NAME=FOLDER", where="--adapter")
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """The folders of LoRA adapters by their names in requests."""
+        pairs = (given.partition("=") for given in self.adapters or [])
+        return {name: Path(folder).expanduser() for name, _, folder in pairs}
