@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -84,6 +86,47 @@ def test_places_are_lines_and_rows(tmp_path: Path) -> None:
     lines, table = as_lines(tmp_path / "a.jsonl"), as_parquet(tmp_path / "a.parquet")
     assert list(read_rows(lines))[2].place == f"{lines}:5"  # every other line is blank
     assert list(read_rows(table))[2].place == f"{table} row 3"
+
+
+PAIRS = [{"prompt": f'{n} "and"\nmore, é', "completion": str(n), "note": ""} for n in range(40)]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";"])
+def test_a_table_of_texts_has_the_columns_of_its_header(delimiter: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, PAIRS[0], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(PAIRS)
+    path.write_bytes(path.read_bytes() + b"\r\n\r\n")
+    rows = list(read_rows(path))
+    assert [row.value for row in rows] == PAIRS and rows[2].place == f"{path} row 3"
+    bare = path.rename(tmp_path / "data")  # a bundle keeps no suffix
+    assert [row.value for row in read_rows(bare)] == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "row"),
+    [
+        (b"prompt,completion\na,b\nc\n", "1 values for 2 columns", 2),
+        (b'prompt,completion\na,"b\n', "unexpected end of data", 1),
+        (b"prompt,completion\na,\xff\n", "can't decode", 1),
+        (b"prompt,completion\na," + b"b" * (17 << 20), "larger than field limit", 1),
+        (b"prompt,prompt\na,b\n", "two columns have the same name", 1),
+    ],
+)
+def test_a_bad_table_is_one_error_with_its_place(content: bytes, said: str, row: int, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_bytes(content)
+    with pytest.raises(RequestError) as caught:
+        list(read_rows(path))
+    assert said in caught.value.what and caught.value.where == f"{path} row {row}"
+
+
+def test_a_compressed_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    with pytest.raises(RequestError, match="is compressed"):
+        list(read_rows(tmp_path / "a.jsonl.gz"))
 
 
 def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Rows of the user's own data files: JSON Lines, JSON, Parquet, and folders that `datasets` saved.
+"""Rows of the user's own data files: JSON Lines, JSON, CSV, Parquet, and folders that `datasets` saved.
 
 Rows are read in order and one batch at a time, so memory does not grow with the file.
 """
 
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,10 +15,12 @@ from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
 from perilune.files import open_regular, read_json, read_regular, strict_json
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
 BATCH = 256  # rows of a columnar file in memory at a time
 HEAD = 8  # bytes that tell a columnar file
+BOM = b"\xef\xbb\xbf"  # of UTF-8
+LONGEST_FIELD = 1 << 24  # characters of a CSV field
 
 # The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
 COLUMNS = frozenset(
@@ -124,8 +128,13 @@ def _rows(file: Path) -> Iterator[Row]:
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         return _columnar_rows(file, head)
     with open_regular(file) as opened:
-        starts = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    return _array_rows(file) if starts == b"[" else _line_rows(file)
+        starts = opened.read(4096).removeprefix(BOM).lstrip()
+    if starts.startswith(b"["):
+        return _array_rows(file)
+    if starts.startswith(b"\x1f\x8b"):
+        raise RequestError("is compressed", where=str(file), remedy="decompress it with gunzip")
+    delimiter = _delimiter(starts)
+    return _line_rows(file) if delimiter is None else _csv_rows(file, delimiter)
 
 
 def _line_rows(file: Path) -> Iterator[Row]:
@@ -134,7 +143,7 @@ def _line_rows(file: Path) -> Iterator[Row]:
         if problem:
             raise RequestError(problem, where=place)
         try:
-            value = strict_json(raw.removeprefix(b"\xef\xbb\xbf"))
+            value = strict_json(raw.removeprefix(BOM))
         except ValueError as error:
             raise RequestError(f"not valid JSON: {error}", where=place) from None
         yield _row(place, value)
@@ -142,11 +151,39 @@ def _line_rows(file: Path) -> Iterator[Row]:
 
 def _array_rows(file: Path) -> Iterator[Row]:
     try:
-        values = strict_json(read_regular(file).removeprefix(b"\xef\xbb\xbf"))
+        values = strict_json(read_regular(file).removeprefix(BOM))
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", where=str(file)) from None
     for number, value in enumerate(values, start=1):
         yield _row(f"{file} row {number}", value)
+
+
+def _delimiter(starts: bytes) -> str | None:
+    """The delimiter of a CSV file, whose header names a column that is read; None for another file."""
+    header = starts.splitlines()[:1]
+    for delimiter in () if starts.startswith(b"{") else (",", "\t", ";"):
+        names = csv.reader([line.decode(errors="replace") for line in header], delimiter=delimiter)
+        if COLUMNS.intersection(next(names, [])):
+            return delimiter
+    return None
+
+
+def _csv_rows(file: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(LONGEST_FIELD)
+    with open_regular(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        number = 0
+        try:
+            header = next(rows)
+            if len(set(header)) < len(header):
+                raise ValueError("two columns have the same name")
+            for fields in filter(None, rows):
+                if len(fields) != len(header):
+                    raise ValueError(f"{len(fields)} values for {len(header)} columns")
+                number += 1
+                yield Row(f"{file} row {number}", dict(zip(header, fields, strict=True)))
+        except (csv.Error, ValueError) as error:  # also text that is not UTF-8
+            raise RequestError(f"not valid CSV: {error}", where=f"{file} row {number + 1}") from None
 
 
 def _row(place: str, value: Any) -> Row:
