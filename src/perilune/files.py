@@ -227,6 +227,14 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
 
 
+def read_measured(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that can be measured again; {} if there is no such file, or it is damaged."""
+    try:
+        return dict(read_json(path))
+    except (RequestError, OSError, TypeError, ValueError):
+        return {}
+
+
 def extract_all(archive: tarfile.TarFile, root: Path) -> None:
     """Extract a tar archive below `root`, refusing whatever leads outside of it, and devices.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perilune.errors import RequestError
-from perilune.files import read_json, write_json
+from perilune.files import read_measured, write_json
 from perilune.simulate.step_cost import NAMES, StepCost, StepTimes
 
 FILE = "simulation.json"  # in the home
@@ -129,7 +129,7 @@ def engine_digest() -> str:
 
 def save(home: Path, found: Calibrated) -> None:
     """Keep coefficients in the home, in place of earlier ones of the same machine and model."""
-    document = _document(home)
+    document = read_measured(home / FILE)
     document.setdefault(found.machine, {})[found.model] = asdict(found)
     write_json(home / FILE, document)
 
@@ -141,7 +141,7 @@ def load(home: Path, machine: str, model: str) -> Calibrated:
         RequestError: when there are none, or another version of the engine was measured.
     """
     try:
-        found = _read(_document(home)[machine][model])
+        found = _read(read_measured(home / FILE)[machine][model])
     except (KeyError, TypeError):  # none, or damaged
         found = None
     remedy = "run perilune calibrate RECIPE, or name other machines with --machines"
@@ -165,10 +165,3 @@ def _read(document: Mapping[str, Any]) -> Calibrated:
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
-
-
-def _document(home: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json(home / FILE))
-    except (RequestError, OSError):  # none yet, or damaged: `perilune calibrate` measures again
-        return {}

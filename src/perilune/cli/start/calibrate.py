@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -81,8 +80,7 @@ def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda 
         RequestError: when the recipe has no language model.
         WorkFailedError: when the recipe that measures the learner fails.
     """
-    import torch
-
+    from perilune.cli.start.calibration import clock_of
     from perilune.cli.train.estimate import device_of
     from perilune.simulate.calibrate import measure_steps
     from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
@@ -91,13 +89,9 @@ def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda 
         raise RequestError("the recipe has no language model to calibrate", where=recipe.name)
     device, section = device_of(recipe.resources), recipe.model.model_dump()
     decoder = _decoder(section, device)
-    before = torch.get_num_threads()
-    if device != "cuda":
-        torch.set_num_threads(int(device))
-    clock = time.process_time if device == "1" else time.perf_counter
-    step, error = measure_steps(decoder, seconds, clock, say)
-    publish = _publish(decoder, clock)
-    torch.set_num_threads(before)
+    with clock_of(device) as clock:
+        step, error = measure_steps(decoder, seconds, clock, say)
+        publish = _publish(decoder, clock)
     say("Measuring the learner with a small recipe")
     parameters = sum(one.numel() for one in decoder.parameters())
     training = _training(recipe, SHAPES if parameters < LARGE else SMALL_SHAPES)
@@ -150,8 +144,7 @@ def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[
         for number, (prompts, samples, longest) in enumerate(shapes)
     )
     text = RECIPE.format(sums=SUMS, model=json.dumps(section), resources=json.dumps(resources), stages=stages)
-    with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
-        document = run_on_sums(Path(folder), text)
+    with run_on_sums(text) as document:
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
         found = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
         trial = try_environment(SECTION, 0, recipe_tokenizer(recipe.model.model_dump()), None)

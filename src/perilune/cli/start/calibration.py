@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from perilune.errors import RequestError, WorkFailedError
-from perilune.files import read_json, read_json_lines, write_json
+from perilune.errors import WorkFailedError
+from perilune.files import read_json_lines, read_measured, write_json
 
 if TYPE_CHECKING:
     from perilune.data.episode import Episode
@@ -36,7 +37,6 @@ SAMPLES, LENGTH, PROMPT = 8, 24, 8  # episodes of a group, tokens of an answer a
 PATIENCE = 3  # times the planned time, after which the last model is left out
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
 ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
-PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
 
 SUMS = "sums.py:Sums"
 RECIPE = f"""name: calibration
@@ -137,27 +137,33 @@ class Calibration:
 
 def calibrate(devices: Sequence[str], seconds: float) -> list[Calibration]:
     """Measure a small recipe, and each device ("cuda", or a number of threads) for a share of `seconds`."""
-    import torch
-
-    overhead, before = measure_overhead(), torch.get_num_threads()
-    found = []
+    overhead, found = measure_overhead(), []
     for device in devices:
-        if device != "cuda":
-            torch.set_num_threads(int(device))
-        speeds = measure_speeds(device, seconds / len(devices))
+        with clock_of(device) as clock:
+            speeds = measure_speeds(device, seconds / len(devices), clock)
         found.append(Calibration(device, speeds, overhead, time.time()))
-    torch.set_num_threads(before)
     return found
 
 
-def measure_speeds(device: str, seconds: float) -> tuple[Speed, ...]:
-    """The speeds of models of three sizes with torch's current number of threads."""
+@contextmanager
+def clock_of(device: str) -> Iterator[Callable[[], float]]:
+    """Let torch use the threads of a device, and yield the clock to measure it with."""
+    import torch
+
+    before = torch.get_num_threads()
+    if device != "cuda":
+        torch.set_num_threads(int(device))
+    yield time.process_time if device == "1" else time.perf_counter  # other load changes the former little
+    torch.set_num_threads(before)
+
+
+def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> tuple[Speed, ...]:
+    """The speeds of models of three sizes."""
     from perilune.models.checkpoints.loading import new_model
     from perilune.models.text.tokenizer import Tokenizer
 
     models = [new_model(config, Tokenizer.characters(), seed=0) for config in _configs()]
     share = seconds / (6 * len(models))
-    clock = time.process_time if device == "1" else time.perf_counter  # other load changes the former little
     began, speeds = time.perf_counter(), list[Speed]()
     for model in models:
         if len(speeds) > 1 and time.perf_counter() - began > PATIENCE * seconds:
@@ -279,8 +285,9 @@ def measure_overhead() -> Overhead:
     Raises:
         WorkFailedError: when the recipe fails.
     """
-    with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as folder:
-        document = run_on_sums(Path(folder), RECIPE)
+    from perilune.simulate.calibrate import PARTS
+
+    with run_on_sums(RECIPE) as document:
         scorer = _scorer_start(SECTION)
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
         memory = {stage["name"]: (stage["memory"] or {}).get("peak_bytes", 0) for stage in document["stages"]}
@@ -295,22 +302,24 @@ def measure_overhead() -> Overhead:
     return Overhead(stages, step, max(turn, NEGLIGIBLE), peaks, scorer)
 
 
-def run_on_sums(folder: Path, recipe: str) -> dict[str, Any]:
-    """Run a recipe on the environment `SUMS`; its results as `perilune run --json`.
+@contextmanager
+def run_on_sums(recipe: str) -> Iterator[dict[str, Any]]:
+    """Run a recipe on the environment `SUMS` in a home that lasts for the block; its `run --json`.
 
     Raises:
         WorkFailedError: when the recipe fails.
     """
-    path = folder / "calibration.yaml"
-    path.write_text(recipe)
-    (folder / SUMS.partition(":")[0]).write_text(ENVIRONMENT)
-    command = [sys.executable, "-m", "perilune.cli.main", "run", str(path), "--json"]
-    home = {"PERILUNE_HOME": str(folder / "home")}
-    done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
+    with tempfile.TemporaryDirectory(prefix="perilune-calibration-") as name:
+        folder = Path(name)
+        path = folder / "calibration.yaml"
+        path.write_text(recipe)
+        (folder / SUMS.partition(":")[0]).write_text(ENVIRONMENT)
+        command = [sys.executable, "-m", "perilune.cli.main", "run", str(path), "--json"]
+        home = {"PERILUNE_HOME": str(folder / "home")}
+        done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WorkFailedError("the calibration recipe failed", remedy=done.stderr[-2000:])
+        yield json.loads(done.stdout)
 
 
 def _scorer_start(section: Mapping[str, Any]) -> float:
@@ -340,24 +349,17 @@ def machine_name() -> str:
 
 def save(home: Path, found: Sequence[Calibration]) -> None:
     """Keep the calibrations of this machine in the home, those of other machines untouched."""
-    document = _document(home)
+    document = read_measured(home / FILE)
     document[machine_name()] = {one.device: asdict(one) for one in found}
     write_json(home / FILE, document)
 
 
 def load(home: Path, device: str) -> Calibration | None:
     """The calibration of a device of this machine ("cuda", or a number of threads), or None."""
-    found = _document(home).get(machine_name(), {}).get(device)
+    found = read_measured(home / FILE).get(machine_name(), {}).get(device)
     try:
         kinds = ("decode", "update", "reinforce")
         speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]
         return Calibration(device, tuple(speeds), Overhead(**found["overhead"]), found["measured"])
     except (TypeError, KeyError):  # none, or written by an earlier version
         return None
-
-
-def _document(home: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json(home / FILE))
-    except (RequestError, OSError):  # none yet, or damaged: `perilune doctor` measures again
-        return {}
