@@ -5,8 +5,6 @@
 Installs the package into a temporary folder and runs agent_program.yaml. Writes results/agent_program.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

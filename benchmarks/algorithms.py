@@ -11,8 +11,6 @@ results/algorithms.json is written after each arm, and an arm is measured again 
 the command can be interrupted, and seeds added.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -6,8 +6,6 @@ Runs asynchronous.yaml twice a seed: with an environment that waits, as tools do
 computes. Writes results/asynchronous.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -9,8 +9,6 @@ twenty runs of four steps with different algorithms, options and seeds, none of 
 Writes results/checks.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

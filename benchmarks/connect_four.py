@@ -10,8 +10,6 @@ the columns of the empty board, and how fast it is. `judge` compares all players
 with others, and writes results/connect_four.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

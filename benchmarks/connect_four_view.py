@@ -1,7 +1,5 @@
 """What docs/results/connect_four.md says of benchmarks/results/connect_four.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@
 Runs contexts.yaml once for each arm. Writes results/contexts.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

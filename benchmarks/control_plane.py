@@ -10,8 +10,6 @@ medians of the rounds. The commands are timed from outside as well, Python's sta
 results/control_plane.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@
 Runs curriculum.yaml. Writes results/curriculum.json.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

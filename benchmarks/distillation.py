@@ -7,8 +7,6 @@ the student's own answers, and as much more imitation of the traces that the tea
 results/distillation.json.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

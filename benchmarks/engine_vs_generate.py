@@ -8,8 +8,6 @@ mean something on a machine that is busy with other things.
     python benchmarks/engine_vs_generate.py [--repeats 7] [--out benchmarks/results/engine_vs_generate.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ processes that take part, so that a busy machine changes little. Medians of the 
 Writes results/environments.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ transformers in float64. Writes results/family_agreement.json.
 `--families` measures some, and keeps the others of that file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -5,8 +5,6 @@
 Runs recipes/flywheel.yaml. Writes results/flywheel.json.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

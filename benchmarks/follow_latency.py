@@ -7,8 +7,6 @@ it. A thread looks every five milliseconds how long the log is there and here; a
 between. Writes results/follow_latency.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ numbers and swapped seats. Shares of points (a draw is half a point) have Wilson
 returns have bootstrap intervals over pairs. Times are of one core that was shared with other work.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

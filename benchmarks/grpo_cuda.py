@@ -10,8 +10,6 @@ of the text, so every group has a gradient. Medians leave out the first step, wh
 GPU it exits with 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ book-keeping), and from process start until the first optimizer step is done. Bo
 are taken; on a quiet core they agree, on a busy machine only the latter mean something.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ A real run trains on a tiny model while Chromium shows its page. The long run ha
 of that run, repeated. Needs Chromium. Writes results/live_page.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

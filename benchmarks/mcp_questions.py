@@ -8,8 +8,6 @@ The expected figures come from the files of the bundles and from what `perilune 
     python benchmarks/mcp_questions.py
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables for result pages whose JSON holds raw records: the quickstart, `generate` and TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ OpenVINO as its sampler.
     python benchmarks/openvino_backend.py [--model smollm2-135m] [--repeats 3]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ verdict is the gold score that the watch follows. Writes results/overoptimisatio
 other seeds stays, so that `--learned 3` alone adds one seed of the reward model.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Mapping, Sequence

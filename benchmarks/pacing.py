@@ -5,8 +5,6 @@
 Admission by pacing is the function that runs (`may_admit`). Writes results/pacing.json.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -11,8 +11,6 @@ answers, once per step.
 Without a GPU it exits with 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

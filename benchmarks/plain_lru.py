@@ -1,7 +1,5 @@
 """Pools whose least recently released block goes first, in every pool by itself: the rule to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

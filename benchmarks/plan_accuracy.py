@@ -8,8 +8,6 @@ machine; it takes about ten minutes.
 Writes results/plan_accuracy.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

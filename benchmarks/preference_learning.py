@@ -7,8 +7,6 @@ them, and one that only imitates right answers sampled with the same budget. Wri
 results/preference_learning.json.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
 smollm2-135m`; without it a random model of the same shape is used. Writes results/prefix_cache.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -7,8 +7,6 @@ valued by one forward pass and by 16 continuations from each prefix; and short c
 rewards, for the price of a step. Writes results/process_rewards.json.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

@@ -9,8 +9,6 @@ before each run, without which seconds say little; and whether all arms wrote th
 Writes results/processes.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

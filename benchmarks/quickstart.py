@@ -7,8 +7,6 @@ evaluations with their intervals, the paired gains, the curve of the pass rate, 
 and the largest difference between the log-probs of engine and learner. Writes results/quickstart.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ token, and 6 per weight of the head and learned token, at the rate that one larg
 results/real_model.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What measurements of learning share: a recipe is run for several seeds, arms are compared by task."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ is written after each arm, and an arm that it already has is not trained again. 
 seed of the arm counting on contexts of up to a million tokens; its runs must be in --home.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The page of results/recursion.json: accuracy by length, for each arm and seed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ mean. A result with raw records has its own view. A view may add `charts`: SVG b
 folder of the pages.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -8,8 +8,6 @@ grade, the gravest finding and an output that shows it; `perilune environments a
 Writes results/reward_audit.json after each family; families that are not asked for stay as they were.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ with a grade below A is a false alarm, or a weakness that is listed with its exa
 results/reward_hacks.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

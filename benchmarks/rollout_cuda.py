@@ -10,8 +10,6 @@ of it, by PyTorch's profiler in a round of its own. Before that greedy tokens mu
 of a decoding step by itself, by CUDA events. Without a GPU it leaves with 2.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

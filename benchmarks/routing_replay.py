@@ -9,8 +9,6 @@ the learner's process receives groups of 16k to 1.6M tokens from a rollout proce
 Writes results/routing_replay.json.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -5,8 +5,6 @@
 Writes results/sandbox.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import resource

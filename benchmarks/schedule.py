@@ -7,8 +7,6 @@ every core busy, repeats it again with SIGKILL at random instants, and compares 
 Writes results/schedule.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

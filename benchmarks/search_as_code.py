@@ -6,8 +6,6 @@ Runs search_as_code.yaml: for each mode a cold start from nothing, then held-out
 large as in training, and 16 times as large. Writes results/search_as_code.json.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Mapping, Sequence

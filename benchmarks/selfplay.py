@@ -6,8 +6,6 @@ Runs recipes/selfplay.yaml and benchmarks/kuhn_poker.yaml. Writes results/selfpl
 not run again stay as they were.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

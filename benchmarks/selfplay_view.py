@@ -4,8 +4,6 @@ Curves are means over seeds, with a band from the least to the most. Shares of w
 intervals (Wilson), over the games of a match.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean

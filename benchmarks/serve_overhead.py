@@ -9,8 +9,6 @@ CPU seconds are comparable. A stream sends at most a hundred chunks per second. 
 more slowly, so a chunk has fewer tokens. Writes results/serve_overhead.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -12,8 +12,6 @@ always writes its result. It exits with 1 if a request hung, an outcome was uncl
 request differed, or memory grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

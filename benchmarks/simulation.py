@@ -7,8 +7,6 @@ equal length. The workloads and recipes are others. Each real run uses the token
 Run it on an idle machine; it takes about ten minutes. Writes results/simulation.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -8,8 +8,6 @@ Results are added to results/smollm2.json, and replace those of the same recipe 
 ten minutes on two cores.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The page of the recipes for SmolLM2-135M-Instruct."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

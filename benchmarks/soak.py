@@ -9,8 +9,6 @@ machines, and the runs on them. The benchmark always writes its result. It exits
 violated or a run is lost.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@
 draw the same tokens. Writes results/speculation.json.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -13,8 +13,6 @@ The benchmark measures the pipeline twice: alone, in CPU time, which excludes ot
 results/speech.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

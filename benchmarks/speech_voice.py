@@ -7,8 +7,6 @@ learns to predict the codec's codes for a text, and pocketsphinx transcribes hel
 teacher, by the teacher through the codec, and by the voice. Writes results/speech_voice.json.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

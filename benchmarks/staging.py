@@ -8,8 +8,6 @@ again; then an attempt that waits is looked at, as the reconciler does it. With 
 this repository is measured in the same way, taking turns. Writes results/staging.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -7,8 +7,6 @@ sampled, every token of them. Every arm starts from the cold start of comparison
 results/staleness.json is written after each run, and a run that it already has is not made again.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

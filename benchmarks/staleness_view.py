@@ -1,7 +1,5 @@
 """The result page of the staleness benchmark: findings, a table and a chart from the records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any

@@ -6,8 +6,6 @@ Runs recipes/swarm.yaml with the rewards of each arm. The arms of a seed share t
 also that of all sub-agents. Writes results/swarm.json.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

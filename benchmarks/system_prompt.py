@@ -6,8 +6,6 @@ Each seed runs the bundled recipe system_prompt: a model that works sums out whe
 answers at once. Writes results/system_prompt.json.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

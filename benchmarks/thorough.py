@@ -4,8 +4,6 @@ Among what the cold start writes, working goes with right answers, so at first b
 verdict is kept as the gold figure, which nothing is trained on.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

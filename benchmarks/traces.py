@@ -7,8 +7,6 @@ episodes and of scripted ones; then plants each bug of traces_planted.py in a co
 suite there. Writes results/traces.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ The scripts know nothing of the planted bugs. They do what policies do: solve, s
 another case, repeat an answer, print too much, exceed limits, write nonsense, move at random.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """Bugs of a harness, as changes of the source: what somebody could have typed, and a review have missed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ The wait of an episode is lognormal (sigma 1), with mean `seconds` for sums of t
 for sums of three. It depends on the task and the episode's seed alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

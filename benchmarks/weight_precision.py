@@ -9,8 +9,6 @@ is what enters the importance ratios of reinforcement learning. Last, both sampl
 random numbers, and their pass rates are compared task by task. Writes results/weight_precision.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

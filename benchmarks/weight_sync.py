@@ -5,8 +5,6 @@
 Without --model it measures the presets `small` and `large` with new weights. Writes results/weight_sync.json.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

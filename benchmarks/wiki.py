@@ -6,8 +6,6 @@ One run is real. The others are like it with another seed, setting and figure, e
 and signatures of its own. Writes results/wiki.json.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

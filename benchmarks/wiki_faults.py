@@ -1,7 +1,5 @@
 """Plants one fault of each kind in a wiki, where a reader would not see it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Adds runs to a home that differ from a real one in seed, settings and figures, and are signed as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ The format of llms.txt is that of https://llmstxt.org. A reference page takes do
 they are read by griffe, as mkdocstrings does, and stand in the text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,8 +7,6 @@ writes report.png (the top of the page), report-dark.png and episodes.png (the b
 Needs `pip install playwright` and Chromium.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

@@ -23,8 +23,6 @@ a token are a Vector, those of a sequence a Matrix with one row per token. Weigh
 Hugging Face checkpoints, and have their parameter names.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

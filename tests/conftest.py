@@ -3,8 +3,6 @@
 A test marked `gpu` may skip anywhere; no other may where CI is set.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Small models in GGUF files, and what transformers reads from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The whole suite has a budget of twenty minutes on two cores. Wall time says litt
 beside others, so the summary lists the files that use the processor most.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """Small panels of curves as SVG, legible on light and dark pages: one an arm, over the first in grey."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import ceil

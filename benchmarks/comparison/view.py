@@ -4,8 +4,6 @@ An arm is compared with the first arm of its setting, seed by seed. Holm's corre
 of the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any

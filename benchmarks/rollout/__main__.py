@@ -10,8 +10,6 @@ the file holds of the same model, workload, weights, cores and engine; the rest 
 made in parts.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Random checkpoints of the shapes that are compared, as Hugging Face folders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Where each engine runs: a virtual environment of its own, made once in a cache folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ values of everything before are read, in the dtype of the weights (an engine tha
 closer to this floor, or below it). Norms, sampling and everything else count as free.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What an engine gave back, and whether it is what was asked for."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

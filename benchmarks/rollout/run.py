@@ -4,8 +4,6 @@ Whatever else the machine does falls on all alike that way. Processes that wait 
 engine's threads spin while another is measured.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

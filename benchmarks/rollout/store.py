@@ -1,7 +1,5 @@
 """The file of results: records of many runs, each saying when and with what it was measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

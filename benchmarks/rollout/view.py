@@ -4,8 +4,6 @@ All numbers come from the records. Engines are compared round by round, because 
 after the other.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ it loads it and then samples whenever it is asked to. Besides the engine only th
 are imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

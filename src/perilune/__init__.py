@@ -4,8 +4,6 @@ The names in `__all__` are the public API. Each is imported on first use, so `im
 package.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Errors for users: what happened, where, and what to do."""
 
-from __future__ import annotations
-
 REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
 """Remedy of errors that only a defect of the code can cause."""
 

@@ -5,8 +5,6 @@ needs it, with the rights of that process, like the code of an installed package
 exception: only the confined scorer loads them (`perilune.environments.core.rewards`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

@@ -3,8 +3,6 @@
 Every function here that writes JSON keeps the values of secrets out of it, see `perilune.redaction`.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Garbage collection in processes that import much."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 

@@ -1,7 +1,5 @@
 """Requests to servers with OpenAI's interface: addresses, tokens, retries, and bounded answers in JSON."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

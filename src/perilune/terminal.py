@@ -5,8 +5,6 @@ text, set the title of the window, fill the clipboard or make the terminal type.
 terminal.
 """
 
-from __future__ import annotations
-
 import re
 
 # C0 except tab and newline, DEL, C1, bidirectional marks, and unusual line separators.

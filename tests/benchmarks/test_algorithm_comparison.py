@@ -1,7 +1,5 @@
 """The comparison of algorithms: its statistics, what it says of them, and that every arm is a recipe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import accumulate

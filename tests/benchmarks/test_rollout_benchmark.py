@@ -1,7 +1,5 @@
 """The rollout benchmark: its work is equal, its floor is right, its file merges, and it runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark for GPUs, as far as it goes without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

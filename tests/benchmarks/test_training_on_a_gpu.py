@@ -1,7 +1,5 @@
 """The benchmarks of training on a GPU, as far as they go without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

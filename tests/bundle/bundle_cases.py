@@ -1,7 +1,5 @@
 """A job and its inputs, for tests to freeze."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

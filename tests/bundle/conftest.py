@@ -1,7 +1,5 @@
 """A job, its inputs and its frozen bundle."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

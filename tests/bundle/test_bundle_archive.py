@@ -1,7 +1,5 @@
 """Archives: a bundle survives the journey, and a hostile archive gets nowhere."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import tarfile

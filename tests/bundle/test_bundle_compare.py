@@ -1,7 +1,5 @@
 """Comparing runs: what differs and why; and whether one reproduced the other."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zipfile

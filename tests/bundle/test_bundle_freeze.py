@@ -1,7 +1,5 @@
 """Freezing: the layout, one digest for one meaning, and nothing that should not be inside."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

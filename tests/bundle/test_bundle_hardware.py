@@ -1,7 +1,5 @@
 """The hardware sampler: figures of the machine and of a process tree, and no harm to what it watches."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

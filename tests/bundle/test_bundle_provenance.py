@@ -1,7 +1,5 @@
 """Provenance: what was loaded, not what was declared; names of variables, never their values."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What travels in scripts/ works on a machine that has nothing but Python."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

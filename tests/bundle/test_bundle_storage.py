@@ -1,7 +1,5 @@
 """Full disks and forbidden places: one message, and nothing half-written left."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

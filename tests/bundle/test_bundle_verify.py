@@ -1,7 +1,5 @@
 """Verification: whatever is done to a frozen file is found and named."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tar archives of others, with the filter of Python 3.11.4 and without it."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

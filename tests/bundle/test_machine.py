@@ -1,7 +1,5 @@
 """What is seen of the machine: true here, and right in the containers it will meet."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """The digest of an installed package tells wheels of one version apart, and nothing else."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

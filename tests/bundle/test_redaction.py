@@ -1,7 +1,5 @@
 """Values of secrets are found in every form in which a program may print them, wherever the text is cut."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

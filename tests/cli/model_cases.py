@@ -1,7 +1,5 @@
 """A package with a small model, as an index has it, and a small Hugging Face hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The doctor sees what is there, names what is not with the command for it, and measures what it says."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

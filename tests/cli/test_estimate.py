@@ -1,7 +1,5 @@
 """The time and memory that `perilune run --plan` estimates, from what they are made of."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

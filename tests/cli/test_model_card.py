@@ -1,7 +1,5 @@
 """`perilune model card`: the figures of the card, in words, as JSON and as a drawing."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path

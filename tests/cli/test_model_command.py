@@ -1,7 +1,5 @@
 """`perilune model`: fetching from a package and from a hub, listing, using by name, exporting, removing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """`perilune model gallery`: the models of the user, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

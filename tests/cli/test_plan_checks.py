@@ -1,7 +1,5 @@
 """What `perilune run --plan` refuses or warns about."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

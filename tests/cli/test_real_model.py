@@ -4,8 +4,6 @@ SmolLM2-135M-Instruct is downloaded once (92 MB) and kept converted (515 MB) in 
 What is trained here are its first layers, which takes a third of the time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`perilune top`, in a real terminal: what it shows, and the keys."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

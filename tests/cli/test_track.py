@@ -1,7 +1,5 @@
 """Figures in TensorBoard, W&B and MLflow: their own readers find what metrics.jsonl says, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

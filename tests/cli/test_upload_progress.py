@@ -1,7 +1,5 @@
 """What is sent to a machine is seen while the command is busy sending it."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wiki of a home with one real run, and signed runs like it: built, damaged, searched and asked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

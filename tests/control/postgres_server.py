@@ -1,7 +1,5 @@
 """A PostgreSQL server for tests: of their own, on a socket in a folder, gone with them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

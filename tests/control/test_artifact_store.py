@@ -1,7 +1,5 @@
 """Evidence beyond this machine: sent once, checked on both sides, found again without the home."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Backups: made under load, put back elsewhere, in another kind of database."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

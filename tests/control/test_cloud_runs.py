@@ -1,7 +1,5 @@
 """Runs on machines that SkyPilot rents: a fake one, whose machines are a real sshd, from wish to proof."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import time

@@ -1,7 +1,5 @@
 """Comparisons: what differs, and what may be said about it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """An error of one run, host, provider or machine is a condition of that run, and keeps nothing else back."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import subprocess

@@ -1,7 +1,5 @@
 """A recipe in a container on this machine, by the template that the documentation shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The daemon: one a home, killed at any moment, told to leave."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

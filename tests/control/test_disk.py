@@ -1,7 +1,5 @@
 """What a home takes on disk: only what nothing needs is removed, and what is left verifies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The dry run says what would be done and does nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A home on a disk that fills up: one clear message, nothing lost, and it goes on when there is room."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attempts on several rented machines: all or none of them, and what befalls one ends the attempt on all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

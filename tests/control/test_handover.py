@@ -1,7 +1,5 @@
 """Stages of an experiment that share a rented machine, and what ends the sharing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Why a run is in its state, what was recorded of it, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

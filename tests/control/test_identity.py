@@ -1,7 +1,5 @@
 """A restored home is another home: it acts on nothing of the original until it is told to."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

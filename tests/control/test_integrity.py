@@ -1,7 +1,5 @@
 """Signed statements: everything that is changed afterwards is named, here and in what was handed over."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A run on rented machines whose every command is killed: nobody helps, nothing is lost or doubled."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

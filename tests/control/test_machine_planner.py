@@ -1,7 +1,5 @@
 """The life of a machine is planned by a pure function, so it is driven through simulated clouds."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Rented machines of a real (fake) cloud, over HTTP, while calls fail, answers are lost and machines die."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a user sees of rented machines, and how to be rid of them, through the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A home of an older version is brought forward whole or not at all; one of a newer version is left alone."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Runs on a box behind a jump host: the system's OpenSSH, real sshds, and links that are cut."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time

@@ -1,7 +1,5 @@
 """An experiment goes on from stage to stage without the command that asked for it, once."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

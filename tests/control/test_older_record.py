@@ -1,7 +1,5 @@
 """The record of yesterday, put back under the files of today: nothing is removed, nothing runs twice."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The plan is a pure function, so it can be asked about every situation there is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product

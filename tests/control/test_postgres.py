@@ -1,7 +1,5 @@
 """The same promises on a real PostgreSQL server."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Slots and priorities: never more at once than there are, the highest first, and nobody is forgotten."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands that only tell do not wait for a machine that does not answer."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attempts on a Ray cluster: a real one, of two nodes on this machine, with a token of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

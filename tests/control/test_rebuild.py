@@ -1,7 +1,5 @@
 """A damaged or lost record is noticed, and made again from what lies on the disk."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

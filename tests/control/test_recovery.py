@@ -1,7 +1,5 @@
 """What happens when something dies, is stopped, or cannot be seen: with real processes and real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ The machine is this one, reached over a line that tests hold in their hands; the
 tests/execution.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The suite that every placement passes, over machines that are rented."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs on rented machines: from a template to evidence at home, while machines are taken away and die."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

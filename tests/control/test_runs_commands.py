@@ -1,7 +1,5 @@
 """The commands about runs, through the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Optuna's proposals: in the space, reproducible, and without memory of their own."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

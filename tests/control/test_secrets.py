@@ -1,7 +1,5 @@
 """Secrets: kept elsewhere, given to runs, and in no file, archive, record or process list."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """A recipe on a machine behind a real sshd, by the template that the documentation shows."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

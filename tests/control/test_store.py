@@ -1,7 +1,5 @@
 """The store keeps what it acknowledged, whole, and its record cannot be edited unseen."""
 
-from __future__ import annotations
-
 import resource
 import sqlite3
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Submission: one wish, one run, whoever asks, how often, and wherever the power fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sweeps: arms run once, what they share runs once for all, and a failure or a kill loses nothing."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

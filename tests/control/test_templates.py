@@ -1,7 +1,5 @@
 """Templates: what is wrong in one is said with its line, and only what it allows can be changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The three machines, written down a second time: every other transition raises, in the rows themselves."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

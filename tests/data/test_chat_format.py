@@ -1,7 +1,5 @@
 """Chat formats: what is converted and converted back is the same; what cannot be said is refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Records made chunk by chunk: killed anywhere and begun again, they end with the same bytes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of every kind of file come in order with their places, and a bad one is an error that names it."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

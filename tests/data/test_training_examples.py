@@ -1,7 +1,5 @@
 """Each column convention becomes an example, and a row without one is an error that names what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One home, one downloaded model and one small experiment for all pages; a folder of its own for each."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Does what a page's blocks say, in a folder of the page's own: runs code and commands, checks recipes."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Small checkpoints with a chat template, where downloaded models would lie."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gguf_cases import write_gguf

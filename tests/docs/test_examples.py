@@ -4,8 +4,6 @@ One experiment serves all of this file. `make thorough` runs the pages that trai
 commands are parsed, their code is compiled and their recipes are loaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

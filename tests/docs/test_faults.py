@@ -1,7 +1,5 @@
 """The tables of faults and findings name tests that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

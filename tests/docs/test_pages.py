@@ -1,7 +1,5 @@
 """The pages say what is: columns, packages, results; and the site builds without a warning."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

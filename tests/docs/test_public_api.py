@@ -1,7 +1,5 @@
 """The public API: every name resolves, the import is light, and page and example keep to it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

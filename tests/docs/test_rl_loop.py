@@ -1,7 +1,5 @@
 """The page on the loop by hand quotes examples/rl_loop.py, and the file runs by itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tables of the pages say what the code and the committed measurements say."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

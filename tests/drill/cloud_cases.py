@@ -1,7 +1,5 @@
 """A fake cloud, homes that rent from it, and attempts that want a machine."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures: a fake cloud in a process of its own, and a home that rents from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

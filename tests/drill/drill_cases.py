@@ -1,7 +1,5 @@
 """Bundles, stages and homes for drills, with real processes. Imported by the tests of both planes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

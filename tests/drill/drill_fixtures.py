@@ -1,7 +1,5 @@
 """Fixtures of both planes' tests; their conftest files import them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A machine that is this one, reached as one elsewhere is, by a way that can be cut; and its interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

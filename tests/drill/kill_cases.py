@@ -1,7 +1,5 @@
 """A command that dies of SIGKILL at every named point in turn, and is given again after each."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -6,8 +6,6 @@ A machine's first process ends with a pipe of ours, and the kernel ends with it 
 network and its end of every link. So nothing outlives a test that fails, nor tests that are killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -3,8 +3,6 @@
 The attempts run on this machine, wherever the placement believes to be, so that the tests can look at them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

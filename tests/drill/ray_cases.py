@@ -1,7 +1,5 @@
 """A real Ray cluster on this machine: its own ports, folder and token, nodes on addresses of the loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

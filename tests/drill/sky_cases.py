@@ -1,7 +1,5 @@
 """A SkyPilot whose clouds lie in a file, and homes that rent from it."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

@@ -3,8 +3,6 @@
 `python sky_facts.py CALLS`, and for the real one NAME ERRORS as well: JSON lists, and a cluster's name.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

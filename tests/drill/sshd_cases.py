@@ -1,7 +1,5 @@
 """A real sshd of our own on a loopback port, and a line to it that can be cut, stalled and bent."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

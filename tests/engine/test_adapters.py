@@ -1,7 +1,5 @@
 """LoRA adapters: each applied to its own requests, exactly as if it were merged, and to nobody else's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The block pool: a hundred thousand random operations leak nothing, and what was recorded is found."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The paged cache: what is stored comes back in the order of positions, whatever blocks it lies in."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Constrained output: what comes out fits, and its log-probs are those of the distribution that was left."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Requests that come and go: nothing that happens to one changes what another gets, or what it gets."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

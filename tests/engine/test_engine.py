@@ -1,7 +1,5 @@
 """The engine: what it samples, that nothing else in the batch changes it, and that scoring agrees exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The runner for GPUs without a GPU: its step over fixed buffers, and what a graph of it would replay."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """KV offloading: samples are the same, hits come from memory and disk, and damage is noticed."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

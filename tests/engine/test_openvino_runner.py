@@ -1,7 +1,5 @@
 """OpenVINO computes the steps of the engine, on the engine's block tables."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from importlib.util import find_spec

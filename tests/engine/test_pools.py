@@ -1,7 +1,5 @@
 """Pools of layers with and without a window: nothing leaks, and what is found is all that is seen."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

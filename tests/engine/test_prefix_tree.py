@@ -1,7 +1,5 @@
 """Which blocks the prefix cache gives up first: ends of what was used least recently, and whole branches."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from perilune.engine.blocks import BLOCK, Blocks

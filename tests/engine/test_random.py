@@ -1,7 +1,5 @@
 """Counter-based random numbers: known answers, and independence of everything but their counters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

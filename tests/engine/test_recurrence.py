@@ -1,7 +1,5 @@
 """Linear attention: a state per sequence in the engine and in the learner, through prefixes and chunks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

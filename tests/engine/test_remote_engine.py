@@ -5,8 +5,6 @@ The documents are of the shapes that these servers' own code gives (vLLM: /v1/co
 `perilune serve`.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

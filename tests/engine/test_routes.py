@@ -1,7 +1,5 @@
 """Routes are recorded beside the cache: however a token gets there, its row is that of a cold run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What options do to a distribution, each held to its definition by a slower way of writing it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

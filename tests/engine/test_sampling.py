@@ -1,7 +1,5 @@
 """Drawing a token by inverting the cumulative distribution."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The scheduler by itself: random lives of requests, in which no block leaks and nobody is forgotten."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

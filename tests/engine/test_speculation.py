@@ -1,7 +1,5 @@
 """Speculation changes no bit of any sample."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

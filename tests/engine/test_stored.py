@@ -1,7 +1,5 @@
 """A decoder in its files: an engine made from it is the same engine, and nothing else holds the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probs at every temperature: sampling, scoring and learning agree in every bit, and with float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Text that comes token by token: whole characters, and nothing of a stop text, wherever tokens are cut."""
 
-from __future__ import annotations
-
 import time
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """Architectures that the decoder does not compute: sampled and scored as transformers itself would."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import chain

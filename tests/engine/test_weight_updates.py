@@ -1,7 +1,5 @@
 """Weight updates between two steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

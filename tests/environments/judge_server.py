@@ -1,7 +1,5 @@
 """A judge behind HTTP, with the interface of OpenAI: sound, or flawed in a way that its name tells."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

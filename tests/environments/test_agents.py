@@ -1,7 +1,5 @@
 """Programs of sub-agents that run at the same time."""
 
-from __future__ import annotations
-
 import pytest
 
 from perilune.environments import AgentTurn, Programs, together

@@ -1,7 +1,5 @@
 """A judge behind an OpenAI-compatible server: its rewards, its failures, and its audit, over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

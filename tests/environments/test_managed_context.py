@@ -1,7 +1,5 @@
 """The `context` section: what each rule leaves, and in which context each turn is sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

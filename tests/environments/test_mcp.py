@@ -1,7 +1,5 @@
 """The tools of an MCP server: each episode has a server of its own, and a server that breaks is data."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OOLONG made offline: gold answers agree with brute force over the text, scores are the official ones."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict, replace

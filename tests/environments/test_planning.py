@@ -1,7 +1,5 @@
 """Trips: plans that work are found and accepted, each constraint is a term, and brute force agrees."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -1,7 +1,5 @@
 """Programs of others as environments: their calls are turns, and what they do stays in their episode."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

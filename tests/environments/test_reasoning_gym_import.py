@@ -1,7 +1,5 @@
 """One family of reasoning-gym is imported alone, and nobody else notices."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The environment recursive: code explores the context, asks are sub-agents, and a replay gives the same."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

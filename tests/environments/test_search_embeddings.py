@@ -1,7 +1,5 @@
 """Reranking with a server of embeddings, over HTTP."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

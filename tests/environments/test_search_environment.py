@@ -1,7 +1,5 @@
 """The environment search: functions called from code and as single calls, on generated and own corpora."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import islice

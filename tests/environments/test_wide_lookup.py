@@ -1,7 +1,5 @@
 """Wide lookups: an orchestrator reads shards itself or spawns sub-agents that read them."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 

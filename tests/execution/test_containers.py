@@ -2,8 +2,6 @@
 through the hardest of its own; and Docker failing, which a program before it brings about.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The fake cloud itself: commands stream, the dead are dead, and a killed server has forgotten nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

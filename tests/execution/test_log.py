@@ -1,7 +1,5 @@
 """A log keeps its beginning and its end within a bound, can be followed, and says what it lacks."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What comes home from another machine: whole, in order, nothing twice, and only where it belongs."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

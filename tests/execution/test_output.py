@@ -1,7 +1,5 @@
 """Secrets' values never reach the log, however they are cut up on their way."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every placement through the same tests: this machine, and a machine behind a real sshd."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

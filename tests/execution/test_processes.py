@@ -1,7 +1,5 @@
 """A process is more than its number."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """Clusters of SkyPilot's as rented machines, while its clouds fail, lie, forget and take back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

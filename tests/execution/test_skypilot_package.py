@@ -1,7 +1,5 @@
 """The real SkyPilot, without a cloud: what it makes of our settings, and that our fake one is like it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

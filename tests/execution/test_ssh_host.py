@@ -1,7 +1,5 @@
 """The way to a machine by ssh, against a real sshd: what it refuses, quotes, and does not know."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 import threading

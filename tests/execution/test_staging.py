@@ -1,7 +1,5 @@
 """What travels to a machine: each content once, on from where it was cut, and believed only when read."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import errno

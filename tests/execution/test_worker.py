@@ -1,7 +1,5 @@
 """The worker with real processes: what it leaves, how it names every ending, and that nothing outlives it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

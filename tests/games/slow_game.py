@@ -3,8 +3,6 @@
 Lists of columns, lines looked for square by square, and a search without a table.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from perilune.games.connect_four.board import Boards

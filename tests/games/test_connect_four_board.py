@@ -1,7 +1,5 @@
 """Bitboards agree with a game played on lists, and with OpenSpiel, move by move."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyspiel
 import pytest

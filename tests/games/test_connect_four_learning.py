@@ -1,7 +1,5 @@
 """Advantages with their signs, the same games from the same seed, and a player that gets better."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The solver's scores are those of a search that tries everything, and what is known of the game."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Exact policy gradients of tabular softmax policies in Kuhn poker, with and without a magnet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the repository may hold: the project alone, in modules that can be read, with nothing left undone."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

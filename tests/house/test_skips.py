@@ -1,7 +1,5 @@
 """Where CI is set, only tests marked gpu may skip."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,15 +1,26 @@
 """The shape of the source: no import circles, and functions that can be read at a glance."""
 
-from __future__ import annotations
-
 import ast
 import functools
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
+ROOT, PACKAGE = SOURCE.parent, SOURCE / "perilune"
+POSTPONED = "from __future__ import annotations\n"
+ON_OLDER_PYTHONS = (  # files that other machines run, or another interpreter
+    *PACKAGE.glob("bundle/remote/*.py"),
+    *PACKAGE.glob("execution/providers/ray/cluster/*.py"),
+    PACKAGE / "bundle/hardware.py",
+    PACKAGE / "execution/providers/frames.py",
+    PACKAGE / "execution/providers/skypilot/bridge.py",
+    PACKAGE / "redaction.py",
+)
 MOST_LINES = 60  # of a function, without its docstring
 MOST_PARAMETERS = 7
 
@@ -137,3 +148,20 @@ def test_functions_take_few_parameters() -> None:
         if len(names) > MOST_PARAMETERS and not is_exempt(place, one):
             many[place] = len(names)
     assert not many, f"more than {MOST_PARAMETERS} parameters: {many}"
+
+
+def test_annotations_are_postponed_only_where_they_need_it(tmp_path: Path) -> None:
+    """Where one refers forward or to an import for type checkers, which ruff finds in a copy without it."""
+    postponed = set()
+    folders = (ROOT / name for name in ("src", "tests", "benchmarks", "examples"))
+    for path in (one for folder in folders for one in folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if POSTPONED in text and path not in ON_OLDER_PYTHONS:
+            copy = tmp_path / str(path.relative_to(ROOT)).replace("/", ".")
+            copy.write_text(text.replace(POSTPONED, ""), encoding="utf-8")
+            postponed.add(copy)
+    options = "--isolated --no-cache --select=F821,TC004 --target-version=py311 --output-format=json"
+    command = [sys.executable, "-m", "ruff", "check", *options.split(), str(tmp_path)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    needless = postponed - {Path(one["filename"]) for one in found}
+    assert not needless, f"remove {POSTPONED}" + "\n".join(sorted(one.name for one in needless))

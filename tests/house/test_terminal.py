@@ -1,7 +1,5 @@
 """What others wrote is shown on a terminal, and never obeyed by it."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

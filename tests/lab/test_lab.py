@@ -1,7 +1,5 @@
 """The laboratory: short runs in bad weather come to the right end, and what is broken is found."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Training with bfloat16 products on a GPU: near float32, and near the engine that samples for it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Log-probs computed from a few rows of logits at a time: the same numbers, in memory that does not grow."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

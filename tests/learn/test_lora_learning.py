@@ -1,7 +1,5 @@
 """Learning with LoRA, a narrow base or products in bfloat16: sampler and learner agree, and it resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

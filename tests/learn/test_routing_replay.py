@@ -1,7 +1,5 @@
 """The learner replays the sampler's routes: same experts, its own router's weights, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A group's prompt is computed once, and states and gradients are those of each sequence computed alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

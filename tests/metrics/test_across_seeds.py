@@ -1,7 +1,5 @@
 """Tests over paired seeds: the t interval, its p value, Holm's correction, and what may be claimed."""
 
-from __future__ import annotations
-
 import pytest
 
 from perilune.metrics.across_seeds import compare_over_seeds, holm, interval, p_value, quantile

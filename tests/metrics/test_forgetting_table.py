@@ -1,7 +1,5 @@
 """The table and the warnings about forgetting."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.metrics.forgetting import forgetting_rows, forgetting_warnings

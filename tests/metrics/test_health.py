@@ -1,7 +1,5 @@
 """The verdict on a run: silent on healthy runs, and each sickness named within two steps of its onset."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace

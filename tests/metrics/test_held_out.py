@@ -1,7 +1,5 @@
 """The rules about held-out curves, on lines made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

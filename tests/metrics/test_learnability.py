@@ -1,7 +1,5 @@
 """What an evaluation says about learning from an environment by reinforcement learning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which evaluation another one is compared with."""
 
-from __future__ import annotations
-
 from perilune.metrics.lineage import parent_evaluation
 
 CHECKPOINTS = {

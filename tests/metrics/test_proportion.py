@@ -1,7 +1,5 @@
 """Wilson's interval: against published figures, and at the edges."""
 
-from __future__ import annotations
-
 import pytest
 
 from perilune.errors import RequestError

@@ -1,7 +1,5 @@
 """Adapted decoders that the tests of LoRA share."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Adapters as files: PEFT reads ours, we read PEFT's, and a hostile one is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

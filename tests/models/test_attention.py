@@ -1,7 +1,5 @@
 """Packed attention against one sequence at a time in float64, and a query alone against one among many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

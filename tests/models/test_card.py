@@ -1,7 +1,5 @@
 """The figures of a card, held to published models and to plain sums."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Every family's parameters, held to the model that transformers builds from the same config.json."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

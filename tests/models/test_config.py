@@ -1,7 +1,5 @@
 """DecoderConfig against config.json, of both generations of transformers and of hostile hands."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decoder against transformers on random checkpoints of every family: prompts, and token by token."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts: routing, and the native step against the decoder that learns, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

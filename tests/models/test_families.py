@@ -1,7 +1,5 @@
 """The page of models names what the decoder computes, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

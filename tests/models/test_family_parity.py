@@ -1,7 +1,5 @@
 """Every family that the decoder computes, held to transformers on random models, and sampling to learning."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The gallery: figures held to published ones, concepts held to the decoder, verdicts held to loading."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

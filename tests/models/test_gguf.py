@@ -1,7 +1,5 @@
 """Models in GGUF files, against the conversion of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Malformed GGUF files: one error each that names the file, and nothing is written."""
 
-from __future__ import annotations
-
 import random
 import struct
 from pathlib import Path

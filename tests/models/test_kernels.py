@@ -1,7 +1,5 @@
 """Each kernel against its definition in float64, forward and backward; and each row alone against many."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

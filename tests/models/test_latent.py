@@ -1,7 +1,5 @@
 """Latent attention: the absorbed form with its cache against the expanded form."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Checkpoints that are wrong: each is refused by name, before any of it is used."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """LoRA: gradients by an independent definition in float64, merged to the last bit, over narrow bases too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in bfloat16 and int8: what rounding may cost, one matrix at a time and a whole model."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

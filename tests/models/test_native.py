@@ -1,11 +1,10 @@
 """The C kernels: a row's bits are its own, the cache's kinds cost what they should, and building."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os
 import shutil
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +143,7 @@ def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
     assert ((read_v - v).abs() <= v.abs().amax(-1, keepdim=True) / 127 * 0.501).all()
 
 
-def _product_in_child(queue: multiprocessing.Queue[float]) -> None:
+def _product_in_child(queue: Queue) -> None:
     torch.set_num_threads(2)
     x = torch.ones(256, 64)
     queue.put(float(ops.linear(x, ops.pack_weight(torch.ones(64, 64))).sum()))
@@ -156,7 +155,7 @@ def test_threads_work_again_after_a_fork() -> None:
     try:
         ops.linear(torch.ones(256, 64), ops.pack_weight(torch.ones(64, 64)))
         context = multiprocessing.get_context("fork")
-        queue: multiprocessing.Queue[float] = context.Queue()
+        queue: Queue = context.Queue()
         child = context.Process(target=_product_in_child, args=(queue,))
         child.start()
         assert queue.get(timeout=60) == 256 * 64 * 64

@@ -1,7 +1,5 @@
 """Folders with the tensors of published quantised checkpoints, held to the conversion of transformers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plain-Python decoder is right by finite differences, and torch and transformers agree with it."""
 
-from __future__ import annotations
-
 import math
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Rows of the user's own data as tokens: the chat template writes what is fed, and loss is on answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

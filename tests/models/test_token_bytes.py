@@ -1,7 +1,5 @@
 """What each token stands for, in bytes, of every kind of vocabulary that is understood."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

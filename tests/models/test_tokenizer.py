@@ -1,7 +1,5 @@
 """The tokenizer agrees with transformers, keeps text apart from control tokens, and names a bad file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

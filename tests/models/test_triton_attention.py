@@ -1,7 +1,5 @@
 """The Triton kernels without a GPU: numbers of all by the interpreter, code of attention by the compiler."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The code of the elementwise Triton kernels, without a GPU: by Triton's compiler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 `test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The Triton kernel of experts, run as `triton_attention_cases.py` is."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an engine samples by the Triton kernels, against what it samples by torch."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

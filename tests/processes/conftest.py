@@ -1,7 +1,5 @@
 """What these tests share with those of learning and of tasks lies with them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

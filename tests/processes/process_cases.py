@@ -1,7 +1,5 @@
 """Functions run by several processes at once."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Several processes learn what one learns: to the bit where each keeps the weights, else to rounding."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Stages in several processes leave what they leave in one, and none outlives another."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

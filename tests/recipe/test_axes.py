@@ -1,7 +1,5 @@
 """The axes of a sweep: what users write, and the arms that follow from it."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Code of the user, named as file.py:name in a recipe: frozen as text, and one error if it is broken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sets of a stage's `eval` section are whole environments in a loaded recipe, with their files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tokenizer of a new model: bytes where a text of the recipe needs them, refused where it cannot work."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that send half of something lose their own connection, and nobody else's."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator

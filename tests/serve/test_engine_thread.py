@@ -1,7 +1,5 @@
 """The engine in a thread of its own: what readers get, whatever they and the engine do."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

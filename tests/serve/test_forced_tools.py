@@ -1,7 +1,5 @@
 """Answers that must call tools: whatever the model, their calls fit the tools' schemas."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

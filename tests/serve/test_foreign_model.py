@@ -1,7 +1,5 @@
 """A model that the decoder does not compute is served too, and the server says that it is slower."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever a body holds, the answer is JSON and no 500, and nobody else's stream waits or breaks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Reasoning, content and tool calls in the text of an answer, whole and in any pieces."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """New weights for a running server: what arrives, what is refused, and what an interruption costs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA adapters behind a server: each is a model of its own name, listed, and answers as the engine does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock

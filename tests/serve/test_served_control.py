@@ -1,7 +1,5 @@
 """Adapters that come and go, pauses, sleep and embeddings, through one server in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

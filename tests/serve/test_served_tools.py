@@ -1,7 +1,5 @@
 """Tool calls, reasoning and tokens of a server, to OpenAI's own client, by a model that knows one answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

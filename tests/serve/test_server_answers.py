@@ -1,7 +1,5 @@
 """What `perilune serve` answers: to OpenAI's own client, under load, and to our own remote engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

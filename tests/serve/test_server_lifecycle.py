@@ -1,7 +1,5 @@
 """Who may ask, how many at once, and how a server ends."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

@@ -1,7 +1,5 @@
 """`perilune serve` with a speech model: audio, errors, the page, metrics."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct

@@ -1,7 +1,5 @@
 """Requests with strange numbers over HTTP: each is answered alone, and streams beside them lose nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

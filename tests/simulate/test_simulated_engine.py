@@ -1,7 +1,5 @@
 """The simulated engine takes the steps of the real one: rows, chunks of prefill, forks and preemptions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Simulated RL stages: what they add up to, how far rollouts run ahead, and that they repeat."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A simulated fleet: its latencies add up, prefixes are shared, and prefill can be apart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@
 The weights are not stored: `official_weights.drawn` makes them from their names.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights that both the official package and the tests draw, from the names of the tensors."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

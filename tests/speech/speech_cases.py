@@ -1,7 +1,5 @@
 """A small speech model for tests."""
 
-from __future__ import annotations
-
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.config import CodecConfig, Marks, SpeechConfig

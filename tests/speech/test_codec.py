@@ -1,7 +1,5 @@
 """The codec decoder: chunks equal the whole decode, and folders keep it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

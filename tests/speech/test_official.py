@@ -1,7 +1,5 @@
 """Our modules against the official package, qwen-tts 0.1.1 (see make_official.py), in float32."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

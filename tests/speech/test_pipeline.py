@@ -1,7 +1,5 @@
 """The pipeline: what it says is what the modules say one by one, in every batch and order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

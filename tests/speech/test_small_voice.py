@@ -1,7 +1,5 @@
 """A small voice: the spectral vocoder, the computed codec, the teacher, the listener, and the four stages."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tasks run here on one thread, and in processes that find the environments of these tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A game of two players for tests of self-play: each says a digit unseen, and the higher one wins."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any

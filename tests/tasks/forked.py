@@ -3,8 +3,6 @@
 Whichever test comes first starts the server. Its modules are the same for all; those not found are left out.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 
 context = multiprocessing.get_context("forkserver")

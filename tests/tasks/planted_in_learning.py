@@ -1,7 +1,5 @@
 """Mistakes between the episode and the next weights, each planted in the real code by a function here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Mistakes between the task and the episode, each planted in the real code by a function of this module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What runs on a GPU, run on a device that only pretends to be one. `test_pretend_device.py` starts it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

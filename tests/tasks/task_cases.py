@@ -1,7 +1,5 @@
 """Jobs small enough for a second, and the bundles they run in."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

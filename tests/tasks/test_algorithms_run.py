@@ -1,7 +1,5 @@
 """Algorithms as an rl stage runs them: critic, reference, refills, several updates, corrections, resuming."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Asynchronous training: rollout processes, their schedule, and what survives a kill."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Auxiliary rewards: terms are added with weights that fall to 0, and the reward itself is kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

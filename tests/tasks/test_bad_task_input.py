@@ -1,7 +1,5 @@
 """Wrong requests that only show when a task runs: one message that names the place, and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import string

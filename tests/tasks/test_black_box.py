@@ -1,7 +1,5 @@
 """Somebody else's program as a stage: at one commit, in an environment of its own, its files untouched."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

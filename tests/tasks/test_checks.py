@@ -1,7 +1,5 @@
 """The checks of an rl stage by themselves: what they must let pass, and what they tell apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

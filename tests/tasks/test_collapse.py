@@ -1,7 +1,5 @@
 """A run whose reward collapses is pointed out, by a stated rule; a healthy one is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """connect_four and its judge as stages: a kill changes nothing, and the judge is the same twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Continuous rollouts give the episodes of a batch, in any order and after any interruption."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

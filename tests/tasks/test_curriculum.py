@@ -1,7 +1,5 @@
 """A curriculum by pass rate: which tasks are drawn, with which probability, and for which objective."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import time

@@ -1,7 +1,5 @@
 """The defaults of a stage that states none: by where the model comes from and its size, with the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """distill, rejection_sampling and new_model as stages; prompts with a system message in front."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """New tasks in place of dead groups: how many, in which order, and when it makes do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation while a stage trains: what it measures, that training is not touched by it, and what follows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Move probabilities of a language model in every situation of a game: those that the engine has."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A verifier that fails is recorded, leaves its group, and never counts as zero; if all fail, work stops."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """flywheel as a stage: what rounds do, that they stop, and that a kill between them changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What training cost elsewhere: English text, other environments, and the KL to the start."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is planned for adapters, narrow bases and recomputed layers, held against what learning then takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

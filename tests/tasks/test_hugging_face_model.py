@@ -1,7 +1,5 @@
 """A model in Hugging Face format, made here by transformers, goes through every task and comes out as one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which checkpoints stay: the newest, the best by a figure, and always the one to resume from."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that learned little says why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages that learn an adapter: what they leave, what follows on them, and a kill that changes nothing."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What plans derive before any work starts, held against what the work then takes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal

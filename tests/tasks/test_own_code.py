@@ -1,7 +1,5 @@
 """Stages with the code of a user in a bundle: an environment, an algorithm, a teacher and metrics."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages on the user's own files: planned, frozen into the bundle, trained on; no environment is needed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each must stop a short run with the settings that every run has, and the message must name the culprit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

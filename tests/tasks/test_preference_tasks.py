@@ -1,7 +1,5 @@
 """Pairs, preference and reward_model as stages: from sampled answers to a policy and a judge."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Before a run its gradients and advantages are checked; before a long one it must also solve a bandit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engine, learner and tasks on another device than the CPU: nothing is left behind, or fetched in passing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

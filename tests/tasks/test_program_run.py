@@ -1,7 +1,5 @@
 """A program of others is trained: its episodes hold what the engine sampled, and repeat."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

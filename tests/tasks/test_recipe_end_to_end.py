@@ -1,7 +1,5 @@
 """One recipe through the control plane, a kill on its way, and everything it leaves."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """`restore_optimizer`: a stage starts with a fresh AdamW unless it is asked not to, and never pretends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A task killed at any instant and taken up again ends as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

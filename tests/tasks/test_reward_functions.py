@@ -1,7 +1,5 @@
 """Reward functions as TRL has them, in the scorer's process: terms by name and weight, failures recorded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

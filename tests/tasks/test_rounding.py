@@ -1,7 +1,5 @@
 """What counts as rounding: each token where bits are equal, and otherwise the mean and the KL divergence."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

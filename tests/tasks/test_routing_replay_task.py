@@ -1,7 +1,5 @@
 """Routing replay in an rl stage: a tiny Qwen3-MoE, in one process and with rollout processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """selfplay as a stage: who is met, what is judged, what is published, and that a kill changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Episodes of several turns: their tokens only grow, and everything that can go wrong in one stays in it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The speech stages: each takes what the one before made, and a kill changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that cannot be right is stopped: nothing to learn from, or sampler and learner differ."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sub-agents: their turns are sampled together, recorded as spans, and trained if the stage says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`perilune traces` on the episodes that a stage wrote: recorded, played, sampled again, forked, shrunk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

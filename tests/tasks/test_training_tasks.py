@@ -1,7 +1,5 @@
 """Training never runs out of tasks: where an environment has only so many, they come again in a new order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A wait that makes no progress ends the process, says its name and shows where everything hangs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Episodes as OpenTelemetry spans: the protocol's own classes read them, as the tree of the episode."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

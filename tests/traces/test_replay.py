@@ -1,7 +1,5 @@
 """Cassettes play as recorded, and every change of the harness around the model shows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shrunk cassettes fail in the same way, and nothing more can be cut from them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

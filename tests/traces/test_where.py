@@ -1,7 +1,5 @@
 """Conditions that choose episodes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

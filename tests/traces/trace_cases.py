@@ -1,7 +1,5 @@
 """Cassettes of scripted episodes: played by the real rollout worker, with turns that the test writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real Chromium for the tests of pages."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

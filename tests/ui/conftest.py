@@ -1,7 +1,5 @@
 """One synthetic experiment for all tests of the report, and a browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A home with one real run in progress, and a server of the live page over it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

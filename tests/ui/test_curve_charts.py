@@ -1,7 +1,5 @@
 """The charts of training curves follow from the columns of a stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from perilune.ui.charts import CurveChart, _catalogue, charts_of

@@ -1,7 +1,5 @@
 """The page of `perilune model gallery`: self-contained, safe with hostile text, and drawn by a browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The live page in a browser, over a real run: points arrive, the run is killed, and the page still reads."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

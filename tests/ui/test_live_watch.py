@@ -1,7 +1,5 @@
 """What the stream of the live page tells, without a browser."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report in a real browser: drawn, alive, and deaf to what models wrote."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reading attempts: whole ones, unfinished ones, failed ones, damaged ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a difference between two evaluations is made of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the report shows of preference, distillation and reward-model stages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

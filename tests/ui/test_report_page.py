@@ -1,7 +1,5 @@
 """The report's file: whole, closed, bounded, and with no way in for what a model wrote."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

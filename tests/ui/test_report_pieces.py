@@ -1,7 +1,5 @@
 """Tokens as text: joined, they are the answer, or there are none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Changed values are found without a copy of the old ones, by reversing the optimizer's update."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weight updates as files: what is written is read back to the bit, and nothing else is read at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """`generate` of transformers, with the cache that grows or with the static one; on a GPU that is compiled."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Sequence

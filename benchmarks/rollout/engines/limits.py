@@ -1,7 +1,5 @@
 """The best rates of these cores: how fast they multiply and read."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """llama.cpp through the C functions of llama-cpp-python, whose own classes have no batches."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import platform

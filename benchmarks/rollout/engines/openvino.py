@@ -1,7 +1,5 @@
 """OpenVINO GenAI with continuous batching."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Sequence

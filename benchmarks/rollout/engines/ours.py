@@ -1,7 +1,5 @@
 """Our engine."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import time

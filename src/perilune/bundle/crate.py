@@ -1,7 +1,5 @@
 """Describes an exported run as an RO-Crate 1.1 with the profile Process Run Crate 0.5."""
 
-from __future__ import annotations
-
 import json
 import mimetypes
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Entries and digests of file trees."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Freezes a job and its inputs into a bundle, a directory that never changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """requirements.lock: exact versions of all packages that a job needs, and digests of their files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

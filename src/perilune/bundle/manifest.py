@@ -1,7 +1,5 @@
 """artifacts/manifest.json: the artifacts of an attempt. Written last, so its presence means completeness."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

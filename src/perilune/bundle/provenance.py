@@ -1,7 +1,5 @@
 """Records the loaded code, packages and machine of a run, from inside its process."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

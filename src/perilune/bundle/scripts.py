@@ -1,7 +1,5 @@
 """scripts/: the files of a bundle that a machine with only Python needs to run it."""
 
-from __future__ import annotations
-
 import shlex
 from functools import cache
 from importlib.resources import files

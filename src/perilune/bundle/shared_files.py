@@ -4,8 +4,6 @@ Bundles hold hard links to the copy. They share our own wheel and large inputs, 
 model. The folder of a user is never linked, because the user may edit it in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

@@ -4,8 +4,6 @@ The predicate of a result is SLSA provenance (https://slsa.dev/spec/v1.0/provena
 builder and times. Its subjects are all artifacts and all files in runtime/, with SHA-256 and mode.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Mapping

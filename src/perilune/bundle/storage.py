@@ -1,7 +1,5 @@
 """Atomic directories and independent copies of files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

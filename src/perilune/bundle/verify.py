@@ -1,7 +1,5 @@
 """Verifies the files of a bundle against its digest, manifest and result."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Collection, Iterator

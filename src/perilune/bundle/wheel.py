@@ -5,8 +5,6 @@ because the output of a compressor depends on its version. Binary distribution f
 packaging.python.org/specifications.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

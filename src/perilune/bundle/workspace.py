@@ -4,8 +4,6 @@ Reproducible values (rewards, losses, pass@k) go to `metric`, and wall-clock tim
 reproduce` compares metrics byte for byte.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

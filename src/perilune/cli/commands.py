@@ -5,8 +5,6 @@ Each package under `perilune.cli` is one panel of `perilune --help`. An entry ma
 `typer.Typer` with subcommands.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Turns any exception into one message on stderr and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -5,8 +5,6 @@ A command raises `PeriluneError`. This module turns any exception into one messa
 1 the work failed, 2 the request was wrong.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Sequence

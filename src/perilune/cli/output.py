@@ -1,7 +1,5 @@
 """What commands print on stdout: text that cannot control the terminal, and JSON."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Generate docs/reference/cli.md from the help of each command: `python -m perilune.cli.reference`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

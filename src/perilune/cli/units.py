@@ -1,7 +1,5 @@
 """Numbers with their units, as commands print them."""
 
-from __future__ import annotations
-
 
 def count(value: float) -> str:
     """A number of parameters: 596.0 million."""

@@ -4,8 +4,6 @@ An adapter adds scale * B A x to the output of a projection (Hu et al., 2021). A
 for all rows, and each adapter for its own rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

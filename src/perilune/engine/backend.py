@@ -1,7 +1,5 @@
 """The interface of everything that samples: the engine in this process, or a server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -5,8 +5,6 @@ has a reference count. `prefix_tree` finds full blocks by the hash of their toke
 chooses which of the unreferenced blocks are evicted first.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache

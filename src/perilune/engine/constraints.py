@@ -7,8 +7,6 @@ vocabulary. A masked token has probability zero, and log-probs are under the mas
 V vocabulary, W = ceil(V / 32) words of a mask: bit i of word w stands for token 32 w + i.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module

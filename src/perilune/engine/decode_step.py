@@ -7,8 +7,6 @@ without a GPU.
 W distinct windows of the model, R rows, B columns of a block table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

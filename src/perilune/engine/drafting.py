@@ -5,8 +5,6 @@ top-k, top-p and min-p. A draft with the model's distribution therefore proposes
 sampler draws, at any temperature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Texts are computed in chunks, on a separate KV cache, so that sampling can continue between chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ In one step, the scheduler chooses tokens, the runner computes logits, the sampl
 records the result. The rest of this module adds and removes requests and updates weights.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ for each of several numbers of rows and of columns of the block table. Graphs ar
 share their memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The requests that an engine can serve, and the default size of its cache."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Describes steps and the cache to the C kernels, and provides their attention to a decoder in torch."""
 
-from __future__ import annotations
-
 from ctypes import Array
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The runner for CPUs: one call of the C kernels computes a whole step on the paged cache."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ sample is the same with and without offloading. Every block has a checksum; one 
 computed anew. The file has no name, so nothing of it is left when the process ends.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import zlib

@@ -8,8 +8,6 @@ the engine's block tables.
 N tokens, S sequences, R rows of logits, W distinct windows.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The optional package openvino, and the devices that it finds."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

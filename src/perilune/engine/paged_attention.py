@@ -4,8 +4,6 @@ Blocks are gathered into the order of positions before each product. The copy en
 same bits as when its whole sequence is computed at once: see `models/attention.py`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ table stands for the same sixteen tokens; behind the window it names the null bl
 W windows, as in `DecoderConfig.distinct_windows`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@ SC 2011). The key is the 64-bit seed, the counter (position, sample, task, step)
 batching, order and restarts do not change a draw.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ with the same prefix continues. A token needs only the state after the previous 
 window of two tokens, so block tables, forks, eviction and offloading work as for sliding windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

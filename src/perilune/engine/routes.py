@@ -6,8 +6,6 @@ computation. The store is small: 384 bytes a token for Qwen3-30B-A3B, whose keys
 bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ It inverts the cumulative distribution at a random number that depends only on t
 so equal logits give the same token in every batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

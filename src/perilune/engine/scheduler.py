@@ -10,8 +10,6 @@ blocks run out, the sample that arrived last gives up its blocks, and is recompu
 is room.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Batches and steps for scoring given answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

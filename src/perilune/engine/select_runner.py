@@ -1,7 +1,5 @@
 """The choice of the default runner for a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Every step touches every sample. One Python object per sample would take longer than a small model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -10,8 +10,6 @@ with a probability that keeps the distribution. Here the random number of a posi
 so a draft token is accepted if it equals the drawn token. Samples are the same with and without speculation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

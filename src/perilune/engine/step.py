@@ -1,7 +1,5 @@
 """A step of the engine: the batch that a runner computes, and what the scheduler needs afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

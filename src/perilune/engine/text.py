@@ -3,8 +3,6 @@
 Text is added only at boundaries, where no later token changes it (`models/text/token_bytes.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from perilune.models.text.tokenizer import Tokenizer

@@ -1,7 +1,5 @@
 """Measures the sampling speed of the engine on this machine, on rollouts like those of training."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass

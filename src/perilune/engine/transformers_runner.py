@@ -6,8 +6,6 @@ transformers, and copies the new ones back. Sequences of different lengths are p
 together if a trial shows that the model then gives the same results.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain

@@ -9,8 +9,6 @@ An answer is untrusted: anything malformed is refused. Text is never encoded int
 tokenization of the same text has another probability.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Claims: at most one worker runs a bundle at a time, and never for an older attempt than was seen."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,8 +6,6 @@ of those is deleted. So a log takes at most (2 + TAIL) x PIECE bytes, can be fol
 shows where output is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Observe an attempt through its files and the process table, without changing anything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

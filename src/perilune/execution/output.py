@@ -1,7 +1,5 @@
 """Copies a task's output to its log in runtime/, with secrets replaced before they reach the disk."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import sys

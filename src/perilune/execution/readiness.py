@@ -3,8 +3,6 @@
 Packages are not imported, so that a broken package cannot break the check.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import runpy

@@ -1,7 +1,5 @@
 """The environment variables of a task: a fixed selection, the same on every run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ runtime/failure.json if it can. Several processes may run a task together: the w
 RANK and WORLD_SIZE.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

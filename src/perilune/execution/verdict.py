@@ -1,7 +1,5 @@
 """The verdict in runtime/result.json: how an attempt ended."""
 
-from __future__ import annotations
-
 import errno
 import signal
 import traceback

@@ -5,8 +5,6 @@ descendants, makes logs durable, hashes outputs into artifacts/manifest.json, an
 last, which therefore proves that everything before it happened.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -3,8 +3,6 @@
 https://github.com/google-deepmind/open_spiel (Apache-2.0); Lanctot et al. 2019, arXiv:1908.09453.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 A game without an entry here uses OpenSpiel's own text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

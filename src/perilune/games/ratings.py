@@ -5,8 +5,6 @@ a draw half a point (Elo 1978). Card games use the share of the maximum return a
 1952, Biometrika 39; the maximum likelihood estimate is found by Newton's method, as in Hunter 2004.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

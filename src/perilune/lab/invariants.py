@@ -1,7 +1,5 @@
 """Invariants under failures, checked in the database, the files and the cloud's bill."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@
 `python -m perilune.lab.keeper CLOUD PID` stops the machines of a fake cloud after the process PID has ended.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 import time

@@ -1,7 +1,5 @@
 """Apply a learner's settings to a decoder: adapters, frozen weights, precision and recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Rewards are float64[G], NaN for a failed verifier. Values per token are float64[
 not sample (mask False) are skipped: they get no reward, discount nothing and are not counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

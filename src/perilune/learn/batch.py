@@ -5,8 +5,6 @@ predicts nothing, so it is not fed. Episodes without weight are left out. The we
 the denominator of the whole step, so the losses of micro-batches of any size add up to the loss of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self

@@ -5,8 +5,6 @@
 Files are written to a temporary directory and fsynced, with the manifest last. Then the directory is renamed.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Both checks compute their figures from the episodes again, independently of the 
 cost a few passes over numpy arrays and no forward pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

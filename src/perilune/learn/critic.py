@@ -3,8 +3,6 @@
 Its loss also trains the decoder, scaled by the coefficient in the value weights.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 

@@ -11,8 +11,6 @@ p is the student, q the teacher, both after the student's tokens; M tokens, V vo
 A reverse KL on sampled tokens without the policy gradient would be useless: its expected gradient is 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

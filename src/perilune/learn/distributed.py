@@ -12,8 +12,6 @@ micro-batch. The ranks then exchange results, so that each knows what a single p
 Received data is never unpickled: it is JSON, safetensors, Arrow or plain numbers.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

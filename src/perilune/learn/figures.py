@@ -1,7 +1,5 @@
 """Figures of a step, merged from its micro-batches and updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

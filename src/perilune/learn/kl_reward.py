@@ -6,8 +6,6 @@ Algorithms with token-level rewards subtract `kl` times k1 from the reward of ea
 The KL carries no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ M learned tokens, V vocabulary. Weights include advantage, aggregation and denom
 sum over tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

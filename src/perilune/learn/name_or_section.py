@@ -1,7 +1,5 @@
 """Recipe fields that accept a bare name for a section that has no other keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -11,8 +11,6 @@ groups. It assumes equal response lengths. For large K, w is 1 for Dr. GRPO (whi
 (1 - p)) for GRPO (which maximises 2 arcsin sqrt p).
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

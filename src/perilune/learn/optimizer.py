@@ -4,8 +4,6 @@ torch.optim.AdamW is not used because checkpoints and restored moments need the 
 first step of a torch optimizer imports the compiler, which takes a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -16,8 +16,6 @@ B pairs, M learned tokens. A pair is two episodes of one prompt, the chosen one 
 those of the frozen reference, computed once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ values of all prefixes of many episodes: it feeds each episode once, lead and an
 computes prefixes that several episodes share only once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

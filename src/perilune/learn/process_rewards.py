@@ -6,8 +6,6 @@ value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms wit
 changes the token weights afterwards, in one of three ways.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal

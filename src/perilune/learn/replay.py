@@ -4,8 +4,6 @@ Only the choice of experts is replayed. Their weights are the current router's p
 so the router still has a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ free constant for each prompt. `centre` pulls the mean score to 0 (Eisenstein et
 that scores of different prompts can be compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

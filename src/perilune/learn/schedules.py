@@ -1,7 +1,5 @@
 """Learning-rate schedules."""
 
-from __future__ import annotations
-
 import math
 
 from perilune.learn.training_settings import OptimizerSettings

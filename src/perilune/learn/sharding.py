@@ -8,8 +8,6 @@ FSDP sums gradients over ranks in its own order, so results equal those of one p
 not bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 

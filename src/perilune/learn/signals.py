@@ -3,8 +3,6 @@
 All signals use the weights at the beginning of the step and carry no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The recipe fields of learning, with their defaults."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import Literal, get_args
 

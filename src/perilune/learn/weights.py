@@ -4,8 +4,6 @@ A loss component is  L = sum over tokens of weight * token_loss / sum over group
 run over the whole batch of one optimizer step, so L does not depend on micro-batches or their order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ interval over the tasks of one run does not cover other seeds; only a test over 
 method.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

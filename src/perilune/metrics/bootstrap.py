@@ -4,8 +4,6 @@ Only problems are resampled, not completions. Completions of one problem are not
 them with replacement biases pass@k downwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ round. Exponentiated-gradient reinforcement learning has g = exp(eta). With a pe
 and only the fit limits the growth, which the measured g shows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Forgetting: what training cost elsewhere, as a table and as warnings, from the summary of a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A figure such as eval/heldout/pass@1 is in the lines of the evaluated steps, wit
 eval/heldout/pass@1/low and /high.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

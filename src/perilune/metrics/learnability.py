@@ -3,8 +3,6 @@
 Only live groups, whose rewards differ, have a gradient. A step of 16 groups with a share of 0.2 has three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

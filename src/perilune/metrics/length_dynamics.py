@@ -8,8 +8,6 @@ which is exact if w and L are the averages of both steps. Without the decomposit
 sampling could look like a policy that writes more.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections import defaultdict

@@ -4,8 +4,6 @@ Two stages that train from the same checkpoint may follow each other in a recipe
 evaluations says nothing about either stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ R that is not trained on. Gao et al. (arXiv 2210.10760) found for best-of-n and 
 The distances of both laws are not comparable. Sums use `math.fsum`, so figures do not depend on a kernel.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

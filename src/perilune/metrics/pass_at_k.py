@@ -1,7 +1,5 @@
 """pass@k from n samples per problem, c of them correct."""
 
-from __future__ import annotations
-
 import math
 
 from perilune.errors import RequestError

@@ -1,7 +1,5 @@
 """Proportions and pass rates with their confidence intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

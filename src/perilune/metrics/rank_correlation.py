@@ -1,7 +1,5 @@
 """Spearman's rank correlation with its interval, and its ceiling for noisy values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What the summary of a stage says about its training, in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -14,8 +14,6 @@ which the tests use.
 S sequences, H query heads, KV key-value heads, D head size, P parts.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -12,8 +12,6 @@ which the tests use.
 N tokens, H heads, D elements of a row, R rows of all heads.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ When few tokens decode, each weight is read once. The grid depends on sizes alon
 Importing this module requires Triton; see `triton_attention` for its interpreter.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ An unknown key that is listed here gets an error that names our key or another r
 accepted in a recipe: one setting has one name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 
 ALIASES: Mapping[str, tuple[str, ...]] = {

@@ -3,8 +3,6 @@
 An axis is a key of the recipe with several values (`rl.lr=1e-5,3e-5`) or with a range (`rl.lr=1e-6..1e-4`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

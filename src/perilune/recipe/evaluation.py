@@ -1,7 +1,5 @@
 """A recipe of one stage that evaluates a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads a recipe: reads the YAML file, applies the `--set` overrides and validates the result."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from importlib import resources

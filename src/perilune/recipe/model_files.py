@@ -1,7 +1,5 @@
 """Finds the model of a recipe on this machine. Downloads nothing."""
 
-from __future__ import annotations
-
 import os
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation errors in the words of the recipe, with the key and a remedy."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

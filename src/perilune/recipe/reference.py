@@ -3,8 +3,6 @@
 `python -m perilune.recipe.reference markdown|schema` prints docs/reference/recipe.md or the JSON schema.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Validates the sections of a recipe with the models of their owners, and orders the stages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Reads the source files of reward functions, so that a bundle contains them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Accepts only what JSON can express: mappings with text keys, lists, text, number
 Words such as `yes` and `no` are text. Aliases and tags are refused, so a small file stays a small document.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Turns the files that a job names into inputs of its bundle."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 

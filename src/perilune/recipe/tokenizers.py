@@ -1,7 +1,5 @@
 """Chooses the tokenizer of a new model: characters, or bytes if a text of the recipe has other characters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path

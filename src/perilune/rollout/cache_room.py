@@ -5,8 +5,6 @@ When more episodes play than the cache holds, they evict each other's keys and v
 its whole context again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sampler consistency check: an episode holds exactly what the engine sampled and the verifier scored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The policy then learns neither from the hardest nor from the easiest tasks, so p
 Groups keep the order of their tasks: the order of completion would favour short answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import ceil
 

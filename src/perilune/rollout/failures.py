@@ -1,7 +1,5 @@
 """Failed episodes: counted by boundary, and an error when the recipe does not allow as many."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

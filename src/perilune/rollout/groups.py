@@ -1,7 +1,5 @@
 """Groups: the episodes of one task and player, gathered from all processes of a stage."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The length limit of an episode."""
 
-from __future__ import annotations
-
 from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.environments.core.protocol import Environment
 

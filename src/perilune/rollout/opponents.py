@@ -1,7 +1,5 @@
 """Opponents: frozen policies that sample the turns of some players."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Time spent in the parts of a training step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

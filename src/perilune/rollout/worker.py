@@ -1,7 +1,5 @@
 """The rollout worker: from tasks to scored episodes, with every sampled token kept."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -1,7 +1,5 @@
 """The audit: runs code that tries to escape from a sandbox, probe by probe, and reports what it reached."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """JSON Lines over sockets to untrusted processes, with a timeout on every wait."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

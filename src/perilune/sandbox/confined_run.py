@@ -1,7 +1,5 @@
 """Runs code in a confined process, as code that took over a scorer would run. Used by the audit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ network, other processes, programs, keys, clocks and namespaces (seccomp), files
 privilege, even for root. After `confine` the process can still fork; `forbid_processes` ends that.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import site

@@ -9,8 +9,6 @@ with the memory controller. So the new group is a child of the nearest own group
 controller on. No other process is moved and no other group is changed.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Requests over a control socket, which bring descriptors: JSON, one a line, answered one after another."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Removes folders that untrusted code has filled."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -5,8 +5,6 @@ process, which enters the new root, places the files and drops its user. That fo
 limits and the call filter. Only the init process reports, and only when the code has ended.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

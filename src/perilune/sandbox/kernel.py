@@ -1,7 +1,5 @@
 """Linux system calls that Python does not provide. Each raises OSError if it is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -3,8 +3,6 @@
 https://docs.kernel.org/userspace-api/landlock.html. Works without privileges on Linux 5.13 and later.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

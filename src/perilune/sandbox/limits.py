@@ -1,7 +1,5 @@
 """Resource limits of untrusted code, and functions that apply limits to the current process."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The sandbox's walls and the kernel mechanisms that implement them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 

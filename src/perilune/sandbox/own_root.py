@@ -2,8 +2,6 @@
 of the host.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

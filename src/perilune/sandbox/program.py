@@ -1,7 +1,5 @@
 """Runs a text as Python's main program in a confined process."""
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import linecache

@@ -6,8 +6,6 @@ before the next one is sent. A keeper runs the program as its child, ends all pr
 program leaves behind, and reports how it ended. Signal TERM to a keeper ends its program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -9,8 +9,6 @@ needs. Unlike a datagram pair, it cannot be redirected to another address.
 https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct

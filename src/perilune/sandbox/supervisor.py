@@ -5,8 +5,6 @@ length of a request. The run's own process reads the rest, so no run leaves anyt
 one inherits. When the owner closes the socket, the run and the supervisor end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

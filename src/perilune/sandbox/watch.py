@@ -1,7 +1,5 @@
 """Watches one run: collects its output within bounds, and kills it when it exceeds its time or memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

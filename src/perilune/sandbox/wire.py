@@ -1,7 +1,5 @@
 """The protocol between the sandbox and its supervisor: a length of eight hexadecimal digits, then JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ Clients can load only folders inside one folder of the server. The server answer
 checks an adapter. A request keeps the adapter that had its name when the request arrived.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

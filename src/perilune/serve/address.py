@@ -1,7 +1,5 @@
 """The address that a server listens on, and the token that it needs when other machines can connect."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """The documents of chat and text completions, whole and as chunks of a stream."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

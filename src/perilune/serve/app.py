@@ -1,7 +1,5 @@
 """The ASGI application: routes, error handlers and middleware."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time, time_ns

@@ -4,8 +4,6 @@ The JSON parser and pydantic hold the GIL, so all other threads wait for them. T
 number of values, not of bytes. Therefore values are counted first, and validation stops at the first error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

@@ -10,8 +10,6 @@
 after /resume. New requests wait while the server is paused, and get status 503 while the model sleeps.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Literal
 

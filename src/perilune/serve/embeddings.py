@@ -1,7 +1,5 @@
 """POST /v1/embeddings: pooled hidden states of the model."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

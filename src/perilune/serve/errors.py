@@ -1,7 +1,5 @@
 """Errors as the JSON bodies of OpenAI's API."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Turns the deltas of one request into its response."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol

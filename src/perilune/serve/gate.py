@@ -1,7 +1,5 @@
 """Holds new requests back while the server is paused, and refuses them while the model sleeps."""
 
-from __future__ import annotations
-
 import asyncio
 
 from perilune.serve.engine_thread import StoppedError

@@ -3,8 +3,6 @@
 They hold after any reasoning.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 It is pure ASGI: it sees a body in chunks, refuses it before the rest has arrived, and buffers nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each lane runs one task at a time, so long work waits for other long work and short work never does.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

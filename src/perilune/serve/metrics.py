@@ -1,7 +1,5 @@
 """Metrics for Prometheus at /metrics."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

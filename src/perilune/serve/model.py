@@ -1,7 +1,5 @@
 """The model that the server serves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Reasoning stands in <think> ... </think> at the beginning, as in DeepSeek-R1 and
 become a mark or a call is held back. A call that is malformed or incomplete is content.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Encodes prompts and conversations as tokens, in threads, so that the event loop is never blocked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ stream, the events of an item begin with `response.output_item.added` and end wi
 `response.output_item.done`.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from time import time

@@ -4,8 +4,6 @@ An input item becomes a message, or a call in the preceding message of the assis
 reasoning, as in a chat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 

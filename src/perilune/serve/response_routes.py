@@ -3,8 +3,6 @@
 The server keeps the newest conversations in memory, for requests with `previous_response_id`.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import OrderedDict

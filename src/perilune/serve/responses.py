@@ -1,7 +1,5 @@
 """Sends responses, and stops work when the client disconnects."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Starts the server for a checkpoint, and shuts it down in order."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import resource

@@ -1,7 +1,5 @@
 """Serves a speech model: /v1/audio/speech as in OpenAI's API, the voices, and a page with a player."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import AsyncIterator

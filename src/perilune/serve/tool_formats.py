@@ -10,8 +10,6 @@ The names are those of vLLM's tool parsers. In the last two formats, a call is r
 beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

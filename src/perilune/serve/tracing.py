@@ -4,8 +4,6 @@ The spans follow the semantic conventions for HTTP servers and for generative AI
 does. A request with a `traceparent` header (W3C Trace Context) becomes part of that trace.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -11,8 +11,6 @@ The server answers requests while it receives, checks and decodes a file. Its te
 between two steps of the engine, all at once. An interrupted transfer resumes where it stopped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """Measures the steps of the engine with a model on this machine, and fits the coefficients of their time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

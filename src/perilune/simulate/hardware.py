@@ -4,8 +4,6 @@ A step takes the longer of two times: that of the bytes it reads (weights, keys 
 floating-point operations. None of these times is measured, and every output that uses them says so.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

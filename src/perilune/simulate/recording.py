@@ -1,7 +1,5 @@
 """Steps of the real engine: what each computed, and how long it took."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

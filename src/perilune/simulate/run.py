@@ -3,8 +3,6 @@
 A synchronous step plays a batch as `RolloutWorker.play` does, then learns.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

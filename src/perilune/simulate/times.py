@@ -1,7 +1,5 @@
 """The times of a run that are not steps of the engine, and the coefficients of a model on a machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

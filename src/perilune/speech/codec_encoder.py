@@ -6,8 +6,6 @@ with its codebooks for 45 s on one core used 9 of 128 codes of the first codeboo
 no words.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import prod
 

@@ -1,7 +1,5 @@
 """Text to speech with espeak-ng, the teacher. It runs without a shell and reads the text from stdin."""
 
-from __future__ import annotations
-
 import io
 import re
 import shutil

@@ -5,8 +5,6 @@ pipeline steps the stage with the earliest deadline; of equal ones, the later st
 is the time at which the listener has heard all samples so far.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar

@@ -4,8 +4,6 @@ The input follows Qwen3-TTS: the role, then the language and the speaker, then t
 sum of a text embedding and a codec embedding. A side without a token at a position has its pad token there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Residual vector quantizers: codebooks that encode latents of the codec, one after the other."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 The package includes its acoustic model, dictionary and language model (optional extra `speech`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ It runs at the rate of spectra instead of samples, so it costs a fraction of a c
 inverse transform is a product with fixed sinusoids and an overlap-add, so it streams like a convolution.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The three stages of speech: talker, code predictor, codec decoder. Each batches all utterances."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

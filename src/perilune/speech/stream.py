@@ -1,7 +1,5 @@
 """An utterance in the pipeline: its inputs, its state and its measured times."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

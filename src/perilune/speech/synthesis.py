@@ -1,7 +1,5 @@
 """Speaks with a speech model: creates requests for utterances, and the pipeline that serves them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

@@ -4,8 +4,6 @@ The other installation runs `perilune traces run` on episodes that this one has 
 something else, the two differ.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A cause is a short text: what failed, which limit was reached, which reward term
 errors the tools reported. Episodes with the same text fail in the same way, as far as an episode tells.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

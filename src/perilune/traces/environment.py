@@ -1,7 +1,5 @@
 """The environment `suite`: a policy plays the tasks of a suite again, with turns of its own."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Runs a suite: plays its cases, asks the oracle, and compares recorded with replayed rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ their tokens), and that the episode ends with the last turn of the tape. It does
 writes; mode `exact` does.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ sampled together have the same second. The encoding is the JSON of OTLP (protobu
 hexadecimal).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

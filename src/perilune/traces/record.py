@@ -4,8 +4,6 @@ A cassette is kept only if it plays now exactly as it was recorded. This exclude
 of an opponent, a reward model, clocks and networks inside a tool.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ so what the policy would see is always true to its turns. The algorithm is ddmin
 together.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

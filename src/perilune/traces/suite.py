@@ -8,8 +8,6 @@ A suite holds the environment sections of its runs, with the text of environment
 that text, so run only suites that you trust as much as a recipe.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping, Sequence

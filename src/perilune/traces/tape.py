@@ -1,7 +1,5 @@
 """A rollout worker whose model's turns come from cassettes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

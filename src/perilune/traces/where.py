@@ -10,8 +10,6 @@ A parser of its own evaluates them; no text reaches Python's `eval`. A figure th
 fulfils no comparison.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping

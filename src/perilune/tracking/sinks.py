@@ -1,7 +1,5 @@
 """The protocol of trackers, and opening a tracker by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module

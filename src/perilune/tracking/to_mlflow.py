@@ -1,7 +1,5 @@
 """MLflow: the server in MLFLOW_TRACKING_URI, or files."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

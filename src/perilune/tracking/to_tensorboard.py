@@ -1,7 +1,5 @@
 """TensorBoard: event files, one folder per run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event

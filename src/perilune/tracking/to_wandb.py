@@ -1,7 +1,5 @@
 """Weights & Biases: offline for a later `wandb sync`, unless WANDB_MODE is online."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

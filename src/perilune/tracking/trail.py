@@ -3,8 +3,6 @@
 Training loops do not know about trackers, so a failing tracker is only a warning.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A missing file reads as empty. A damaged file reads as empty and adds a line to 
 shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

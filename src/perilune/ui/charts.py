@@ -1,7 +1,5 @@
 """The charts of training curves, chosen from charts.yaml by the columns that a stage has."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

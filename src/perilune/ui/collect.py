@@ -1,7 +1,5 @@
 """Collects the data of the report from attempt directories."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page and the curves of a comparison of experiments."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

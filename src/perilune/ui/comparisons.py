@@ -1,7 +1,5 @@
 """Compares two evaluations, and splits the difference by strategy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Columns of the charts: metrics, timings and hardware, thinned to what a screen can show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

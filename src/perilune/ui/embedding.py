@@ -1,7 +1,5 @@
 """JSON that is safe inside a script element, whatever its strings contain."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Sets of episodes that a page lists first and reads later, one at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Views of the experiments and runs of a home, or of a folder. Everything is read; nothing is changed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 A figure is what `Charts` in charts.js takes, as JSON; `as` names the format of an axis.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

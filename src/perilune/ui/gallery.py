@@ -1,7 +1,5 @@
 """The gallery of architectures as a self-contained page, and as a page of the documentation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The held-out tasks that fail most at the latest evaluation, and why."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes the finding of the report in sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean

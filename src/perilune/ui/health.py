@@ -1,7 +1,5 @@
 """The health of an attempt, from its files alone: it may be running, finished or dead."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

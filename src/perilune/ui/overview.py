@@ -1,7 +1,5 @@
 """The overview of an experiment: state, facts, notices and runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The text that each token adds to an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

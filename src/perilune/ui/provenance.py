@@ -1,7 +1,5 @@
 """The provenance of results: model, machine, software, and commands to check and reproduce each run."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ no text can end its script element. The scripts show it in text nodes only. The 
 only our own scripts, by their hashes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

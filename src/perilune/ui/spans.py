@@ -1,7 +1,5 @@
 """What the page shows of the agents of an episode, and of the rewards inside it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training traces in the episode browser: verified traces and refused candidates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The turns of an episode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any

@@ -4,8 +4,6 @@ The kernel enforces this (`perilune.sandbox.confinement`). In addition, an audit
 On systems other than Linux only the hook applies, and code in the process can disable it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ def test_my_environment_conforms():
     assert not check_environment({"id": "my_game"}).findings
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

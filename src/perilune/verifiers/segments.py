@@ -5,8 +5,6 @@ where the answer begins or where the right answer is first written, because from
 copying. The last segment extends from there to the end.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ A session is determined by its task, its seed and the actions so far. If the pro
 because one session hung or crashed it, the other sessions are replayed in the new process.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

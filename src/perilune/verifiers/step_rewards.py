@@ -6,8 +6,6 @@ not change. Therefore the potential is clipped, never the difference, and the po
 by 0.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -8,8 +8,6 @@ answers each {"items": [..]} with one line per item, in order, as soon as each i
 transcript to score or a step of a session. All messages are JSON Lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Weight synchronisation: from a learner to rollout processes, and from a checkpoint to a server."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Sent = Literal["auto", "full", "delta"]

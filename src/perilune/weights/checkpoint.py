@@ -1,7 +1,5 @@
 """The tensors of a checkpoint, with the names, shapes and dtypes of a server's model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The precision in which an engine keeps the weights of a decoder, and in which they are sent."""
 
-from __future__ import annotations
-
 import torch
 
 from perilune.models.adapters.lora import pairs_of

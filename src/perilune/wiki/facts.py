@@ -1,7 +1,5 @@
 """Reads from signed results what the wiki may say about each run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds what is wrong in a wiki: one function for each kind of fault."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

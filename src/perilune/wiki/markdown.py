@@ -1,7 +1,5 @@
 """The parts of a page: citations, hand-written regions, front matter, links, and quoted text."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re

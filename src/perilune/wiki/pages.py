@@ -1,7 +1,5 @@
 """Writes the generated text of each page."""
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Draws the final figures of a recipe's runs: a row for each setting, a dot for each seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

@@ -12,8 +12,6 @@ K=V is an override of the experiment, `seed=N`, or `setting=DIGEST`. A query has
 a query from an untrusted page can only read figures.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

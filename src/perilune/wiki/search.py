@@ -1,7 +1,5 @@
 """Searches the wiki, and asks a model that may only repeat the numbers of what was found."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

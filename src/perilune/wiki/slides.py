@@ -1,7 +1,5 @@
 """Turns a page into slides for Marp, which is Markdown with a rule between slides."""
 
-from __future__ import annotations
-
 import base64
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A task for drills: it counts, writes checkpoints, and fails in the ways real tasks fail, on demand."""
 
-from __future__ import annotations
-
 import base64
 import os
 import re

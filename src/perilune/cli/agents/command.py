@@ -1,7 +1,5 @@
 """`perilune mcp`: the tools for software agents."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The tools that read. Each returns the document that `--json` of the command prints, or a part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Serves tools over the Model Context Protocol on standard input and output."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """`perilune data generate`: records that a teacher or a model writes, scored by the environment."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

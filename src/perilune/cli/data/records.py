@@ -1,7 +1,5 @@
 """`perilune data`: generate, inspect, filter and convert records; inspect episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """`perilune bundle`: freeze, verify and inspect bundles."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

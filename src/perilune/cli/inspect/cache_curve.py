@@ -1,7 +1,5 @@
 """A plot of the KV cache: bytes per token over the sequence length, both on logarithmic scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`perilune model gallery`: architectures drawn and compared, from their configurations alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated

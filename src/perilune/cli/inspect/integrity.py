@@ -1,7 +1,5 @@
 """Commands that check signatures, and export a run with signed statements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`perilune model card`: parameters, memory and compute of a model, from its config.json alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any

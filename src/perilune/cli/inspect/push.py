@@ -1,7 +1,5 @@
 """`perilune push`: new weights for a running server."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from typing import Annotated

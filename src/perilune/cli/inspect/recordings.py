@@ -1,7 +1,5 @@
 """What `perilune traces` records from: the episode files of an experiment, a run or a folder of attempts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

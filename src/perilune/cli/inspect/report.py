@@ -1,7 +1,5 @@
 """`perilune report`: an experiment or a run as a self-contained HTML file."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated

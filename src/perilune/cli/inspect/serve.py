@@ -1,7 +1,5 @@
 """`perilune serve`: a checkpoint behind OpenAI's HTTP API."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

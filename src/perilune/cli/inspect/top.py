@@ -1,7 +1,5 @@
 """`perilune top`: running stages, live in the terminal."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`perilune traces gate`: a checkpoint plays the tasks of a suite live, and may not be worse than another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """`perilune ui`: the live page over the files of a home."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`perilune secrets`: configure where secrets are read from. Values are never printed or stored."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

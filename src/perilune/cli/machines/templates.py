@@ -1,7 +1,5 @@
 """`perilune templates`: the templates that say where and how runs execute."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

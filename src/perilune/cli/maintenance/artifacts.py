@@ -1,7 +1,5 @@
 """Commands that move the artifacts of runs: to remote storage and back, and from their machines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

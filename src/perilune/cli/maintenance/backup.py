@@ -1,7 +1,5 @@
 """Commands that back up a home directory, restore it and repair its database."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`perilune worker`: execute a frozen bundle in place."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated

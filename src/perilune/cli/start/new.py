@@ -1,7 +1,5 @@
 """`perilune new`: write a commented recipe to start from."""
 
-from __future__ import annotations
-
 import json
 import sys
 from math import ceil

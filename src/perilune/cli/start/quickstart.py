@@ -1,7 +1,5 @@
 """`perilune quickstart`: run the bundled recipe quickstart."""
 
-from __future__ import annotations
-
 from perilune.cli.train.run import JsonOption, SeedOption, SetOption, overrides, run_recipe
 
 

@@ -3,8 +3,6 @@
 It may be killed at any moment. A daemon or the next command then continues the experiment.
 """
 
-from __future__ import annotations
-
 import sys
 
 from perilune.cli.failures import explain

@@ -1,7 +1,5 @@
 """The files of an attempt: whether its artifacts are complete, and the worker's last output."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -4,8 +4,6 @@ So every recorded run has its statement, wherever a command was killed. A statem
 recorded is overwritten by the next attempt to record it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ recorded first, then the folder is renamed and deleted. A kill in between leaves
 which the next command sweeps.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

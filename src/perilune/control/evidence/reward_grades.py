@@ -1,7 +1,5 @@
 """Stores the grade of the last reward audit in the home, by a digest of what was audited."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path

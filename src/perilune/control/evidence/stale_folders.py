@@ -1,7 +1,5 @@
 """Remove folders that killed commands left: runs that were not accepted, experiments that were removed."""
 
-from __future__ import annotations
-
 from sqlalchemy import select
 
 from perilune.bundle.shared_files import SharedFiles

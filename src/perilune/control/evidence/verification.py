@@ -1,7 +1,5 @@
 """Verify the record, and the evidence of succeeded runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The cost of rented machines: prices, the daily cap, and what each machine has cost and may still cost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ the next process that reconciles the machines terminates them. Machines are hand
 that would otherwise record new ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from sqlalchemy import select

@@ -1,7 +1,5 @@
 """Leases: the limits on lifetime and cost of every rented machine."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field

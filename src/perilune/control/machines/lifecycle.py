@@ -4,8 +4,6 @@ The intent of every side effect is committed before it, and its outcome after it
 each effect, so any process may repeat it.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

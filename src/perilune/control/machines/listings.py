@@ -1,7 +1,5 @@
 """Listings of a home's machines from its providers, cached briefly."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

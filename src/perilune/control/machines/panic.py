@@ -4,8 +4,6 @@ A file in the home stops renting; it is written before any machine is terminated
 checks the file, so a running daemon rents nothing either.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the user and the end of the attempt do. And a machine is gone once its provider 
 time apart.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -3,8 +3,6 @@
 Both are files beside the database, so rented machines can be found and terminated if the database is lost.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 what the loss of a machine means for an attempt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

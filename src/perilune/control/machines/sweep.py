@@ -1,7 +1,5 @@
 """Find and terminate machines with this home's tag that are not in its record."""
 
-from __future__ import annotations
-
 import time
 
 from perilune.control.machines.leases import Lease

@@ -4,8 +4,6 @@ Experiments that differ only in their seed are one arm. Differences over seeds s
 differences over the tasks of single runs only support claims about these checkpoints.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Explain why a run is in its state and what happens next, from the record and one observation."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Nothing is recorded or started. Bundles are frozen to learn their digests, then 
 world, only a provider is asked, for its price. Anything that cannot be determined now carries the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

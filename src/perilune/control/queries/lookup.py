@@ -1,7 +1,5 @@
 """Find runs and experiments by id or name, and describe them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refresh live runs before a command lists them, within the time that a user waits for a list."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future

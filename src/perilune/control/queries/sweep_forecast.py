@@ -1,7 +1,5 @@
 """What a sweep will run: which stages its arms share, which are finished, and how long the rest may take."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The database in a backup is always SQLite, so backup and restore also move a hom
 PostgreSQL.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ in that block is recorded as a condition of the run or machine and affects nothi
 clears it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

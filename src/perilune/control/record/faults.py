@@ -1,7 +1,5 @@
 """Fault injection: named points between two durable writes where a test can kill the process."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -5,8 +5,6 @@ the runs that were live in the original. The restored home does not act on those
 original rented, until the user confirms with `perilune adopt` that the original no longer exists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """ULIDs: identifiers that sort by their creation time."""
 
-from __future__ import annotations
-
 import secrets
 import time
 

@@ -1,7 +1,5 @@
 """Writes about an attempt, allowed only while it is the current one: intents, states and the result."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ Rules for a new entry: it only adds (a new column has a default in the database,
 previous version may still be following a run), and it never touches `events`, whose hashes cover them.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

@@ -6,8 +6,6 @@ of experiments, and the cost of machines. Machines that are still rented are fou
 terminated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -4,8 +4,6 @@ Every change of state is made in the transaction that appends its event. Assigni
 `transitions` allows it. `database` decides where the tables are stored.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A run is a submitted stage. An attempt is one try of a run on one machine or a g
 the fencing epoch. A machine is rented for an attempt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any

@@ -1,7 +1,5 @@
 """Admit queued runs: start the next attempt of a run when its turn has come, under an unused number."""
 
-from __future__ import annotations
-
 import time
 
 from perilune.control.machines.rented import Rentals

@@ -6,8 +6,6 @@ start the next stage, and afterwards none may. A stage gets at most one run per 
 asks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sqlalchemy import select

@@ -4,8 +4,6 @@ Each ending is one transaction, which only the current attempt of a run passes. 
 still has on another machine is removed afterwards; the outcome does not depend on that.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 from perilune.control.evidence.attempt_evidence import evidence_problem, left_files

@@ -3,8 +3,6 @@
 Several commands may work on the same recipe. They follow the same runs, and each continues if another dies.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

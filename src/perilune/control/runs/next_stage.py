@@ -1,7 +1,5 @@
 """Start the next stages of requested experiments, from the daemon or `perilune reconcile`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import suppress

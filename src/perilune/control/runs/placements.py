@@ -1,7 +1,5 @@
 """The placement of each run: that of its recorded template, or this machine."""
 
-from __future__ import annotations
-
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.record.home import Home

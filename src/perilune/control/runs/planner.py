@@ -1,7 +1,5 @@
 """The next step for an attempt: a pure function of its recorded and its observed state."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Events of an experiment, for whoever displays them. The control plane itself prints nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The queue of a placement with slots: by priority, then in the order of submission."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Record whether an attempt is reachable, and since when it is not. This alone ends nothing."""
 
-from __future__ import annotations
-
 from perilune.control.record.clock import boot_seconds
 from perilune.control.record.ledger import current
 from perilune.control.record.store import Attempt, Store, record

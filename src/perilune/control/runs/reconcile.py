@@ -6,8 +6,6 @@ two processes from doing the same work; correctness does not depend on it. A dro
 a run.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor

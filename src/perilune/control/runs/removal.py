@@ -5,8 +5,6 @@ deleted. After a kill in between, `perilune.control.evidence.stale_folders` remo
 event.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run a frozen bundle again, without recording a run, and compare its results with the first ones."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Requests about existing runs: cancel, retry, read the log, collect the evidence."""
 
-from __future__ import annotations
-
 import codecs
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Run a recipe or evaluate a checkpoint from Python, as `perilune run` and `perilune eval` do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

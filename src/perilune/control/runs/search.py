@@ -3,8 +3,6 @@
 Nothing is stored: a proposal depends on the arms so far alone, so a killed search continues where it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any

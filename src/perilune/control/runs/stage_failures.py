@@ -1,7 +1,5 @@
 """Turn a failed stage into the error that ends a command."""
 
-from __future__ import annotations
-
 from perilune.control.runs.progress import StageFailed
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause

@@ -1,7 +1,5 @@
 """Submit a stage as a run: freeze its bundle, then record the run under an idempotency key."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """This machine as a host."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -4,8 +4,6 @@ Everything else (staging, observing, pulling, stopping) is a command of the runn
 new kind of machine has to implement one method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol

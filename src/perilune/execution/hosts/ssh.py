@@ -4,8 +4,6 @@ The user's ssh config (address, ProxyJump, keys) applies. The options added here
 unknown or changed host keys, no forwarding, one shared connection per machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -4,8 +4,6 @@ This module decides what a container may do; the runner on its machine creates, 
 is named by its digest, so that the name identifies its content.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Launcher `process`: the worker is a plain process of this Python."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence

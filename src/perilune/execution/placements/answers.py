@@ -1,7 +1,5 @@
 """Parse and validate the runner's answers, which are untrusted and may follow a login shell's greeting."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

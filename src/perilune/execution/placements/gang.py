@@ -4,8 +4,6 @@ The first machine leads: its files are the evidence. Of the others, logs and ver
 runtime/node-K. If the worker on one machine fails, the attempt ends on all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

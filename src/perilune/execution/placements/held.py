@@ -4,8 +4,6 @@ The list of these checkpoints is in a file beside the attempt's directory. Their
 store. If the store evicts them, the next attempt starts from the beginning.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Placement `local`: attempts on this machine. Staging is a copy, and pulling does nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

@@ -5,8 +5,6 @@ truncated to the cursor and appended to in place; other files, and whole checkpo
 are complete. Frames are untrusted until they have been checked.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,8 +4,6 @@ These are public files of the Hugging Face hub, at the commit of the local copy.
 of each file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

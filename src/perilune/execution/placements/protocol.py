@@ -4,8 +4,6 @@ An operation whose connection fails raises HostUnreachableError, and its effect 
 that instead of raising. A placement declares its capabilities.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

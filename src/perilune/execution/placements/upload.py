@@ -5,8 +5,6 @@ The list may also name files whose contents only the other side has: checkpoints
 Progress is written to a file beside the attempt's directory, never into it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

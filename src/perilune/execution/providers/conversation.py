@@ -1,7 +1,5 @@
 """Run a command over one connection: send its input, receive its output and exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

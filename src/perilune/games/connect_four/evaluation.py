@@ -1,7 +1,5 @@
 """Evaluates players: single moves against the exact solver, and matches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ the search's visit counts and the outcome (Silver et al., "Mastering the game of
 Nature 2017).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of self-play training, without torch."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from perilune.frozen import Frozen

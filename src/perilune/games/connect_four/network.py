@@ -5,8 +5,6 @@ a single convolution: its 4 x 4 window contains every possible line of four, at 
 its outputs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Players. Each is called with many games at once and one uniform random number per game."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib import import_module

@@ -5,8 +5,6 @@ position per game at a time. The search uses PUCT (Silver et al., "A general rei
 that masters chess, shogi and Go through self-play", Science 2018). Ends of games are exact.
 """
 
-from __future__ import annotations
-
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache

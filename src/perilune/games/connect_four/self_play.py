@@ -4,8 +4,6 @@ Every random number is a function of (seed, step, game, purpose). The same seed 
 boards are the only state.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Scores are those of Pascal Pons (blog.gamesolver.org): 22 minus the winner's sto
 an earlier win has a higher score; negative for a loss, 0 for a draw. The empty board has the score 1.
 """
 
-from __future__ import annotations
-
 from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path

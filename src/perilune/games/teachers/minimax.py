@@ -1,7 +1,5 @@
 """Perfect play of small games with perfect information, by backward induction over all positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

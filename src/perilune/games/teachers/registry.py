@@ -1,7 +1,5 @@
 """Game teachers by name, and the best teacher of each game."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.errors import RequestError

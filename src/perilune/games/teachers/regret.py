@@ -5,8 +5,6 @@ CFR+ (Tammelin 2014, arXiv:1407.5042) traverses the whole game in each iteration
 average policy converges to an equilibrium.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from typing import Any

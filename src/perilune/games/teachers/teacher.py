@@ -1,7 +1,5 @@
 """Game teachers: the protocol, drawing a move, and the teachers that need no solution of the game."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 

@@ -3,8 +3,6 @@
 Nothing here imports torch: weights are computed from rewards with numpy.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationError

@@ -1,7 +1,5 @@
 """Base classes of algorithms: typed options, and a function from groups of episodes to token weights."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

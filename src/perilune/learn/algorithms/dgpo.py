@@ -7,8 +7,6 @@ an answer have mean 1. d and h are computed once a step, with the weights at its
 gradient.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

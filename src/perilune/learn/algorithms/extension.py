@@ -1,7 +1,5 @@
 """Algorithms of users: classes that a recipe names by an entry point or as file.py:name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """GRPO and its relatives: each reward is compared with the other rewards of its group."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Literal

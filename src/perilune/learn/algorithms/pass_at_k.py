@@ -1,7 +1,5 @@
 """Algorithms that optimise pass@k: the probability that at least one of k answers is right."""
 
-from __future__ import annotations
-
 from math import comb, sqrt
 from typing import ClassVar, Literal
 

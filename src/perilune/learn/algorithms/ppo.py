@@ -5,8 +5,6 @@ decoder's hidden state. Advantages are computed by GAE and whitened over the bat
 the returns before whitening.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal

@@ -3,8 +3,6 @@
 Hu et al., arXiv 2501.03262. The paper subtracts the KL to the reference from the rewards; here it is a loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the mean cross-entropy of the tokens to imitate. Rewards are ignored."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import numpy as np

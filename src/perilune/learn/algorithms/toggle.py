@@ -6,8 +6,6 @@ right answers; it is set the first time there are any, and then fixed. The paper
 published.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The sicknesses of a training run. Each rule finds one, with the step since when it holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Series of a run by step, and when a condition or a change began that still holds."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

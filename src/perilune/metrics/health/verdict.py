@@ -1,7 +1,5 @@
 """The verdict on a run: its findings, the gravest first, in one line."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Probes that try to exceed limits. Every attempt goes a little beyond its limit and stops by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

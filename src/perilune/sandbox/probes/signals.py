@@ -1,7 +1,5 @@
 """Probes that try to affect other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A policy's exact move probabilities, and its exploitability."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Metrics of self-play games, and alarms for signs of a collapse."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ earlier versions, drawn uniformly or by how hard they are to beat (prioritised f
 et al. 2019, Nature 575). A new member becomes the champion if it is not worse than the last champion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

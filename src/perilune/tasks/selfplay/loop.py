@@ -1,7 +1,5 @@
 """The loop of selfplay: the RL loop, with a league of earlier policies as opponents."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from perilune.bundle.workspace import Workspace

@@ -1,7 +1,5 @@
 """Evaluating the members of a league: matches against earlier policies and named players, and exact play."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

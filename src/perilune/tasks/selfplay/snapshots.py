@@ -1,7 +1,5 @@
 """Snapshots of the policy at earlier steps, loaded into a separate decoder to play against."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from perilune.engine.engine import Engine

@@ -8,8 +8,6 @@ of the steps). Below a billion parameters reinforcement learning gets 5e-6: at t
 from 4.7% to 14.8% on sums within 60 steps of 128 answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple

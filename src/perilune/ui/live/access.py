@@ -1,7 +1,5 @@
 """Who may read the pages: this machine, or a browser that has given the token."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from http.cookies import CookieError, SimpleCookie

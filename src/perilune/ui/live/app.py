@@ -1,7 +1,5 @@
 """The routes of the live page. They read files and the record of runs, and change nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator

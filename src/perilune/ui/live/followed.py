@@ -1,7 +1,5 @@
 """A stage whose files are read once, and then only where they grow."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

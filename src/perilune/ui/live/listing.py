@@ -1,7 +1,5 @@
 """The experiments of a home as the first page lists them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby

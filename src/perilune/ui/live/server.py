@@ -1,7 +1,5 @@
 """Starts the server of the live page."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from types import FrameType

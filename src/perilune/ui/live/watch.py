@@ -1,7 +1,5 @@
 """What changed in the files of an experiment since a reader last looked."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ authority, openings that some judge models reward alone (Zhao et al. 2025, "One 
 LLM-as-a-Judge"), refusals, and names under which a scorer may hold the right answer.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The audit: have the scorer score outputs of known quality, and grade the results."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Checks that a score depends on task and output alone: not on chance, nor on what was scored before."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

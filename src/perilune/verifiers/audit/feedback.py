@@ -1,7 +1,5 @@
 """Checks that an environment does not tell the right answer after a wrong one, and then pay for it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import closing

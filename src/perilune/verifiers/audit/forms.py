@@ -5,8 +5,6 @@ common prefix and suffix of all gold answers, else the form with the highest rew
 those that the prompt shows.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Outputs made from the gold answer: changed, shortened, reordered, among wrong ones, in other characters."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

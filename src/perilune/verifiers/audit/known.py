@@ -4,8 +4,6 @@ If the gold answer is one number or one word, every other number or word is wron
 sentence implies nothing, because several may be right.
 """
 
-from __future__ import annotations
-
 import re
 
 from perilune.environments.adapters.independent_checks import same_answer

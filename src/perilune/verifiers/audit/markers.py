@@ -5,8 +5,6 @@ A chunk contains many markers, one per line, so that one scoring tests all of th
 the audit halves it until it knows the line that causes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 

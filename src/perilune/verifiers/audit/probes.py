@@ -5,8 +5,6 @@ the answer) if there is one, and from the gold answers of other tasks, which are
 form. This module has those that need no gold answer, and the table of all.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

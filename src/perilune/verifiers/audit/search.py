@@ -1,7 +1,5 @@
 """Searches for wrong outputs with a high reward."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

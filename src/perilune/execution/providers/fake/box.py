@@ -7,8 +7,6 @@ Each command is one message over its socket: JSON `{"command": [...]}` with thre
 stdout and stderr. The answer is JSON `{"exit_code": n}`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

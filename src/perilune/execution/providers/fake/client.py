@@ -1,7 +1,5 @@
 """Provider `fake`: the fake cloud for the control plane, and its machines as hosts."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Run one command on a fake machine: connect an HTTP connection to the machine's first process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

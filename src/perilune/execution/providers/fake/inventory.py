@@ -1,7 +1,5 @@
 """All machines of the fake cloud, and what happens to them over time."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Start and stop the fake cloud's server."""
 
-from __future__ import annotations
-
 import json
 import platform
 import signal

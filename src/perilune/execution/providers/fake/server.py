@@ -13,8 +13,6 @@ It may be killed and restarted on the same folder; machines and their commands c
 | POST /faults | script a fault, or inject one now |
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """Fault injection for the fake cloud: random with a seed, or scripted."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

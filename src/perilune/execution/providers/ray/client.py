@@ -4,8 +4,6 @@ A restarted head node has forgotten its jobs, and everything they ran has ended.
 is absent, and so are its machines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """A machine on a Ray cluster as a host, through the gateway that one of our jobs serves on the head node."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets

@@ -4,8 +4,6 @@ SkyPilot forgets a cluster as soon as its machines are gone, without a reason. A
 did not terminate it can infer the reason.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ SkyPilot pins versions of packages that conflict with other software in an envir
 from its API server. So it is never imported into this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
