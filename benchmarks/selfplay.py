@@ -2,7 +2,7 @@
 
     python benchmarks/selfplay.py [--seeds 0 1 2] [--only kuhn_poker]
 
-Runs recipes/selfplay.yaml, and kuhn_poker.yaml, leduc_poker.yaml and tic_tac_toe.yaml of this folder. Writes
+Runs recipes/selfplay.yaml, benchmarks/kuhn_poker.yaml and benchmarks/leduc_poker.yaml. Writes
 results/selfplay.json, where games that are not run again stay as they were.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from perilune.environments import make_environment
 from perilune.models.checkpoints.loading import load_checkpoint
-from perilune.recipe.load import bundled_recipe, load_recipe
+from perilune.recipe.load import bundled_recipe
 from perilune.tasks.selfplay.exact_play import reply_bounds
 from recipe_runs import HERE, document, options, run_recipe, write
 
@@ -26,12 +26,9 @@ RECIPES = {
     "tic_tac_toe": bundled_recipe("selfplay"),
     "kuhn_poker": HERE / "kuhn_poker.yaml",
     "leduc_poker": HERE / "leduc_poker.yaml",
-    "tic_tac_toe_state": HERE / "tic_tac_toe.yaml",
 }
 CURVES = ("entropy", "openings", "illegal", "drawn", "turns", "seat/0/reward", "seat/0/won", "seat/1/won")
-# Probability below which a line of the policy's is left out of its best reply, for games that have one:
-LEAST = {"tic_tac_toe": 0.05, "tic_tac_toe_state": 0.01}
-GREEDY = 0.1  # a temperature at which the policy almost always plays its likeliest move
+LEAST = 0.05  # probability below which a line of the policy's is left out of its best reply
 EVERY = 4  # steps of which one is kept of a curve
 
 
@@ -55,7 +52,7 @@ def run(game: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         stages = run_recipe(RECIPES[game], seed, home=Path(home))
         seconds = {stage: processor_seconds(found["folder"]) for stage, found in stages.items()}
-        replies = best_replies(game, stages) if game in LEAST else {}
+        replies = best_replies(stages) if game == "tic_tac_toe" else None
     played = stages["selfplay"]
     lines = [line for line in played["metrics"] if line["step"] % EVERY == 0 or line["step"] == 1]
     return {
@@ -63,23 +60,21 @@ def run(game: str, seed: int) -> dict[str, Any]:
         "parameters": played["summary"]["parameters"],
         "processor_seconds": {"sft": seconds["sft"], "selfplay": seconds["selfplay"]},
         "league": played["summary"]["league"],
-        **replies,
+        **({"best_reply": replies} if replies else {}),
         "curves": {"step": [line["step"] for line in lines]}
         | {name: [line.get(name) for line in lines] for name in CURVES},
     }
 
 
-def best_replies(game: str, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of start and champion, by seat, bounds of what the best reply earns a game: sampled, and greedy."""
-    environment: Any = make_environment(load_recipe(RECIPES[game]).environment)
+def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
+    """Of start and champion, by seat, bounds of what the best reply earns a game."""
+    environment: Any = make_environment({"id": "open_spiel", "game": "tic_tac_toe", "list_moves": False})
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"best_reply": {}, "best_reply_greedy": {}}
+    found = {}
     for name, stage in (("start", "sft"), ("champion", "selfplay")):
         final = stages[stage]["folder"] / "artifacts" / "checkpoints" / "final"
         decoder, tokenizer = load_checkpoint(final, torch.device("cpu"))
-        for key, temperature in (("best_reply", 1.0), ("best_reply_greedy", GREEDY)):
-            bounds = reply_bounds(environment, decoder, tokenizer, temperature, least=LEAST[game])
-            found[key][name] = [one._asdict() for one in bounds]
+        found[name] = [one._asdict() for one in reply_bounds(environment, decoder, tokenizer, least=LEAST)]
     return found
 
 

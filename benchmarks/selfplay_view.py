@@ -14,13 +14,9 @@ from perilune.metrics.proportion import wilson
 WIDTH, HEIGHT = 250, 160  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 40, 10, 22, 24
 INK, LINE = "#808080", "#3f7fdf"
-TITLES = {"tic_tac_toe": "Tic-tac-toe", "kuhn_poker": "Kuhn poker", "leduc_poker": "Leduc poker",
-          "tic_tac_toe_state": "Tic-tac-toe from the current state"}  # fmt: skip
+TITLES = {"tic_tac_toe": "Tic-tac-toe", "kuhn_poker": "Kuhn poker", "leduc_poker": "Leduc poker"}
 PANELS = {
-    **dict.fromkeys(
-        ("tic_tac_toe", "tic_tac_toe_state"),
-        ("against/random", "against/minimax", "against/step 0", "elo", "entropy", "illegal"),
-    ),
+    "tic_tac_toe": ("against/random", "against/minimax", "against/step 0", "elo", "entropy", "illegal"),
     **dict.fromkeys(
         ("kuhn_poker", "leduc_poker"),
         ("exploitability", "against/random", "against/cfr", "elo", "entropy", "illegal"),
@@ -35,18 +31,15 @@ seeds 0 and 1, from 16 trials. Those for Leduc poker are the same with smaller b
 0 only. In Leduc poker a player sees only the current state, which includes the bets so far. *Champion* is the
 published policy, and *last* the policy at the end of training. In poker the champion is the least exploitable
 member. Returns are means per game: a win is worth 1 at tic-tac-toe, 1 or 2 chips at Kuhn poker, and up to 13
-chips at Leduc poker. Elo is computed from all matches of a run, with the random player at 0.
+chips at Leduc poker. Elo is computed from all matches of a run, with the random player at 0. Only Leduc poker
+ran on the processor below; the other games ran on an AMD EPYC.
 
 Exploitability is exact: the mean gain, over both seats, of the best response to the policy's move
 probabilities. It is 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and 2.374 in
 Leduc poker. A policy that always bets regardless of its card has 0.333 in Kuhn poker. For tic-tac-toe the
 best response is searched in the whole tree, except for lines that the policy enters with a probability below
-5% (1% in the section "from the current state"), so the result is an interval. The best response gains 0
-against perfect play, and 1 against a policy that it always beats.
-
-In *Tic-tac-toe from the current state* a player sees only the board, and games begin after up to two random
-moves. SFT imitates a perfect player that always makes the same move; self-play then goes on from there.
-*Greedy* is at a temperature of 0.1. Kuhn poker and the first tic-tac-toe ran on an AMD EPYC."""
+5%, so the result is an interval. The best response gains 0 against perfect play, and 1 against a policy that
+it always beats."""
 
 Run = Mapping[str, Any]
 
@@ -67,11 +60,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             "before and after": [row for run in runs for row in rows(run)],
             "matches": [row for run in runs for row in matches(run)],
         }
-        for key, how in (("best_reply", ""), ("best_reply_greedy", ", against greedy play")):
-            if replies := [row for run in runs for row in best_replies(run, key)]:
-                shown[TITLES[game]][f"mean return of the best response{how}, by the seat of the policy"] = (
-                    replies
-                )
+        if replies := [row for run in runs for row in best_replies(run)]:
+            shown[TITLES[game]]["mean return of the best response, by the seat of the policy"] = replies
     rest = {key: value for key, value in document.items() if key not in (*shown, "runs")}
     return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
 
@@ -131,13 +121,13 @@ def figure(one: Mapping[str, float], key: str) -> Any:
     return {"mean": one[key], "low": one[f"{key}/low"], "high": one[f"{key}/high"]}
 
 
-def best_replies(run: Run, key: str) -> list[dict[str, Any]]:
+def best_replies(run: Run) -> list[dict[str, Any]]:
     """Bounds on the mean return of the best response to start and champion, by the policy's seat."""
     return [
         {"seed": run["seed"], "policy": name}
         | {f"policy moves {seat}": f"{one['low']:.2f} to {one['high']:.2f}"
            for seat, one in zip(("first", "second"), bounds, strict=True)}
-        for name, bounds in run.get(key, {}).items()
+        for name, bounds in run.get("best_reply", {}).items()
     ]  # fmt: skip
 
 
