@@ -136,9 +136,8 @@ def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
 def test_a_low_bar_keeps_partial_scores():
     environment = make_environment(SPECS["addition"])
     (task,) = islice(environment.tasks("train", 0), 1)
-    rows = verify_candidates(
-        [Candidate(task, ";1", "t")], lambda pairs: [Score(0.5)], environment="e", seed=0, keep_from=0.5
-    )
+    candidate = Candidate(task, ";1", "t", keep_from=0.5)
+    rows = verify_candidates([candidate], lambda pairs: [Score(0.5)], environment="e", seed=0)
     assert [row.score for row in rows] == [0.5]
 
 

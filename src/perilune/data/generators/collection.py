@@ -90,19 +90,21 @@ def collect_traces(
             scorer.score,
             environment=environment.id,
             seed=seed,
+            most=count,
             converse=partial(agent_conversations, environment),
             provenance=provenance,
         )
+        tasks: set[str] = set()
         for one in verified:
             if isinstance(one, Rejected):
                 found.rejected.append(one)
             else:
                 found.kept.append(one)
-            episodes = len({record.task_id for record in found.kept})
-            show(episodes, len(found.rejected))
-            if episodes == count or len(found.rejected) > MOST_REJECTED * count:
+                tasks.add(one.task_id)
+            show(len(tasks), len(found.rejected))
+            if len(found.rejected) > MOST_REJECTED * count:
                 return found
-    found.exhausted = True
+    found.exhausted = len(tasks) < count
     return found
 
 

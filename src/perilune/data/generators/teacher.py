@@ -28,7 +28,7 @@ class Candidate:
         earlier: the earlier actions of all players, in order.
         seed: of the session.
         player: the player to imitate.
-        keep_from: lowest score to keep it; None uses the limit of the caller.
+        keep_from: lowest score to keep it.
         details: further JSON values about its origin, for the record.
     """
 
@@ -38,7 +38,7 @@ class Candidate:
     earlier: tuple[str, ...] = ()
     seed: int = 0
     player: int = 0
-    keep_from: float | None = None
+    keep_from: float = 1.0
     details: Mapping[str, Any] | None = None
 
     @property
@@ -97,11 +97,11 @@ def verify_candidates(
     *,
     environment: str,
     seed: int,
-    keep_from: float = 1.0,
+    most: int | None = None,
     converse: Converse | None = None,
     provenance: Provenance | None = None,
 ) -> Iterator[TraceRecord | Rejected]:
-    """Score candidates in order; those with a score of at least `keep_from` become records.
+    """Score candidates in order; those with a score of at least their `keep_from` become records.
 
     Each candidate has a record for the conversation of each of its sub-agents, and then one for its own.
     Only the first record of a conversation is kept, unless the records are mixed. A candidate without a new
@@ -109,6 +109,7 @@ def verify_candidates(
 
     Args:
         score: scores a batch, normally `Scorer.score`.
+        most: tasks after whose records it ends.
         converse: turns a transcript into conversations by agent, normally
             `perilune.environments.core.replay.agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.
@@ -125,9 +126,8 @@ def verify_candidates(
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
                 continue
             verdict = outcome.metrics.get(GOLD, outcome.reward)
-            least = keep_from if candidate.keep_from is None else candidate.keep_from
-            if verdict < least:
-                yield Rejected(candidate, f"score {verdict:g} is below {least:g}")
+            if verdict < candidate.keep_from:
+                yield Rejected(candidate, f"score {verdict:g} is below {candidate.keep_from:g}")
                 continue
             conversations = dict((converse or _answered)(candidate.task, candidate.transcript))
             record = TraceRecord(
@@ -148,6 +148,8 @@ def verify_candidates(
             tasks.add(record.task_id)
             digests.update(one.digest for one in new)
             yield from new
+            if len(tasks) == most:
+                return
 
 
 def _answered(task: Task, transcript: Transcript) -> Mapping[str, Sequence[Message]]:
