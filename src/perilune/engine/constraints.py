@@ -84,6 +84,11 @@ def forbid(logits: Tensor, masks: NDArray[np.int32]) -> Tensor:
     return logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
+def alternatives(texts: Sequence[str]) -> str:
+    """The expression of one of the texts, in a grammar."""
+    return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
 class Constraints:
     """Creates constraints for one tokenizer.
 
@@ -145,8 +150,7 @@ class Constraints:
         if not options or isinstance(options, str):
             raise RequestError(f"{options!r} is not a list of texts", where="choice")
         texts = [_text(option, f"choice {index}") for index, option in enumerate(options)]
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-        return self._constraint(f"start: {alternatives}", "choice")
+        return self._constraint(f"start: {alternatives(texts)}", "choice")
 
     def _constraint(self, grammar: str, where: str) -> Constraint:
         limits = self._guidance.LLParserLimits(max_items_in_row=_MOST_ITEMS)

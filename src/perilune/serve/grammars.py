@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
-from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints
+from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints, alternatives
 from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
@@ -56,9 +56,7 @@ class AnswerConstraints:
         elif structured and structured.regex:
             rules = f"answer: {_regex(structured.regex)}"
         elif structured and structured.choice:
-            rules = "answer: " + " | ".join(
-                json.dumps(text, ensure_ascii=False) for text in structured.choice
-            )
+            rules = f"answer: {alternatives(structured.choice)}"
         else:
             schemas = {"the schema": body.schema_document or {}}
             rules = f"answer: {_json(body.schema_document or {})}"

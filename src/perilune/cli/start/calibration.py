@@ -153,8 +153,11 @@ def clock_of(device: str) -> Iterator[Callable[[], float]]:
     before = torch.get_num_threads()
     if device != "cuda":
         torch.set_num_threads(int(device))
-    yield time.process_time if device == "1" else time.perf_counter  # other load changes the former little
-    torch.set_num_threads(before)
+    try:
+        # Other load on the machine changes processor time little.
+        yield time.process_time if device == "1" else time.perf_counter
+    finally:
+        torch.set_num_threads(before)
 
 
 def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> tuple[Speed, ...]:

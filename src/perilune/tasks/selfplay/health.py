@@ -38,10 +38,11 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     """
     judged = [one for one in episodes if one.reward is not None]
     figures: dict[str, float] = {}
-    turns = [one.metrics.get("total_steps", one.metrics.get("turns")) for one in judged]
-    for name, values in {"illegal": [one.metrics.get("illegal") for one in judged], "turns": turns}.items():
-        if known := [value for value in values if value is not None]:
-            figures[name] = math.fsum(known) / len(known)
+    metrics = [one.metrics for one in judged]
+    with_agents = [{"turns": one["total_steps"]} if "total_steps" in one else one for one in metrics]
+    for name, lines in (("illegal", metrics), ("turns", with_agents)):
+        if (mean := _mean(lines, name)) is not None:
+            figures[name] = mean
     if judged:
         figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
         figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)
