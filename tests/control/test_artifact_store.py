@@ -1,6 +1,7 @@
 """Evidence beyond this machine: sent once, checked on both sides, found again without the home."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,11 @@ def test_runs_are_pushed_once_and_pulled_whole(
     assert list(again.values()) == [0]
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "elsewhere"))  # where nobody knows the runs
     run = min(sent)
-    assert perilune("artifacts", "pull", run[:20].lower(), "--out", str(tmp_path / "back"))[0] == 0
-    assert perilune("verify", str(tmp_path / "back"), "--key", str(control.home.keys / PUBLIC))[0] == 0
-    assert perilune("artifacts", "pull", run, "--out", str(tmp_path / "back"))[0] == 2
+    code, out, _ = perilune("artifacts", "pull", run[:20].lower(), "--out", str(tmp_path / "it's back"))
+    printed = shlex.split(out.partition("next: ")[2])
+    assert (code, printed) == (0, ["perilune", "verify", str(tmp_path / "it's back")])
+    assert perilune(*printed[1:], "--key", str(control.home.keys / PUBLIC))[0] == 0
+    assert perilune("artifacts", "pull", run, "--out", str(tmp_path / "it's back"))[0] == 2
     assert perilune("artifacts", "pull", "0", "--out", str(tmp_path / "more"))[0] == 2
     monkeypatch.delenv(VARIABLE)
     assert perilune("artifacts", "list")[0] == 2

@@ -1,6 +1,7 @@
 """Backups: made under load, put back elsewhere, in another kind of database."""
 
 import json
+import shlex
 import threading
 from pathlib import Path
 
@@ -23,12 +24,14 @@ def test_a_home_is_copied_and_put_back(
 ) -> None:
     plan = drill_plan("one", steps=1)
     carry_out(control, plan)
-    assert perilune("backup", str(tmp_path / "friday"), "--evidence")[0] == 0
-    assert perilune("backup", str(tmp_path / "friday"))[0] == 2
-    assert perilune("restore", str(tmp_path / "friday"))[0] == 2  # this home has a record
+    friday = str(tmp_path / "last friday")
+    code, out, _ = perilune("backup", friday, "--evidence")
+    assert code == 0 and shlex.split(out.partition("restore it: ")[2])[1:] == ["perilune", "restore", friday]
+    assert perilune("backup", friday)[0] == 2
+    assert perilune("restore", friday)[0] == 2  # this home has a record
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "new"))
     assert perilune("restore", str(tmp_path / "nothing"))[0] == 2
-    assert perilune("restore", str(tmp_path / "friday"))[0] == 0
+    assert perilune("restore", friday)[0] == 0
     assert perilune("verify")[0] == 0 and perilune("verify", "one")[0] == 0
     new = drill_control(tmp_path / "new")
     assert isinstance(carry_out(new, plan)[0], StageReused)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 import shutil
 import subprocess
 import threading
@@ -128,10 +129,13 @@ def test_the_commands(perilune: Command, control: Control, tmp_path: Path) -> No
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
     code, out, _ = perilune("verify")
     assert code == 0 and out == "verified: all 3 records\n"
-    assert perilune("export", "two", "--out", str(tmp_path / "out"), "--ro-crate")[0] == 0
-    assert perilune("verify", str(tmp_path / "out"))[0] == 0
-    assert perilune("verify", str(tmp_path / "out"), "--key", str(control.home.keys / PUBLIC))[0] == 0
-    assert perilune("export", "two", "--out", str(tmp_path / "out"))[0] == 2
+    code, out, _ = perilune("export", "two", "--out", str(tmp_path / "its out"), "--ro-crate")
+    assert code == 0
+    printed = shlex.split(out.partition("next: ")[2])
+    assert printed == ["perilune", "verify", str(tmp_path / "its out")]
+    assert perilune(*printed[1:])[0] == 0
+    assert perilune("verify", str(tmp_path / "its out"), "--key", str(control.home.keys / PUBLIC))[0] == 0
+    assert perilune("export", "two", "--out", str(tmp_path / "its out"))[0] == 2
     run = json.loads(perilune("show", "two", "--json")[1])["id"]
     rewrite(control.home.attempt(run, 1) / "artifacts" / "data" / "total.json", b"{}")
     code, out, _ = perilune("verify", "--json")

@@ -65,8 +65,11 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
     # The same recipe is a new experiment, and finds the shared run again.
     kinds = [type(event) for event in carry_out(control, shared, own, name="first")]
     assert kinds[0] is StageReused and len(kinds) > 2
-    code, _, err = perilune("rm", "third")
-    assert code == 2 and "no experiment is called 'third'" in err
+    for name in ("third", ""):
+        code, _, err = perilune("rm", name, "--yes")
+        assert code == 2 and f"no experiment is called '{name}'" in err
+    code, _, err = perilune("cancel", "")
+    assert code == 2 and "no run or experiment is called ''" in err
 
 
 @pytest.mark.thorough

@@ -157,7 +157,7 @@ BAD = {  # (text replaced, by what): where, what is said
     ("task: lay}", "task: layy}"): (":7:", "no task 'layy'", "'lay'"),
     ("name: egg,", "name: bread,"): (":8:", "two stages have the name 'bread'", ""),
     ("name: egg,", "name: seed,"): (":7:", "'seed' is a key of recipes", ""),
-    ("name: egg,", "name: 'e g',"): (":7:", "stages.e g.name", "pattern"),
+    ("name: egg,", "name: 'e g',"): (":7:", "stages.e g.name", "must begin with a letter", "try: e-g"),
     ("eggs: egg", "eggs: egs"): (":6:", "no stage is named 'egs'", "'egg'"),
     ("eggs: egg", "eggs: bread"): (
         ":6:",

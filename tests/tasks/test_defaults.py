@@ -128,6 +128,8 @@ def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
     logged = capfd.readouterr().out
     assert "learning rate: 0.0002 after 2 warm-up steps, then constant; the default for a new model" in logged
+    rate = load_plugin("rl").plan(make_job("rl", lr=2e-4, steps=3, warmup=12))["learning rate"]
+    assert rate.startswith("rises to 5e-05 in 3 steps, because the warm-up to 0.0002 takes 12;")
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("base", 3), ("medium", 10), ("large", 30)])

@@ -102,8 +102,11 @@ class OptimizerSettings(Frozen):
             raise ValueError("lr has no value yet")
         return self.lr
 
-    def describe_schedule(self) -> str:
-        """The learning rate over time, for the plan."""
+    def describe_schedule(self, steps: int) -> str:
+        """The learning rate over `steps` training steps, for the plan."""
+        if steps < self.warmup:
+            rise = f"rises to {self.peak_lr * steps / self.warmup:g} in {steps} step{'s' * (steps != 1)}"
+            return f"{rise}, because the warm-up to {self.peak_lr:g} takes {self.warmup}"
         start = f"{self.peak_lr:g} after {self.warmup} warm-up steps"
         if self.schedule == "constant" or self.final_lr == 1:
             return f"{start}, then constant"

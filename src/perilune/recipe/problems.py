@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
@@ -21,6 +22,8 @@ _IN_YAML = {  # pydantic speaks of JSON
     "should be a valid dictionary": "should be a section of keys",
     "should be a valid array": "should be a list",
 }
+
+_NAME = re.compile(r"\^\[A-Za-z\]\[A-Za-z0-9_-\]\{0,(\d+)\}\$")  # the pattern of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +130,22 @@ def _problem(
         tag = detail["ctx"]["tag"]
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
         return Problem(full, f"{key}: no {location[-1]} '{tag}'", nearest(tag, names))
+    return _wrong_value(detail, key, full)
+
+
+def _wrong_value(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = _IN_YAML.get(message, message)
     if isinstance(detail["input"], dict | list):
         return Problem(full, f"{key}: {message}" if key else message)
-    shown = json.dumps(detail["input"], ensure_ascii=False)
-    return Problem(full, f"{key} is {shown[:80]} but {message}")
+    given = detail["input"]
+    shown = json.dumps(given, ensure_ascii=False)[:80]
+    remedy = ""
+    if name := _NAME.fullmatch(detail.get("ctx", {}).get("pattern", "")):
+        longest = int(name[1]) + 1
+        message = f"must begin with a letter and have at most {longest} letters, digits, _ and -"
+        remedy = re.sub(r"[^A-Za-z0-9_-]+", "-", given).lstrip("_-0123456789")[:longest].rstrip("_-")
+    return Problem(full, f"{key} is {shown} but {message}", remedy)
 
 
 def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:

@@ -190,7 +190,8 @@ def data_words(summary: Mapping[str, Any]) -> str:
     if not isinstance(data, Mapping) or not all(isinstance(data.get(name), int) for name in names):
         return ""
     rare = "".join(f", {data[name]:,} {name}" for name in ("dropped", "truncated") if data[name])
-    return f"{data['rows']:,} rows{rare}, {data['tokens']:,} tokens, {data['learned']:,} with loss"
+    rows = f"{data['rows']:,} row{'s' * (data['rows'] != 1)}"
+    return f"{rows}{rare}, {data['tokens']:,} tokens, {data['learned']:,} with loss"
 
 
 def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:

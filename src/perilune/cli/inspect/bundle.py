@@ -1,5 +1,6 @@
 """`perilune bundle`: freeze, verify and inspect bundles."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -122,7 +123,7 @@ def freeze(
     if as_json:
         print_json({"path": str(out), "stage": stage, "digest": digest})
     else:
-        echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {out}")
+        echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {shlex.quote(str(out))}")
 
 
 def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """Commands that check signatures, and export a run with signed statements."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -104,4 +105,4 @@ def export(
     if as_json:
         print_json({"run": found.id, "stage": found.stage, "directory": str(out)})
     else:
-        echo(f"exported {found.stage} to {out}\n  next: perilune verify {out}")
+        echo(f"exported {found.stage} to {out}\n  next: perilune verify {shlex.quote(str(out))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,6 +11,7 @@ import typer
 from perilune.cli.arguments import WHERE_HELP, Json, command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
+from perilune.cli.units import plural
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
@@ -265,7 +267,7 @@ def shrink_command(
         return
     for name, one in small.items():
         echo(f"{name[:12]} {before[name]} tokens -> {one.digest[:12]} {one.tokens} tokens")
-    echo(f"{out}: {len(pairs)} cassettes, on average {share:.0%} of their tokens")
+    echo(f"{out}: {plural(len(pairs), 'cassette')}, on average {share:.0%} of their tokens")
 
 
 def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Fails]:
@@ -295,7 +297,7 @@ def _print_written(suite: Suite, recorded: Recorded, *, as_json: bool) -> None:
         echo(f"  {count:5}  {name}")
     for reason, count in recorded.refused.most_common():
         echo(f"  {count} not recorded: {reason}")
-    echo(f"  next: perilune traces run {suite.root}")
+    echo(f"  next: perilune traces run {shlex.quote(str(suite.root))}")
 
 
 def _print_report(report: GateReport) -> None:

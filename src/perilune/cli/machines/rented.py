@@ -11,7 +11,7 @@ import typer
 
 from perilune.cli.arguments import Json, command_group, open_control
 from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import duration
+from perilune.cli.units import duration, plural
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -215,8 +215,8 @@ def cost(as_json: Json = False) -> None:
         print_json(fields)
         return
     warn_about_machines(control)
-    echo(f"spent       {fields['spent']:.4g} on {len(machines)} machines")
-    echo(f"now         {fields['per_hour']:.4g} per hour for {len(alive)} machines")
+    echo(f"spent       {fields['spent']:.4g} on {plural(len(machines), 'machine')}")
+    echo(f"now         {fields['per_hour']:.4g} per hour for {plural(len(alive), 'machine')}")
     echo(f"to come     at most {fields['may_come']:.4g} until their leases end")
     echo(f"24 hours    {fields['today']:.4g} spent or reserved, of a cap of {fields['daily_cap']:.4g}")
     for run_id, spent in sorted(by_run.items(), key=lambda item: -item[1])[:10]:
@@ -332,7 +332,7 @@ def _fleet(control: Control) -> Fleet:
 def _find(fleet: Fleet, reference: str) -> Machine:
     machines = fleet.all(gone=True)
     fitting = [one for one in machines if one.key == reference] or [
-        one for one in machines if one.key.endswith(reference.lower())
+        one for one in machines if reference and one.key.endswith(reference.lower())
     ]
     if len(fitting) == 1:
         return fitting[0]

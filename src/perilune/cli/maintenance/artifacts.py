@@ -1,5 +1,6 @@
 """Commands that move the artifacts of runs: to remote storage and back, and from their machines."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +88,7 @@ def pull(
     if as_json:
         print_json({"run": fitting[0], "directory": str(out), "files": files})
     else:
-        echo(f"{files} files in {out}\n  next: perilune verify {out}")
+        echo(f"{files} files in {out}\n  next: perilune verify {shlex.quote(str(out))}")
 
 
 @app.command("list", epilog="Example: perilune artifacts list --store /mnt/share")

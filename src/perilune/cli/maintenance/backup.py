@@ -1,5 +1,6 @@
 """Commands that back up a home directory, restore it and repair its database."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def backup(
     if as_json:
         print_json({"backup": str(out), "evidence": evidence})
     else:
-        echo(f"wrote {out}\n  to restore it: PERILUNE_HOME=NEW perilune restore {out}")
+        echo(f"wrote {out}\n  to restore it: PERILUNE_HOME=NEW perilune restore {shlex.quote(str(out))}")
 
 
 def restore(

@@ -10,7 +10,7 @@ import typer
 
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import size
+from perilune.cli.units import plural, size
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _print_removable(chosen: Sequence[Removable]) -> None:
     for one in chosen:
         what = {
             "attempt": f"attempt {one.epoch} of {one.run_id}",
-            "checkpoints": f"{len(one.names)} intermediate checkpoints of {one.run_id}",
+            "checkpoints": f"{plural(len(one.names), 'intermediate checkpoint')} of {one.run_id}",
         }.get(one.kind, f"environment {one.path.name}")
         echo(f"{size(one.bytes):>10}  {what}\n            {one.why}")
 
@@ -160,7 +160,8 @@ def rm(
 
 
 def _print_removal(removal: Removal, freed: int) -> None:
-    echo(f"{removal.experiment.name} ({removal.experiment.id}): {len(removal.runs)} runs, {size(freed)}")
+    runs = plural(len(removal.runs), "run")
+    echo(f"{removal.experiment.name} ({removal.experiment.id}): {runs}, {size(freed)}")
     for run in removal.runs:
         echo(f"  remove {run.stage}, {run.state}, run {run.id}")
     for run_id, heir in removal.kept.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -70,7 +71,7 @@ def calibrate(
         return
     for line in describe(found):
         echo(line)
-    echo(f"To predict a run: perilune simulate {recipe}")
+    echo(f"To predict a run: perilune simulate {shlex.quote(recipe)}")
 
 
 def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda text: None) -> Calibrated:

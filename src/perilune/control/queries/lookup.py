@@ -371,7 +371,7 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
 
 
 def _only(fitting: list[Named], reference: str, kind: str) -> Named:
-    if not fitting:
+    if not fitting or not reference:  # every id begins with an empty prefix
         raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
     if len(fitting) > 1:
         raise RequestError(

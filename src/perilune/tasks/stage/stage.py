@@ -177,4 +177,5 @@ def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
     """The schedule, with the reason for its peak rate."""
     defaults = defaults_of(cast(ModelDefaults, spec), job)
-    return f"{spec.describe_schedule()}; {_reason('lr', spec, defaults)}"
+    steps = cast(TrainingSpec, spec).steps * getattr(spec, "updates", 1)
+    return f"{spec.describe_schedule(steps)}; {_reason('lr', spec, defaults)}"

@@ -158,13 +158,13 @@ class RowReader:
     def describe(self) -> str:
         """The counts in words."""
         rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
-        parts = [f"{self.rows:,} rows", *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
+        parts = [_rows(self.rows), *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
         return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"
 
     def warnings(self) -> list[str]:
         """A sentence for each kind of row that teaches nothing."""
         return [
-            f"{what} in {len(places):,} of {self.rows:,} rows, first {Path(places[0]).name}"
+            f"{what} in {len(places):,} of {_rows(self.rows)}, first {Path(places[0]).name}"
             for what, places in self.useless.items()
         ]
 
@@ -199,12 +199,17 @@ class RowReader:
         place, length = self._refused[0]
         bound = f"the model has {self.positions} positions"
         bound = bound if self.limit == self.positions else f"max_length is {self.limit}"
-        others = f"; {len(self._refused) - 1:,} more rows are too long" if len(self._refused) > 1 else ""
+        more = len(self._refused) - 1
+        others = f"; {more:,} more row{'s are' if more > 1 else ' is'} too long" if more else ""
         raise RequestError(
             f"the row has {length} tokens, and {bound}{others}",
             where=place,
             remedy="too_long: drop leaves out such rows, and in sft too_long: truncate keeps their start",
         )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
 
 
 def split_name(example: Example, tokens: Tokens) -> str:
