@@ -108,6 +108,14 @@ def test_what_others_ask_for_changes_nothing() -> None:
         assert mixed.logprobs[index] == plain.logprobs[index]
 
 
+def test_the_min_p_of_others_removes_no_likely_token() -> None:
+    logits = np.random.default_rng(0).normal(size=(2, V))
+    params = [SamplingParams(9, logit_bias={4: 100.0}, top_logprobs=5), SamplingParams(9, min_p=0.1)]
+    alone = drawn(logits[:1].copy(), params[:1]).top_logprobs[0]
+    assert len(alone) == 5 and alone[1][1] < -90
+    assert drawn(logits.copy(), params).top_logprobs[0] == alone
+
+
 def test_a_nucleus_larger_than_the_first_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from perilune.engine import sampler
 

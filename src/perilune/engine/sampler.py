@@ -289,7 +289,8 @@ def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
         least = _least_of_nucleus(of, _on_device(p[nucleus], logits)[:, None])
         logits[which] = of.masked_fill(of < least, -torch.inf)
     if (share > 0).any():
-        threshold = _on_device(np.log(np.maximum(share, 1e-38)), logits)[:, None]
+        floor = np.log(share, out=np.full_like(share, -np.inf), where=share > 0)  # 0 excludes no token
+        threshold = _on_device(floor, logits)[:, None]
         logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + threshold, -torch.inf)
     return logits
 
