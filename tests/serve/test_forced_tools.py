@@ -119,20 +119,55 @@ def test_a_stream_has_the_same_calls(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         whole = asked(client, tool_choice=choice, n=2)
         streamed: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
-        reasons = {}
+        reasons, pieces = {}, 0
         for chunk in asked(client, tool_choice=choice, n=2, stream=True):
             for part in chunk.choices:
                 for call in part.delta.tool_calls or ():
-                    assert call.index == len(streamed[part.index])
-                    streamed[part.index].append((call.function.name, call.function.arguments))
+                    pieces += 1
+                    if call.index == len(streamed[part.index]):
+                        assert call.id and call.type == "function"
+                        streamed[part.index].append((call.function.name, ""))
+                    assert call.index == len(streamed[part.index]) - 1
+                    name, arguments = streamed[part.index][-1]
+                    streamed[part.index][-1] = name, arguments + call.function.arguments
                 reasons[part.index] = part.finish_reason or reasons.get(part.index)
         assert streamed == {one.index: calls_of(one.message) for one in whole.choices}
         assert reasons == {one.index: one.finish_reason for one in whole.choices}
+        assert pieces > 2 * sum(map(len, streamed.values()))  # arguments come while they are generated
+
+
+def test_a_call_that_is_cut_off_keeps_its_arguments(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    whole = asked(client, tool_choice=named, n=1)
+    most = whole.usage.completion_tokens - 20
+    (choice,) = asked(client, tool_choice=named, n=1, max_tokens=most).choices
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+    ((name, arguments),) = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    ((_, complete),) = calls_of(whole.choices[0].message)
+    assert name == "weather" and len(arguments) > 2
+    assert complete.startswith(arguments) and arguments != complete
+
+
+def test_some_of_the_tools_are_allowed(client: openai.OpenAI) -> None:
+    def allowed(mode: str, *names: str) -> Any:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for choice in asked(client, tool_choice=allowed("required", "now")).choices:
+        assert {name for name, _ in calls_of(choice.message)} == {"now"}
+    some, all_tools, one = (
+        asked(client, n=1, max_tokens=1, **given).usage.prompt_tokens
+        for given in ({"tool_choice": allowed("auto", "now")}, {}, {"tools": TOOLS[1:]})
+    )
+    assert some == one < all_tools
+    with pytest.raises(openai.BadRequestError, match="tool_choice needs a function in tools"):
+        asked(client, tool_choice=allowed("auto", "now", "x"))
 
 
 def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
     flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
-    for choice in ("required", {"type": "function", "name": "weather"}):
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    for choice in ("required", {"type": "function", "name": "weather"}, allowed):
         response = client.responses.create(
             model="m", input="warm?", tools=flat, tool_choice=choice, parallel_tool_calls=False,
             max_output_tokens=600,

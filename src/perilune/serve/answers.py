@@ -10,6 +10,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
+from perilune.data.tool_calls import ToolCall
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.errors import error_document, status_of
@@ -17,6 +18,7 @@ from perilune.serve.parts import Beginning, PartsReader
 from perilune.serve.tool_formats import FORMATS
 
 DONE = b"data: [DONE]\n\n"
+_OF_CALLS = ("call", "arguments")
 
 # OpenAI has no finish reason for an answer whose format allows no further token. Such an answer is
 # incomplete, like one that was cut off, and "stop" would mark it as complete.
@@ -191,21 +193,25 @@ class Answer:
         said: dict[str, Any] = {"content": parts.content}
         if parts.reasoning:
             said["reasoning_content"] = parts.reasoning
-        if parts.calls:
+        if calls := [self._call(index, one) for kind, one in parts.items if kind in _OF_CALLS]:
             said["content"] = parts.content or None
-            said["tool_calls"] = [
-                {
-                    "index": self._calls[index] + place,
-                    "id": self._new_id(),
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-                for place, (name, arguments) in enumerate(parts.calls)
-            ]
-            self._calls[index] += len(parts.calls)
+            said["tool_calls"] = calls
         if self._calls[index] and choice["finish_reason"] == "stop" and not self.names_function:
             choice["finish_reason"] = "tool_calls"
         return said
+
+    def _call(self, index: int, given: str | ToolCall) -> dict[str, Any]:
+        """A call that begins, or further arguments of the last one."""
+        if isinstance(given, str):
+            return {"index": self._calls[index] - 1, "function": {"arguments": given}}
+        name, arguments = given
+        self._calls[index] += 1
+        return {
+            "index": self._calls[index] - 1,
+            "id": self._new_id(),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
 
     def closing(self, usage: Usage) -> bytes:
         """The last events."""

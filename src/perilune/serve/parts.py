@@ -4,10 +4,12 @@ Reasoning stands in <think> ... </think> at the beginning, as in DeepSeek-R1 and
 become a mark or a call is held back. A call that is malformed or incomplete is content.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from perilune.data.tool_calls import ToolCall
+from perilune.serve.forced_calls import CallPart, ForcedCalls
 from perilune.serve.tool_formats import MOST_CALLS, Brackets, ToolFormat
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -22,15 +24,24 @@ class Parts:
     """New parts of an answer.
 
     Attributes:
-        items: texts with their kinds, and calls, in the order of the answer.
+        items: texts with their kinds, and parts of calls, in the order of the answer.
     """
 
-    items: list[tuple[Kind, str] | tuple[Literal["call"], ToolCall]] = field(default_factory=list)
+    items: list[tuple[Kind, str] | CallPart] = field(default_factory=list)
 
     def add(self, kind: Kind, text: str) -> None:
         """Add a text, unless it is empty."""
         if text:
             self.items.append((kind, text))
+
+    def add_calls(self, parts: Iterable[CallPart]) -> None:
+        """Add parts of calls; arguments are joined with those of the same call before them."""
+        for part in parts:
+            if part[0] == "arguments" and self.items and isinstance(call := self.items[-1][1], tuple):
+                name, arguments = call
+                self.items[-1] = "call", (name, arguments + part[1])
+            else:
+                self.items.append(part)
 
     @property
     def reasoning(self) -> str:
@@ -44,7 +55,7 @@ class Parts:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """All calls."""
+        """All calls that begin here."""
         return [one for _, one in self.items if isinstance(one, tuple)]
 
 
@@ -55,12 +66,21 @@ class PartsReader:
         calls: the format of calls; None if calls are content.
         begins: what the text begins with.
         most_calls: further calls are left out.
+        forced: whether a grammar holds the content to calls in this format. Their arguments are passed on
+            while they are generated, and as they are spelled.
     """
 
     def __init__(
-        self, *, calls: ToolFormat | None, begins: Beginning = "content", most_calls: int = MOST_CALLS
+        self,
+        *,
+        calls: ToolFormat | None,
+        begins: Beginning = "content",
+        most_calls: int = MOST_CALLS,
+        forced: bool = False,
     ) -> None:
         self._format, self._calls_left = calls, most_calls
+        spelling = calls.spelling if forced and calls is not None else None
+        self._forced = None if spelling is None else ForcedCalls(spelling)
         self._state = begins
         self._held = ""
         self._fresh = False  # nothing but white space since the reasoning or the last call
@@ -97,6 +117,10 @@ class PartsReader:
         self._held = held
 
     def _answer(self, parts: Parts, last: bool) -> None:
+        if self._forced is not None:
+            parts.add_calls(self._forced.feed(self._held))
+            self._held = ""
+            return
         if self._format is None:
             self._say(parts, self._held)
             self._held = ""
@@ -115,7 +139,8 @@ class PartsReader:
             self._say(parts, before.rstrip() if found.calls else self._held[:end])
             self._held, self._brackets = self._held[end:], Brackets(self._format.quotes)
             if found.calls:
-                parts.items += [("call", call) for call in found.calls[: self._calls_left]]
+                for call in found.calls[: self._calls_left]:
+                    parts.add_calls([("call", call), ("end", "")])
                 self._calls_left -= min(len(found.calls), self._calls_left)
                 self._fresh = True
 

@@ -8,9 +8,8 @@ stream, the events of an item begin with `response.output_item.added` and end wi
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from time import time
-from typing import Any
+from typing import Any, Literal
 
-from perilune.data.tool_calls import ToolCall
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.answers import Spelling, Usage, encode_json
@@ -51,7 +50,7 @@ class ResponseAnswer:
         self._reader: PartsReader | None = None
         self._head = {"id": _id("resp"), "object": "response", "created_at": int(time()), **echo}
         self._output: list[dict[str, Any]] = []
-        self._open: Kind | None = None  # of the last item, while it grows
+        self._open: Kind | Literal["call"] | None = None  # of the last item, while it grows
         self._texts: list[str] = []  # of the open item
         self._status = "in_progress"
         self._sequence = 0
@@ -101,10 +100,14 @@ class ResponseAnswer:
         else:
             self._reader = self._reader or self._make_reader(begins=self.begins)
             for kind, one in self._reader.feed(gained.text, last=last).items:
-                if isinstance(one, str):
-                    self._say(kind, one, [])  # type: ignore[arg-type]
+                if isinstance(one, tuple):
+                    self._call(*one)
+                elif kind == "arguments":
+                    self._argue(one)
+                elif kind == "end":
+                    self._end("completed")
                 else:
-                    self._call(one)
+                    self._say(kind, one, [])  # type: ignore[arg-type]
         if last:
             self._status = "completed" if gained.finish_reason == "stop" else "incomplete"
             if not self._output:
@@ -141,6 +144,14 @@ class ResponseAnswer:
         """Complete the open item, if there is one."""
         if self._open is None:
             return
+        if self._open == "call":
+            item, arguments = self._output[-1], "".join(self._texts)
+            done = {"arguments": arguments, "name": item["name"]}
+            self._emit("response.function_call_arguments.done", **self._place_of_call(), **done)
+            item["arguments"] = arguments
+            self._texts, self._open = [], None
+            self._done(status)
+            return
         part = self._output[-1]["content"][0]
         part["text"] = "".join(self._texts)
         if self._open == "reasoning":
@@ -152,18 +163,19 @@ class ResponseAnswer:
         self._texts, self._open = [], None
         self._done(status)
 
-    def _call(self, call: ToolCall) -> None:
-        """Add an item with a call."""
+    def _call(self, name: str, arguments: str) -> None:
+        """Begin an item with a call, which stays open for further arguments."""
         self._end("completed")
-        name, arguments = call
+        self._open = "call"
         item = {"id": _id("fc"), "type": "function_call", "call_id": self._new_id(), "name": name}
         self._add(item | {"arguments": "", "status": "in_progress"})
-        place = self._place()
-        del place["content_index"]
-        self._emit("response.function_call_arguments.delta", **place, delta=arguments)
-        self._emit("response.function_call_arguments.done", **place, arguments=arguments, name=name)
-        self._output[-1]["arguments"] = arguments
-        self._done("completed")
+        self._argue(arguments)
+
+    def _argue(self, arguments: str) -> None:
+        """Add arguments to the open call."""
+        self._texts.append(arguments)
+        if arguments:
+            self._emit("response.function_call_arguments.delta", **self._place_of_call(), delta=arguments)
 
     def _add(self, item: dict[str, Any]) -> None:
         self._output.append(item)
@@ -178,6 +190,11 @@ class ResponseAnswer:
         """The fields of an event that locate the text of the last item."""
         index = len(self._output) - 1
         return {"item_id": self._output[-1]["id"], "output_index": index, "content_index": 0}
+
+    def _place_of_call(self) -> dict[str, Any]:
+        place = self._place()
+        del place["content_index"]
+        return place
 
     # -- documents ---------------------------------------------------------------------------------------
 

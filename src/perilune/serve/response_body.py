@@ -217,9 +217,12 @@ class ResponseBody(RequestBody):
     @property
     def _chat_tool_choice(self) -> Any:
         choice = self.tool_choice
-        if not isinstance(choice, dict):
-            return choice
-        return {"type": choice.get("type"), "function": {key: choice[key] for key in choice if key != "type"}}
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return _nested(choice)
+        given = {key: value for key, value in choice.items() if key != "type"}
+        if isinstance(tools := given.get("tools"), list):
+            given["tools"] = [_nested(tool) for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": given}
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
         """The same request as a chat about `messages`.
@@ -251,6 +254,13 @@ class ResponseBody(RequestBody):
                 {"json_schema": schema} if form.type == "json_schema" else {}
             )
         return validated(document, ChatBody)
+
+
+def _nested(tool: Any) -> Any:
+    """The reference to a tool as a chat has it: with the name in an object."""
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {key: tool[key] for key in tool if key != "type"}}
 
 
 def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:

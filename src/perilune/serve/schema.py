@@ -436,9 +436,26 @@ class _NamedTool(Body):
     function: _NamedFunction
 
 
+class _AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class _AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
+def _kind_of_choice(choice: Any) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "mode")
+    return kind if kind in {"mode", "allowed_tools"} else "function"
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("mode")] | Annotated[_NamedTool, Tag("named")],
-    Discriminator(lambda choice: "named" if isinstance(choice, dict | _NamedTool) else "mode"),
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[_NamedTool, Tag("function")]
+    | Annotated[_AllowedToolsChoice, Tag("allowed_tools")],
+    Discriminator(_kind_of_choice),
 ]
 
 
@@ -449,7 +466,7 @@ class ChatBody(PromptOptions, Sampling):
         max_completion_tokens: newer name of `max_tokens`. Default: as many as fit into the context.
         tools: functions that the model may call. A choice that does has `tool_calls`.
         tool_choice: "none" reads no calls, and does not show the tools to the model. "required" and a named
-            function hold the answer to calls.
+            function hold the answer to calls. "allowed_tools" shows the model only some of the tools.
     """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -463,15 +480,31 @@ class ChatBody(PromptOptions, Sampling):
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is shown."""
-        return [] if self.tool_choice == "none" else [tool.document for tool in self.tools]
+        shown = self.tools if self.names_function else self._callable
+        return [tool.document for tool in shown]
 
     @property
     def forced_functions(self) -> list[Function]:
         """The functions one of which the model must call; empty if it need not."""
-        if isinstance(self.tool_choice, _NamedTool):
-            name = self.tool_choice.function.name
-            return [tool.function for tool in self.tools if tool.function.name == name]
-        return [tool.function for tool in self.tools] if self.tool_choice == "required" else []
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, _AllowedToolsChoice) else choice
+        return [tool.function for tool in self._callable] if self.names_function or mode == "required" else []
+
+    @property
+    def _callable(self) -> list[Tool]:
+        """The tools that the model may call."""
+        if isinstance(self.tool_choice, str):
+            return [] if self.tool_choice == "none" else self.tools
+        return [tool for tool in self.tools if tool.function.name in self._named]
+
+    @property
+    def _named(self) -> set[str]:
+        """The functions that `tool_choice` names."""
+        if isinstance(self.tool_choice, str):
+            return set()
+        choice = self.tool_choice
+        tools = [choice] if isinstance(choice, _NamedTool) else choice.allowed_tools.tools
+        return {tool.function.name for tool in tools}
 
     @property
     def is_constrained(self) -> bool:
@@ -492,11 +525,11 @@ class ChatBody(PromptOptions, Sampling):
     def _check_combinations(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.tool_choice in ("none", "auto"):
-            return self
-        if not self.forced_functions:
+        if self._named - {tool.function.name for tool in self.tools} or (
+            self.tool_choice == "required" and not self.tools
+        ):
             raise ValueError("tool_choice needs a function in tools that it may call")
-        if super().is_constrained:
+        if self.forced_functions and super().is_constrained:
             given = "response_format" if self.structured_outputs is None else "structured_outputs"
             raise ValueError(f"tool_choice and {given} both constrain the answer; give only one")
         return self

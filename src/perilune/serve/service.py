@@ -200,7 +200,8 @@ class Service:
         calls = self.model.tool_format if body.usable_tools else None
         if calls is None and not self.model.reasoning:
             return None
-        return partial(PartsReader, calls=calls, most_calls=body.most_calls)
+        forced = bool(body.forced_functions)
+        return partial(PartsReader, calls=calls, most_calls=body.most_calls, forced=forced)
 
     async def _complete(  # noqa: PLR0917
         self,
