@@ -142,7 +142,9 @@ def test_a_call_that_is_cut_off_keeps_its_arguments(client: openai.OpenAI) -> No
     most = whole.usage.completion_tokens - 20
     (choice,) = asked(client, tool_choice=named, n=1, max_tokens=most).choices
     assert (choice.finish_reason, choice.message.content) == ("length", None)
-    ((name, arguments),) = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    ((name, arguments),) = [
+        (call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ]
     ((_, complete),) = calls_of(whole.choices[0].message)
     assert name == "weather" and len(arguments) > 2
     assert complete.startswith(arguments) and arguments != complete
@@ -166,7 +168,11 @@ def test_some_of_the_tools_are_allowed(client: openai.OpenAI) -> None:
 
 def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
     flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "weather"}],
+    }
     for choice in ("required", {"type": "function", "name": "weather"}, allowed):
         response = client.responses.create(
             model="m", input="warm?", tools=flat, tool_choice=choice, parallel_tool_calls=False,

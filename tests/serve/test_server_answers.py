@@ -234,7 +234,16 @@ STRUCTURED: list[tuple[dict[str, Any], str]] = [
     ({"choice": ["yes", 'no "really"']}, 'yes|no "really"'),
     ({"json": '{"enum": [7, 8]}'}, "7|8"),
     ({"json": {"enum": [7, 8]}, "disable_fallback": False}, "7|8"),
-]
+    ({"grammar": 'root ::= "a" rest\nrest ::= [0-4]{2} | "b"'}, "a([0-4]{2}|b)"),
+    ({"grammar": 'start: "}" %json {"enum": [7]}'}, "}7"),
+    (
+        {"structural_tag": {
+            "structures": [{"begin": "<f>", "schema": {"enum": [7, 8]}, "end": "</f>"}],
+            "triggers": ["<"],
+        }},
+        "[^<]*(<f>[78]</f>[^<]*)*(<(f(>([78](<(/f?)?)?)?)?)?)?",  # the last one may be cut off
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("asked", "pattern"), STRUCTURED, ids=str)
@@ -248,6 +257,11 @@ def test_an_answer_has_the_structure_of_vllm_s_argument(
         model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=40, extra_body=extra
     )
     assert re.fullmatch(pattern, chat.choices[0].message.content or "")
+
+
+def tagged(begin: str, schema: dict[str, Any]) -> dict[str, Any]:
+    tag = {"triggers": ["<"], "structures": [{"begin": begin, "schema": schema}]}
+    return {"structured_outputs": {"structural_tag": tag}}
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
@@ -278,7 +292,12 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"structured_outputs": {"regex": "[a"}}, 400, "regex"),
     ({"structured_outputs": {"regex": "\ud800"}}, 400, "regex"),
     ({"structured_outputs": {"json": "{"}}, 400, "json"),
-    ({"structured_outputs": {"grammar": "root ::= x"}}, 400, "grammar is not supported"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, 400, "malformed grammar: Rule 'x' not found"),
+    ({"structured_outputs": {"grammar": "start: @x"}}, 400, "unknown grammar @x"),
+    ({"structured_outputs": {"grammar": "root ::= " + "(" * 9000}}, 400, "malformed grammar"),
+    ({"structured_outputs": {"grammar": "root ::= root"}}, 400, "cannot express"),
+    (tagged("f", {}), 400, "no trigger begins 'f'"),
+    (tagged("<f", {"not": {}}), 400, "Unimplemented keys"),
     ({"structured_outputs": {"choice": ["é"]}}, 400, "the vocabulary cannot express"),
     ({"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "text"}}, 400, "only one"),
     ({"seed": 1, "key": [0, 0, 0]}, 400, "give only one"),
@@ -311,7 +330,7 @@ def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: i
         ({"stop": ["a", ""]}, "stop.1", "at least 1 character"),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a", "valid integer"),
-        ({"structured_outputs": {"grammar": "a"}}, "structured_outputs", "grammar is not supported"),
+        ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs", "is not supported"),
     ],
 )  # fmt: skip
 def test_the_invalid_value_is_named(

@@ -132,6 +132,26 @@ class Constraints:
         """
         return self._constraint(_text(rules, "grammar"), "grammar")
 
+    def nested(self, rules: str, answer: str) -> Constraint:
+        """Text that the grammar `rules` allows, which refers to the grammar `answer` as `@answer`.
+
+        Args:
+            answer: a grammar as in `grammar`, or in the GBNF of llama.cpp and xgrammar, whose first rule is
+                `root`.
+
+        Raises:
+            RequestError: when `answer` is malformed.
+        """
+        gbnf = import_module("llguidance.gbnf_to_lark")
+        try:
+            lark = gbnf.any_to_lark(_text(answer, "grammar"))
+        except RequestError:
+            raise
+        except Exception as error:  # of several kinds; RecursionError when it nests too deeply
+            raise RequestError(f"malformed grammar: {error}", where="grammar") from None
+        grammars = [{"lark_grammar": rules}, {"name": "answer", "lark_grammar": lark}]
+        return self._constraint(json.dumps({"grammars": grammars}), "grammar")
+
     def regex(self, pattern: str) -> Constraint:
         """Text that a regular expression matches as a whole, without look-around and back-references.
 

@@ -14,7 +14,7 @@ from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
 from perilune.serve.parts import THINK, THOUGHT, Beginning
-from perilune.serve.schema import ChatBody, Function, Sampling
+from perilune.serve.schema import ChatBody, Function, Sampling, StructuralTag
 from perilune.serve.tool_formats import NAME
 
 _KEPT = 64  # compiled grammars
@@ -27,6 +27,8 @@ _BEGINNINGS: Mapping[Beginning, str] = {  # up to the rule of the answer
     "reasoning": f"start: thought GAP answer\n{_REASONING}",
     "content": "start: answer\n",
 }
+
+_ANY_TEXT = "TEXT: /(.|\\n)*/"
 
 Schema = Mapping[str, Any]
 
@@ -57,6 +59,12 @@ class AnswerConstraints:
             rules = f"answer: {_regex(structured.regex)}"
         elif structured and structured.choice:
             rules = f"answer: {alternatives(structured.choice)}"
+        elif structured and structured.grammar:
+            rules = "answer: @answer"
+        elif structured and structured.structural_tag:
+            tag = structured.structural_tag
+            schemas = {repr(one.begin): one.schema_ for one in tag.structures}
+            rules = self._tags(tag)
         else:
             schemas = {"the schema": body.schema_document or {}}
             rules = f"answer: {_json(body.schema_document or {})}"
@@ -64,14 +72,15 @@ class AnswerConstraints:
             raise RequestError(f"the constraint is longer than {_LONGEST:,} characters", where=where)
         constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
         try:
-            return self._compiled(_BEGINNINGS[begins] + rules)
+            return self._compiled(_BEGINNINGS[begins] + rules, structured.grammar if structured else None)
         except RequestError as error:
             if structured and structured.regex:
                 constraints.regex(structured.regex)  # its error has the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
 
-    def _compile(self, grammar: str) -> Constraint:
-        return self._constraints.grammar(grammar)
+    def _compile(self, rules: str, answer: str | None) -> Constraint:
+        constraints = self._constraints
+        return constraints.grammar(rules) if answer is None else constraints.nested(rules, answer)
 
     @cached_property
     def _constraints(self) -> Constraints:
@@ -90,6 +99,16 @@ class AnswerConstraints:
         more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
         calls = [f'{before} "{name}" {between} {_json(schema)} {after}' for name, schema in schemas.items()]
         return f"answer: {opening} call {more} {closing}\ncall: " + "\n  | ".join(calls)
+
+    def _tags(self, tag: StructuralTag) -> str:
+        """The rules of free text in which each trigger begins a structure."""
+        rules = [f"answer: ({' | '.join(f'tag_{i}' for i in range(len(tag.structures)))})* TEXT", _ANY_TEXT]
+        for i, one in enumerate(tag.structures):
+            trigger = tag.trigger(one) or ""
+            rest, end = (json.dumps(text) if text else "" for text in (one.begin[len(trigger) :], one.end))
+            rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
+            rules.append(f"tag_{i}: trigger_{i} {rest} {_json(one.schema_)} {end}")
+        return "\n".join(rules)
 
     def _text(self, text: str) -> str:
         """The expression of a fixed text. Line breaks are optional, because chat templates differ in them."""

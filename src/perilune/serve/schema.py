@@ -66,21 +66,28 @@ UNSUPPORTED_STRUCTURES: Mapping[str, tuple[Any, ...]] = {
     "disable_additional_properties": (False,),
     "disable_any_whitespace": (False,),
     "disable_fallback": (False,),
-    "grammar": (),
-    "structural_tag": (),
     "whitespace_pattern": (),
 }
 
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 128
 MOST_PATTERN = 4096  # characters of a regular expression
+MOST_GRAMMAR = 1 << 14  # characters of a grammar
+MOST_TAGS = 128
 MOST_OPTIONS = 1024  # texts that an answer may be
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
-Unicode = Annotated[Text, AfterValidator(lambda text: text.encode().decode())]  # without lone surrogates
+
+
+def encodable(text: str) -> str:
+    """A text without lone surrogates, for a validator."""
+    return text.encode().decode()
+
+
+Unicode = Annotated[Text, AfterValidator(encodable)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=512)]  # each token is compared with all
 ShortName = Annotated[str, StringConstraints(max_length=256)]
 Word = Annotated[int, Field(ge=0, lt=2**32)]
@@ -104,6 +111,33 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: Document = Field(alias="schema")
     strict: bool | None = None  # answers always match
+
+
+class TagStructure(Body):
+    """JSON between two texts."""
+
+    begin: Annotated[Unicode, StringConstraints(max_length=512)]
+    schema_: Document = Field(alias="schema")
+    end: Annotated[str, StringConstraints(max_length=512), AfterValidator(encodable)] = ""
+
+
+class StructuralTag(Body):
+    """Free text in which each trigger begins one of the structures, as in vLLM and SGLang."""
+
+    type: Literal["structural_tag"] = "structural_tag"
+    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=MOST_TAGS, fail_fast=True)]
+    triggers: Annotated[list[Unicode], Field(min_length=1, max_length=MOST_TAGS, fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _has_triggers(self) -> StructuralTag:
+        for structure in self.structures:
+            if self.trigger(structure) is None:
+                raise ValueError(f"no trigger begins {structure.begin!r}")
+        return self
+
+    def trigger(self, structure: TagStructure) -> str | None:
+        """The trigger of a structure, with which it begins."""
+        return next((one for one in self.triggers if structure.begin.startswith(one)), None)
 
 
 class ResponseFormat(Body):
@@ -137,19 +171,19 @@ class StructuredOutputs(RequestBody):
     choice: Annotated[list[Unicode], Field(min_length=1, max_length=MOST_OPTIONS, fail_fast=True)] | None = (
         None
     )
+    grammar: Annotated[Unicode, StringConstraints(max_length=MOST_GRAMMAR)] | None = None
+    structural_tag: StructuralTag | None = None
 
-    @field_validator("json_", mode="before")
+    @field_validator("json_", "structural_tag", mode="before")
     @classmethod
     def _parsed(cls, schema: Any) -> Any:
         return json.loads(schema) if isinstance(schema, str) else schema
 
     @model_validator(mode="after")
     def _has_one(self) -> StructuredOutputs:
-        given = [
-            value for value in (self.json_, self.json_object, self.regex, self.choice) if value is not None
-        ]
-        if len(given) != 1:
-            raise ValueError("give exactly one of json, json_object, regex and choice")
+        if sum(value is not None for _, value in self) != 1:
+            names = "json, json_object, regex, choice, grammar and structural_tag"
+            raise ValueError(f"give exactly one of {names}")
         return self
 
 
