@@ -128,6 +128,12 @@ def test_a_suite_gates_and_accepts(tapes: list[Cassette], tmp_path: Path) -> Non
     assert all(case.accepted is None for case in Suite(suite.root).index.cases)
 
 
+def test_a_suite_whose_cases_all_passed_can_still_fail_others(tapes: list[Cassette], tmp_path: Path) -> None:
+    """One right answer does not show that all answers are right: the interval reaches below 100%."""
+    report = run_suite(suite_of([tape for tape in tapes if tape.tracks[0].verdict.reward == 1.0], tmp_path))
+    assert report.replayed is not None and report.replayed.mean == 1.0 and report.replayed.low < 0.9
+
+
 def test_a_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> None:
     suite = suite_of(tapes[:1], tmp_path)
     (digest,) = suite.cassettes

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
+from perilune.metrics.bootstrap import Interval, paired_difference
+from perilune.metrics.proportion import pass_rate
 from perilune.traces.oracle import Difference, Expectation
 from perilune.traces.replay import Replay, Replayer
 from perilune.traces.suite import Case, Part, Suite
@@ -98,7 +99,7 @@ def _intervals(
                 before[key], after[key] = old, reward
     if not before:
         return None, None, None
-    ends = [bootstrap_problems(list(part.values()), seed=seed) for part in (before, after)]
+    ends = [pass_rate(list(part.values()), seed=seed) for part in (before, after)]
     return ends[0], ends[1], paired_difference(before, after, seed=seed)
 
 
