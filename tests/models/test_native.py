@@ -4,6 +4,8 @@ import ctypes
 import multiprocessing
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from perilune.models.native import attention, build, ops
+from perilune.models.native import attention, build, delta, ops
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
 
@@ -224,14 +226,77 @@ def test_other_compilers_build_kernels_that_agree(
 
     expected = compute()
     build._compile([compiler], build._KERNELS, tmp_path / "kernels.so")
-    found = build.Native(ctypes.CDLL(str(tmp_path / "kernels.so")), "")
-    monkeypatch.setattr(ops, "native", lambda: found)
-    ops.kernel.cache_clear()
-    try:
+    with loaded(tmp_path / "kernels.so", monkeypatch):
         for one, other in zip(compute(), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    finally:
+
+
+@contextmanager
+def loaded(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Use this library instead of the one that was built for the processor."""
+    found = build.Native(ctypes.CDLL(str(library)), "")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "native", lambda: found)
         ops.kernel.cache_clear()
+        try:
+            yield
+        finally:
+            ops.kernel.cache_clear()
+
+
+def test_the_width_of_a_register_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four lanes instead of eight or sixteen, as on ARM, all kernels compute the same."""
+    unit = tmp_path / "narrow.c"
+    unit.write_text(f'#define LANES 4\n#include "{build._KERNELS}"\n')
+    monkeypatch.setattr(build, "_FLAGS", ("-O1", "-fexpensive-optimizations", *build._FLAGS[1:]))
+    compiler = build._compiler()
+    assert compiler is not None
+    build._compile(compiler, unit, tmp_path / "narrow.so")
+    expected = everything()
+    with loaded(tmp_path / "narrow.so", monkeypatch):
+        found = everything()
+    for name, tensors in expected.items():
+        for one, other in zip(tensors, found[name], strict=True):
+            assert torch.equal(one, other), f"{name}: {(one - other).abs().max()}"
+
+
+def everything() -> dict[str, tuple[Tensor, ...]]:
+    """Results of the kernels, on shapes that leave some lanes over."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x, weight, bias = randn(13, 96), randn(70, 96), randn(70)
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for kind in ("float32", "int8"):  # the instruction for pairs of bfloat16 has an order of its own
+        packed = ops.pack_weight(weight, bias, kind)
+        found[f"product in {kind}"] = tuple(ops.linear(x[:rows], packed) for rows in (1, 2, 3, 5, 6, 7, 13))
+    normed, factor = ops.rms_norm(x, weight[:1], 1e-6)
+    found["norm"] = normed, factor, *ops.rms_norm_backward(randn(13, 96), x, weight[:1], factor)
+    logits, tokens = randn(13, 1001) * 3, torch.arange(13)
+    found["log-probs"] = ops.token_logprobs(logits, tokens, 0.7)
+    found["draws"] = ops.draw(logits, torch.full((13,), 1.3), torch.linspace(0, 0.999, 13).double())
+    gate, up = randn(13, 37), randn(13, 37)
+    found["gates"] = ops.gated(gate, up, "silu"), *ops.swiglu_backward(randn(13, 37), gate, up)
+    spans = attention.Spans(torch.tensor([0, 40]), torch.tensor([40, 30]), torch.tensor([-1, 0]))
+    for heads in (1, 2, 3, 4, 5):
+        q, k, v, grad = randn(70, heads, 48), randn(70, 1, 48), randn(70, 1, 48), randn(70, heads, 48)
+        out, total = attention.attend_packed(q, k, v, spans, scale=0.2, window=33)
+        backward = attention.attend_packed_backward(grad, (q, k, v, out, total), spans, scale=0.2, window=33)
+        found[f"attention of {heads} heads"] = out, total, *backward
+    q, k, v = (torch.nn.functional.normalize(randn(20, 2, 24), dim=-1) for _ in range(3))
+    rule = (
+        q,
+        k,
+        torch.cat([v, v], 2)[..., :40].contiguous(),
+        torch.rand(20, 2, generator=generator),
+        randn(20, 2),
+    )
+    states, pieces = torch.zeros(1, 2, 24, 40), torch.tensor([[0, 20, -1, 0]])
+    out = delta.scan(rule, states, pieces)
+    found["delta rule"] = out, states.clone(), *delta.scan_backward(randn(20, 2, 40), rule, states, pieces)
+    return found
 
 
 def test_integration_machines_have_an_old_gcc_and_clang() -> None:

@@ -24,7 +24,16 @@ struct blocks {
     int64_t ahead_end;        /* their number of blocks */
 };
 
-INLINE v16 load_element(const void *p, int64_t index, const int kind)
+/* Vectors of keys or values that are read at once: enough sums for the latency of the processor, and no more than it
+ * has registers. Scores take whole blocks. */
+INLINE int vectors_at_once(const int heads)
+{
+    return REGISTERS / LANES == 2 ? 4 : heads == 1 ? 8 : heads == 2 ? 4 : 2;
+}
+INLINE int blocks_at_once(const int heads) { return vectors_at_once(heads) > PARTS ? vectors_at_once(heads) / PARTS : 1; }
+#define MOST_VECTORS 8
+
+INLINE vec load_element(const void *p, int64_t index, const int kind)
 {
     if (kind == CACHE_BFLOAT16) return widen((const uint16_t *)p + index);
     if (kind == CACHE_INT8) return widen_bytes((const int8_t *)p + index);
@@ -35,68 +44,80 @@ INLINE void block_scores(
     const float *q, int64_t q_stride, const struct blocks *kv, int64_t block, int64_t size, float scale,
     float *scores, int64_t scores_stride, const int heads, const int count, const int kind)
 {
-    v16 acc[MOST_HEADS][4];
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-        for (int b = 0; b < count; b++) acc[h][b] = splat(0.0f);
+    const int vectors = count * PARTS;
+    vec acc[MOST_HEADS][MOST_VECTORS];
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
     for (int64_t d = 0; d < size; d++) {
-        v16 key[4];
-#pragma GCC unroll 4
-        for (int b = 0; b < count; b++)
+        vec key[MOST_VECTORS];
+        UNROLL for (int b = 0; b < count; b++)
             __builtin_prefetch((const char *)kv->values[block + b] + d * BLOCK * element_bytes(kind));
-#pragma GCC unroll 4
-        for (int b = 0; b < count; b++) key[b] = load_element(kv->keys[block + b], d * BLOCK, kind);
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) {
-            v16 value = splat(q[h * q_stride + d]);
-#pragma GCC unroll 4
-            for (int b = 0; b < count; b++) acc[h][b] += value * key[b];
+        UNROLL for (int j = 0; j < vectors; j++)
+            key[j] = load_element(kv->keys[block + j / PARTS], d * BLOCK + j % PARTS * LANES, kind);
+        UNROLL for (int h = 0; h < heads; h++) {
+            vec value = splat(q[h * q_stride + d]);
+            UNROLL for (int j = 0; j < vectors; j++) acc[h][j] += value * key[j];
         }
     }
-#pragma GCC unroll 4
-    for (int b = 0; b < count; b++) {
-        v16 factor = splat(scale);
-        if (kind == CACHE_INT8) factor *= load(kv->key_scales[block + b]);
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++)
-            store(scores + h * scores_stride + (block + b) * BLOCK, acc[h][b] * factor);
+    UNROLL for (int j = 0; j < vectors; j++) {
+        vec factor = splat(scale);
+        if (kind == CACHE_INT8) factor *= load(kv->key_scales[block + j / PARTS] + j % PARTS * LANES);
+        UNROLL for (int h = 0; h < heads; h++)
+            store(scores + h * scores_stride + block * BLOCK + j * LANES, acc[h][j] * factor);
     }
 }
 
-INLINE void weighted_values(
+/* scale q k^T of blocks [first, last). */
+INLINE void scores_of(
+    const float *q, int64_t q_stride, const struct blocks *kv, int64_t first, int64_t last, int64_t size, float scale,
+    float *scores, int64_t scores_stride, const int heads, const int kind)
+{
+    const int many = blocks_at_once(heads);
+    int64_t block = first;
+    for (; block + many <= last; block += many)
+        block_scores(q, q_stride, kv, block, size, scale, scores, scores_stride, heads, many, kind);
+    for (; many > 1 && block < last; block++)
+        block_scores(q, q_stride, kv, block, size, scale, scores, scores_stride, heads, 1, kind);
+}
+
+INLINE void weighted_columns(
     const struct blocks *kv, int64_t first, int64_t end, int64_t size, int64_t column, const float *weights,
     int64_t stride, const float *factor, float *out, int64_t out_stride, const int heads, const int vectors,
     const int kind)
 {
-    v16 acc[MOST_HEADS][4];
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
+    vec acc[MOST_HEADS][MOST_VECTORS];
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int j = 0; j < vectors; j++) acc[h][j] = splat(0.0f);
     for (int64_t block = first; block < end; block++) {
         const char *ahead = block < kv->ahead_end ? kv->ahead[block] : kv->values[block];
         for (int t = 0; t < BLOCK; t++) {
-            v16 value[4];
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++)
+            vec value[MOST_VECTORS];
+            UNROLL for (int j = 0; j < vectors; j++)
                 __builtin_prefetch(ahead + (t * size + column + j * LANES) * element_bytes(kind));
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++)
+            UNROLL for (int j = 0; j < vectors; j++)
                 value[j] = load_element(kv->values[block], t * size + column + j * LANES, kind);
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) {
-                v16 weight = splat(weights[h * stride + block * BLOCK + t]);
-#pragma GCC unroll 4
-                for (int j = 0; j < vectors; j++) acc[h][j] += weight * value[j];
+            UNROLL for (int h = 0; h < heads; h++) {
+                vec weight = splat(weights[h * stride + block * BLOCK + t]);
+                UNROLL for (int j = 0; j < vectors; j++) acc[h][j] += weight * value[j];
             }
         }
     }
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int j = 0; j < vectors; j++)
             store(out + h * out_stride + column + j * LANES, acc[h][j] * splat(factor[h]));
+}
+
+/* factor * weights v of blocks [first, end). */
+INLINE void weighted_values(
+    const struct blocks *kv, int64_t first, int64_t end, int64_t size, const float *weights, int64_t stride,
+    const float *factor, float *out, int64_t out_stride, const int heads, const int kind)
+{
+    const int many = vectors_at_once(heads);
+    int64_t column = 0;
+    for (; column + many * LANES <= size; column += many * LANES)
+        weighted_columns(kv, first, end, size, column, weights, stride, factor, out, out_stride, heads, many, kind);
+    for (; column < size; column += LANES)
+        weighted_columns(kv, first, end, size, column, weights, stride, factor, out, out_stride, heads, 1, kind);
 }
 
 /* softmax(scale q k^T) v of `heads` queries at one position that share keys and values.
@@ -109,38 +130,34 @@ INLINE void attend_heads(
     float *scores, int64_t scores_stride, float *out, int64_t out_stride, const float *sinks, float *log_total,
     const int heads, const int kind)
 {
-    int64_t first = start / BLOCK, last = (end + BLOCK - 1) / BLOCK, block = first;
-    for (; block + 4 <= last; block += 4)
-        block_scores(q, q_stride, kv, block, size, scale, scores, scores_stride, heads, 4, kind);
-    for (; block < last; block++)
-        block_scores(q, q_stride, kv, block, size, scale, scores, scores_stride, heads, 1, kind);
+    int64_t first = start / BLOCK, last = (end + BLOCK - 1) / BLOCK;
+    scores_of(q, q_stride, kv, first, last, size, scale, scores, scores_stride, heads, kind);
     float factor[MOST_HEADS];
     for (int h = 0; h < heads; h++) {
         float *row = scores + h * scores_stride;
-        v16 top = splat(-INFINITY), total = splat(0.0f);
-        for (block = first; block < last; block++) {
-            i16 position = LANE + (int32_t)(block * BLOCK);
-            v16 x = load(row + block * BLOCK);
-            x = blend((position >= (int32_t)start) & (position < (int32_t)end), x, splat(-INFINITY));
-            store(row + block * BLOCK, x);
-            top = larger(x, top);
-        }
+        struct lanes top = splat_lanes(-INFINITY), total = splat_lanes(0.0f);
+        for (int64_t block = first; block < last; block++)
+            FOR_PARTS {
+                float *at = row + block * BLOCK + p * LANES;
+                ivec position = count_from(block * BLOCK + p * LANES);
+                vec x = blend((position >= (int32_t)start) & (position < (int32_t)end), load(at), splat(-INFINITY));
+                store(at, x);
+                top.part[p] = larger(x, top.part[p]);
+            }
         float highest = maximum(top);
         if (sinks && sinks[h] > highest) highest = sinks[h];
-        for (block = first; block < last; block++) {
-            v16 x = exponential(load(row + block * BLOCK) - splat(highest));
-            total += x;
-            if (kind == CACHE_INT8) x *= load(kv->value_scales[block]);
-            store(row + block * BLOCK, x);
-        }
+        for (int64_t block = first; block < last; block++)
+            FOR_PARTS {
+                float *at = row + block * BLOCK + p * LANES;
+                vec x = exponential(load(at) - splat(highest));
+                total.part[p] += x;
+                if (kind == CACHE_INT8) x *= load(kv->value_scales[block] + p * LANES);
+                store(at, x);
+            }
         float denominator = sum(total);
         if (sinks) denominator += exponential(splat(sinks[h] - highest))[0];
         factor[h] = 1.0f / denominator;
         if (log_total) log_total[h] = highest + logf(denominator);
     }
-    int64_t column = 0;
-    for (; column + 4 * LANES <= size; column += 4 * LANES)
-        weighted_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 4, kind);
-    for (; column < size; column += LANES)
-        weighted_values(kv, first, last, size, column, scores, scores_stride, factor, out, out_stride, heads, 1, kind);
+    weighted_values(kv, first, last, size, scores, scores_stride, factor, out, out_stride, heads, kind);
 }

@@ -95,7 +95,7 @@ static void embed_rows(const struct part *part)
         float *x = part->job->x + row * part->job->stride;
         if (!m->embedding) unpack_row(&m->head, token, x);
         for (int64_t i = 0; i < m->hidden; i += LANES) {
-            v16 value = m->embedding ? load_element(m->embedding, token * m->hidden + i, (int)m->embedding_kind) : load(x + i);
+            vec value = m->embedding ? load_element(m->embedding, token * m->hidden + i, (int)m->embedding_kind) : load(x + i);
             store(x + i, m->embedding_scale == 1.0f ? value : value * splat(m->embedding_scale));
         }
     }

@@ -26,9 +26,10 @@ struct delta {
 
 #define FORWARD_VECTORS 4  /* of columns that are computed together: 128 rows of them fit the L1 cache */
 #define HEADS_TO_SHARE 16  /* with fewer heads of tokens, a second thread costs more time than it saves */
-#define BACKWARD_VECTORS 2 /* 64 states of 128 rows of them fit the L2 cache */
+#define BACKWARD_VECTORS (2 * PARTS) /* 64 states of 128 rows of them fit the L2 cache */
+#define MOST_COLUMN_VECTORS 8
 
-INLINE int64_t padded_rows(int64_t rows) { return (rows + LANES - 1) / LANES * LANES; }
+INLINE int64_t padded_rows(int64_t rows) { return (rows + WIDE - 1) / WIDE * WIDE; }
 
 /* Columns of a state as rows of `vectors` vectors, padded with zeros. */
 INLINE void load_columns(
@@ -60,30 +61,25 @@ INLINE float *state_of(float *states, const struct delta *d, int64_t row, int64_
 /* after = a state + b k error^T with error = v - a state^T k; out = after^T q. `after` may be `state`. */
 INLINE void delta_token(
     const float *state, float *after, const float *q, const float *k, float decay, float strength, int64_t size,
-    const v16 *v, v16 *error, v16 *out, const int vectors)
+    const vec *v, vec *error, vec *out, const int vectors)
 {
-    v16 found[2][FORWARD_VECTORS], change[FORWARD_VECTORS];
-#pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) found[0][j] = found[1][j] = out[j] = splat(0.0f);
+    vec found[2][MOST_COLUMN_VECTORS], change[MOST_COLUMN_VECTORS];
+    UNROLL for (int j = 0; j < vectors; j++) found[0][j] = found[1][j] = out[j] = splat(0.0f);
     int64_t i = 0;
     for (; i + 2 <= size; i += 2)
-#pragma GCC unroll 2
-        for (int r = 0; r < 2; r++)
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++)
+        UNROLL for (int r = 0; r < 2; r++)
+            UNROLL for (int j = 0; j < vectors; j++)
                 found[r][j] += splat(k[i + r]) * load(state + ((i + r) * vectors + j) * LANES);
     for (; i < size; i++)
         for (int j = 0; j < vectors; j++) found[0][j] += splat(k[i]) * load(state + (i * vectors + j) * LANES);
-#pragma GCC unroll 4
-    for (int j = 0; j < vectors; j++) {
+    UNROLL for (int j = 0; j < vectors; j++) {
         error[j] = v[j] - splat(decay) * (found[0][j] + found[1][j]);
         change[j] = splat(strength) * error[j];
     }
     for (i = 0; i < size; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++) {
+        UNROLL for (int j = 0; j < vectors; j++) {
             int64_t at = (i * vectors + j) * LANES;
-            v16 value = splat(decay) * load(state + at) + splat(k[i]) * change[j];
+            vec value = splat(decay) * load(state + at) + splat(k[i]) * change[j];
             store(after + at, value);
             out[j] += splat(q[i]) * value;
         }
@@ -96,7 +92,7 @@ INLINE void scan_columns(const struct delta *d, int64_t head, int64_t column, fl
         if (p->from < 0 || p->from != held)
             load_columns(state, d->key_size, state_of(d->states, d, p->from, head), d, column, vectors);
         for (int64_t n = p->start; n < p->start + p->length; n++) {
-            v16 v[FORWARD_VECTORS], error[FORWARD_VECTORS], out[FORWARD_VECTORS];
+            vec v[FORWARD_VECTORS], error[FORWARD_VECTORS], out[FORWARD_VECTORS];
             const float *value = d->v + n * d->v_stride + head * d->value_size;
             float *to = d->out + (n * d->heads + head) * d->value_size;
             for (int j = 0, at = (int)column; j < vectors; j++, at += LANES)
@@ -129,7 +125,8 @@ static void scan_part(void *argument, int64_t rank, struct team *team)
     free(state);
 }
 
-/* Sums across sixteen vectors: lane i is that of x[i]. */
+/* out[i] = the sum over the lanes of x[i], for sixteen of them. */
+#if LANES == 16
 #define FOLD(a, b, LOW, HIGH) (SHUFFLE_BOTH(a, b, LOW) + SHUFFLE_BOTH(a, b, HIGH))
 #define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
 #define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
@@ -139,17 +136,30 @@ static void scan_part(void *argument, int64_t rank, struct team *team)
 #define HIGH_2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
 #define LOW_1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define HIGH_1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-INLINE v16 sums_of(v16 *x)
+INLINE void sums_of(const struct lanes *all, float *out)
 {
+    vec x[WIDE];
+    for (int i = 0; i < 16; i++) x[i] = all[i].part[0];
     for (int i = 0; i < 16; i += 2) x[i / 2] = FOLD(x[i], x[i + 1], LOW_8, HIGH_8);
     for (int i = 0; i < 8; i += 2) x[i / 2] = FOLD(x[i], x[i + 1], LOW_4, HIGH_4);
     for (int i = 0; i < 4; i += 2) x[i / 2] = FOLD(x[i], x[i + 1], LOW_2, HIGH_2);
-    return FOLD(x[0], x[1], LOW_1, HIGH_1);
+    store(out, FOLD(x[0], x[1], LOW_1, HIGH_1));
 }
+#else
+INLINE void sums_of(const struct lanes *all, float *out)
+{
+    for (int i = 0; i < WIDE; i++) out[i] = sum(all[i]);
+}
+#endif
 
-INLINE void add_first(float *to, v16 x, int64_t count)
+INLINE void add_first(float *to, vec x, int64_t count)
 {
     store_first(to, load_first(to, count, 0.0f) + x, count);
+}
+
+INLINE void add_sums(float *to, const float *sums, int64_t count)
+{
+    for (int64_t i = 0; i < WIDE && i < count; i++) to[i] += sums[i];
 }
 
 /* Buffers of one thread for the states of a piece. */
@@ -167,54 +177,54 @@ INLINE void delta_token_backward(
     int64_t key_head = n * d->key_heads + head / (d->heads / d->key_heads);
     const float *before = h->states + t * size, *after = before + size;
     float *grad_q = d->grad_q + key_head * d->key_size, *grad_k = d->grad_k + key_head * d->key_size;
-    v16 decay = splat(d->decay[scalar]), strength = splat(d->strength[scalar]);
-    v16 own[BACKWARD_VECTORS], error[BACKWARD_VECTORS], of_change[BACKWARD_VECTORS], sums[LANES];
-#pragma GCC unroll 2
-    for (int j = 0; j < vectors; j++) {
+    vec decay = splat(d->decay[scalar]), strength = splat(d->strength[scalar]);
+    vec own[BACKWARD_VECTORS], error[BACKWARD_VECTORS], of_change[BACKWARD_VECTORS];
+    struct lanes along[WIDE];
+    float sums[WIDE];
+    UNROLL for (int j = 0; j < vectors; j++) {
         int64_t at = column + j * LANES;
         own[j] = load_first(d->grad_out + scalar * d->value_size + at, d->value_size - at, 0.0f);
         error[j] = load(h->errors + (t * vectors + j) * LANES);
         of_change[j] = splat(0.0f);
     }
-    for (int64_t i = 0; i < rows; i += LANES) {
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) {
-            sums[r] = splat(0.0f);
-#pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) {
+    for (int64_t i = 0; i < rows; i += WIDE) {
+        UNROLL for (int r = 0; r < WIDE; r++) {
+            along[r] = splat_lanes(0.0f);
+            UNROLL for (int j = 0; j < vectors; j++) {
                 int64_t at = ((i + r) * vectors + j) * LANES;
-                v16 grad = load(h->grad + at) + splat(h->q[i + r]) * own[j];
+                vec grad = load(h->grad + at) + splat(h->q[i + r]) * own[j];
                 store(h->grad + at, grad);
-                sums[r] += load(after + at) * own[j];
+                along[r].part[j % PARTS] += load(after + at) * own[j];
                 of_change[j] += splat(h->k[i + r]) * grad;
             }
         }
-        add_first(grad_q + i, sums_of(sums), d->key_size - i);
+        sums_of(along, sums);
+        add_sums(grad_q + i, sums, d->key_size - i);
     }
-    v16 of_strength = splat(0.0f), of_decay = splat(0.0f), grad_v[BACKWARD_VECTORS], change[BACKWARD_VECTORS];
-#pragma GCC unroll 2
-    for (int j = 0; j < vectors; j++) {
+    struct lanes of_strength = splat_lanes(0.0f), of_decay = splat_lanes(0.0f);
+    vec grad_v[BACKWARD_VECTORS], change[BACKWARD_VECTORS];
+    UNROLL for (int j = 0; j < vectors; j++) {
         int64_t at = column + j * LANES;
-        of_strength += of_change[j] * error[j];
+        of_strength.part[j % PARTS] += of_change[j] * error[j];
         grad_v[j] = strength * of_change[j];
         change[j] = strength * error[j];
         store_first(d->grad_v + scalar * d->value_size + at, grad_v[j], d->value_size - at);
     }
-    for (int64_t i = 0; i < rows; i += LANES) {
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) {
-            sums[r] = splat(0.0f);
-#pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) {
+    for (int64_t i = 0; i < rows; i += WIDE) {
+        UNROLL for (int r = 0; r < WIDE; r++) {
+            along[r] = splat_lanes(0.0f);
+            UNROLL for (int j = 0; j < vectors; j++) {
                 int64_t at = ((i + r) * vectors + j) * LANES;
-                v16 grad = load(h->grad + at), state = load(before + at);
-                sums[r] += grad * change[j] - decay * state * grad_v[j];
+                vec grad = load(h->grad + at), state = load(before + at);
+                along[r].part[j % PARTS] += grad * change[j];
+                along[r].part[j % PARTS] -= decay * state * grad_v[j];
                 grad -= splat(h->k[i + r]) * grad_v[j];
-                of_decay += grad * state;
+                of_decay.part[j % PARTS] += grad * state;
                 store(h->grad + at, decay * grad);
             }
         }
-        add_first(grad_k + i, sums_of(sums), d->key_size - i);
+        sums_of(along, sums);
+        add_sums(grad_k + i, sums, d->key_size - i);
     }
     d->grad_decay[scalar] += sum(of_decay);
     d->grad_strength[scalar] += sum(of_strength);
@@ -230,7 +240,7 @@ INLINE void scan_columns_backward(
         load_columns(h->grad, rows, state_of(d->grad_states, d, p->to, head), d, column, vectors);
         for (int64_t t = 0; t < p->length; t++) {
             int64_t n = p->start + t, scalar = n * d->heads + head;
-            v16 v[BACKWARD_VECTORS], error[BACKWARD_VECTORS], out[BACKWARD_VECTORS];
+            vec v[BACKWARD_VECTORS], error[BACKWARD_VECTORS], out[BACKWARD_VECTORS];
             for (int j = 0; j < vectors; j++) {
                 int64_t at = column + j * LANES;
                 v[j] = load_first(d->v + n * d->v_stride + head * d->value_size + at, d->value_size - at, 0.0f);
@@ -270,7 +280,7 @@ static void scan_backward_part(void *argument, int64_t rank, struct team *team)
         int64_t column = 0;
         for (; column + width <= d->value_size; column += width)
             scan_columns_backward(d, &h, head, column, BACKWARD_VECTORS);
-        for (; column < d->value_size; column += LANES) scan_columns_backward(d, &h, head, column, 1);
+        for (; column < d->value_size; column += WIDE) scan_columns_backward(d, &h, head, column, PARTS);
     }
     free(buffer);
 }
@@ -304,9 +314,9 @@ INLINE const float *tap_of(const struct convolution *c, int64_t n, int64_t tap)
     return row < c->tokens ? c->x + row * c->stride : c->before + (row - c->tokens) * c->channels;
 }
 
-INLINE v16 convolved(const struct convolution *c, int64_t n, int64_t channel)
+INLINE vec convolved(const struct convolution *c, int64_t n, int64_t channel)
 {
-    v16 total = splat(0.0f);
+    vec total = splat(0.0f);
     for (int64_t tap = 0; tap < c->width; tap++)
         total += load_first(tap_of(c, n, tap) + channel, c->channels - channel, 0.0f) *
                  load_first(c->weight + tap * c->channels + channel, c->channels - channel, 0.0f);
@@ -323,12 +333,12 @@ static void convolve_part(void *argument, int64_t rank, struct team *team)
             store_first(c->out + n * c->channels + channel, silu(convolved(c, n, channel)), c->channels - channel);
 }
 
-/* The gradients of token n, for up to 16 channels. */
+/* The gradients of token n, for the channels of one vector. */
 INLINE void convolve_token_backward(const struct convolution *c, int64_t n, int64_t channel)
 {
     int64_t left = c->channels - channel;
-    v16 total = convolved(c, n, channel), gate = splat(1.0f) / (splat(1.0f) + exponential(-total));
-    v16 grad = load_first(c->grad_out + n * c->channels + channel, left, 0.0f);
+    vec total = convolved(c, n, channel), gate = splat(1.0f) / (splat(1.0f) + exponential(-total));
+    vec grad = load_first(c->grad_out + n * c->channels + channel, left, 0.0f);
     grad *= gate * (splat(1.0f) + total * (splat(1.0f) - gate));
     for (int64_t tap = 0; tap < c->width; tap++) {
         int64_t row = c->taps[n * c->width + tap], at = tap * c->channels + channel;

@@ -34,13 +34,19 @@ static __attribute__((noinline)) void route_row(
     float *logits, int64_t experts, int64_t per_token, int64_t normalised, const int64_t *given, float *weights,
     int64_t *chosen)
 {
-    v16 top = splat(-INFINITY), total = splat(0.0f);
-    for (int64_t i = 0; i < experts; i += LANES) top = larger(load_first(logits + i, experts - i, -INFINITY), top);
-    v16 highest = splat(maximum(top));
-    for (int64_t i = 0; i < experts; i += LANES) {
-        v16 power = exponential(load_first(logits + i, experts - i, -INFINITY) - highest);
-        total += power;
-        store_first(logits + i, power, experts - i);
+    struct lanes top = splat_lanes(-INFINITY), total = splat_lanes(0.0f);
+    for (int64_t i = 0; i < experts; i += WIDE) {
+        struct lanes some = load_lanes(logits + i, experts - i, -INFINITY);
+        FOR_PARTS top.part[p] = larger(some.part[p], top.part[p]);
+    }
+    vec highest = splat(maximum(top));
+    for (int64_t i = 0; i < experts; i += WIDE) {
+        struct lanes some = load_lanes(logits + i, experts - i, -INFINITY);
+        FOR_PARTS {
+            vec power = exponential(some.part[p] - highest);
+            total.part[p] += power;
+            store_first(logits + i + p * LANES, power, experts - i - p * LANES);
+        }
     }
     float all = sum(total), kept = 0.0f;
     int replayed = given && given[0] >= 0;

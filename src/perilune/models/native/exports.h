@@ -27,9 +27,9 @@ static void pack_panel(const struct packing *p, int64_t panel)
             top[c] = fabsf(rows[c][k]) > top[c] ? fabsf(rows[c][k]) : top[c];
         if (p->kind == INT8) p->scale[panel * PANEL + c] = top[c] / 127.0f;
     }
-    for (int64_t start = 0; start < p->inputs; start += LANES) /* in small pieces, so that the written panel stays in the cache */
+    for (int64_t start = 0; start < p->inputs; start += SIDE) /* in small pieces, so that the written panel stays in the cache */
         for (int64_t c = 0; c < PANEL; c++)
-            for (int64_t k = start; k < p->inputs && k < start + LANES; k++) {
+            for (int64_t k = start; k < p->inputs && k < start + SIDE; k++) {
                 int64_t at = (panel * p->inputs + k) * PANEL + c;
                 float value = rows[c] ? rows[c][k] : 0.0f;
                 if (p->kind == FLOAT32) ((float *)p->panels)[at] = value;
@@ -66,9 +66,10 @@ static void pack_pairs_across(const struct packing *p, int64_t panel)
             memcpy(rows[1], high, count * sizeof(float));
             low = rows[0], high = rows[1];
         }
-        for (int64_t c = 0; c < PANEL; c += LANES) {
-            u16_word pairs = pair_of(low + c, high + c);
-            memcpy(to + 2 * c, &pairs, sizeof pairs);
+        for (int64_t c = 0; c < PANEL; c += SIDE) {
+            uint32_t pairs[SIDE];
+            pair_rows(low + c, high + c, pairs);
+            memcpy(to + 2 * c, pairs, sizeof pairs);
         }
     }
 }
@@ -191,11 +192,12 @@ static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t t
     for (int64_t row = from; row < to; row++) {
         const float *x = r->a + row * r->size, *dy = r->d + row * r->size, *w = r->b + row % r->modulus * r->size;
         float *dx = r->out + row * r->size, *dw = sums + row % r->modulus * r->size;
-        v16 factor = splat(r->c[row]), along = splat(0.0f);
-        for (int64_t i = 0; i < r->size; i += LANES) along += load(x + i) * load(w + i) * load(dy + i);
-        v16 mean = splat(sum(along) / (float)r->size) * factor;
+        struct lanes along = splat_lanes(0.0f);
+        for (int64_t i = 0; i < r->size; i += WIDE)
+            FOR_PARTS along.part[p] += load(x + i + p * LANES) * load(w + i + p * LANES) * load(dy + i + p * LANES);
+        vec factor = splat(r->c[row]), mean = splat(sum(along) / (float)r->size) * factor;
         for (int64_t i = 0; i < r->size; i += LANES) {
-            v16 n = load(x + i) * factor, g = load(dy + i);
+            vec n = load(x + i) * factor, g = load(dy + i);
             store(dw + i, load(dw + i) + n * g);
             store(dx + i, factor * (load(w + i) * g - n * mean));
         }
@@ -241,7 +243,7 @@ static void gated_part(const struct rows *r, int64_t from, int64_t to, int64_t r
     (void)rank;
     int64_t i = from * r->size, end = to * r->size;
     for (; i < end; i += LANES) {
-        v16 gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
+        vec gate = load_first(r->a + i, end - i, 0.0f), up = load_first(r->b + i, end - i, 0.0f);
         store_first(r->out + i, gated(gate, up, r->modulus), end - i);
     }
 }
@@ -260,9 +262,9 @@ static void swiglu_backward_part(const struct rows *r, int64_t from, int64_t to,
     (void)rank;
     for (int64_t i = from * r->size, end = to * r->size; i < end; i += LANES) {
         int64_t left = end - i;
-        v16 g = load_first(r->a + i, left, 0.0f), u = load_first(r->b + i, left, 0.0f);
-        v16 dy = load_first(r->c + i, left, 0.0f);
-        v16 s = splat(1.0f) / (splat(1.0f) + exponential(-g));
+        vec g = load_first(r->a + i, left, 0.0f), u = load_first(r->b + i, left, 0.0f);
+        vec dy = load_first(r->c + i, left, 0.0f);
+        vec s = splat(1.0f) / (splat(1.0f) + exponential(-g));
         store_first(r->out + i, dy * u * s * (splat(1.0f) + g * (splat(1.0f) - s)), left);
         store_first(r->second + i, dy * g * s, left);
     }
@@ -313,11 +315,13 @@ static void token_logprobs_part(const struct rows *r, int64_t from, int64_t to, 
         r->second[2 * row] = s.shift;
         r->second[2 * row + 1] = s.offset;
         if (!r->third) continue;
-        v16 mean = splat(0.0f);
-        for (int64_t i = 0; i < r->size; i += LANES) {
-            v16 logprob = scaled(load_first(x + i, r->size - i, -INFINITY), s) - splat(s.offset);
-            v16 weight = exponential(logprob);
-            mean += blend(weight > splat(0.0f), weight * logprob, splat(0.0f));
+        struct lanes mean = splat_lanes(0.0f);
+        for (int64_t i = 0; i < r->size; i += WIDE) {
+            struct lanes some = load_lanes(x + i, r->size - i, -INFINITY);
+            FOR_PARTS {
+                vec logprob = scaled(some.part[p], s) - splat(s.offset), weight = exponential(logprob);
+                mean.part[p] += blend(weight > splat(0.0f), weight * logprob, splat(0.0f));
+            }
         }
         r->third[row] = -sum(mean);
     }
@@ -342,7 +346,7 @@ static void token_logprobs_backward_part(const struct rows *r, int64_t from, int
         struct softmax s = {r->b[2 * row], r->number, r->b[2 * row + 1]};
         float *out = r->out + row * r->size, factor = r->c[row] * r->number;
         for (int64_t i = 0; i < r->size; i += LANES) {
-            v16 logprob = scaled(load_first(x + i, r->size - i, -INFINITY), s) - splat(s.offset);
+            vec logprob = scaled(load_first(x + i, r->size - i, -INFINITY), s) - splat(s.offset);
             store_first(out + i, splat(-factor) * exponential(logprob), r->size - i);
         }
         out[r->tokens[row]] += factor;

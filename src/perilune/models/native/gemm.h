@@ -1,14 +1,16 @@
 /* out[n, o] = sum over k of x[n, k] * weight[o, k], as one chain of fused multiply-adds in the order of k.
  *
- * The weight is stored in panels of 32 outputs, [panel][k][32], and read once from front to back. A tile keeps up to
- * 12 rows times 32 outputs in registers for the whole sum, so the bits of a row do not depend on the other rows,
- * on their number, or on the thread.
+ * The weight is stored in panels of 32 outputs, [panel][k][32]. A tile keeps some rows times a whole panel or a part of
+ * it in registers for the whole sum. So the bits of a row do not depend on the other rows, on their number, on the
+ * thread, or on the registers.
  */
 #pragma once
 #include "tiles.h"
 
 #define PANEL 32
-#define TILE_ROWS 12
+#define TILE_ROWS (REGISTERS == 32 && LANES == 16 ? 12 : 6)
+#define TILE_SUMS (REGISTERS == 32 ? 24 : 12) /* vectors */
+#define PANEL_VECTORS (PANEL / LANES)
 #define APART 16 /* padding floats between rows: a stride of a power of two causes cache conflicts */
 
 enum weight_kind { FLOAT32, BFLOAT16, INT8 };
@@ -38,126 +40,117 @@ static void unpack_row(const struct weight *w, int64_t row, float *out)
         }
 }
 
-typedef v16 tile[TILE_ROWS][2];
+typedef vec tile[TILE_ROWS][PANEL_VECTORS];
 
-INLINE void tile_float32(tile acc, const float *x, int64_t stride, const float *panel, int64_t inputs, const int rows)
+INLINE int vectors_of(const int rows)
+{
+    return rows * PANEL_VECTORS <= TILE_SUMS ? PANEL_VECTORS : TILE_SUMS / TILE_ROWS;
+}
+
+INLINE void tile_float32(
+    tile acc, const float *x, int64_t stride, const float *panel, int64_t inputs, const int rows, const int vectors)
 {
     for (int64_t k = 0; k < inputs; k++, panel += PANEL) {
-        v16 low = load(panel), high = load(panel + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            v16 value = splat(x[r * stride + k]);
-            acc[r][0] += value * low;
-            acc[r][1] += value * high;
+        vec outputs[PANEL_VECTORS];
+        UNROLL for (int j = 0; j < vectors; j++) outputs[j] = load(panel + j * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec value = splat(x[r * stride + k]);
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += value * outputs[j];
         }
     }
 }
 
-INLINE void tile_int8(tile acc, const float *x, int64_t stride, const int8_t *panel, int64_t inputs, const int rows)
+INLINE void tile_int8(
+    tile acc, const float *x, int64_t stride, const int8_t *panel, int64_t inputs, const int rows, const int vectors)
 {
     for (int64_t k = 0; k < inputs; k++, panel += PANEL) {
-        v16 low = widen_bytes(panel), high = widen_bytes(panel + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            v16 value = splat(x[r * stride + k]);
-            acc[r][0] += value * low;
-            acc[r][1] += value * high;
+        vec outputs[PANEL_VECTORS];
+        UNROLL for (int j = 0; j < vectors; j++) outputs[j] = widen_bytes(panel + j * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            vec value = splat(x[r * stride + k]);
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += value * outputs[j];
         }
     }
 }
 
 /* Panels of bfloat16 hold pairs, [panel][k / 2][32][2]; x holds rounded pairs. */
 INLINE void tile_bfloat16(
-    tile acc, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t inputs, const int rows)
+    tile acc, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t inputs, const int rows,
+    const int vectors)
 {
     for (int64_t k = 0; k < inputs; k += 2, panel += 2 * PANEL) {
-#ifdef __AVX512BF16__
-        __m512bh low = (__m512bh)_mm512_loadu_si512(panel), high = (__m512bh)_mm512_loadu_si512(panel + 2 * LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
+        word outputs[PANEL_VECTORS];
+        UNROLL for (int j = 0; j < vectors; j++) outputs[j] = load_words(panel + 2 * j * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+#if LANES == 16 && defined(__AVX512BF16__)
             int32_t pair;
             memcpy(&pair, x + r * stride + k, 4);
             __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
-            acc[r][0] = (v16)_mm512_dpbf16_ps((__m512)acc[r][0], low, value);
-            acc[r][1] = (v16)_mm512_dpbf16_ps((__m512)acc[r][1], high, value);
-        }
+            for (int j = 0; j < vectors; j++)
+                acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)outputs[j], value);
 #else
-        u16_word low, high;
-        memcpy(&low, panel, 64);
-        memcpy(&high, panel + 2 * LANES, 64);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            uint32_t first = (uint32_t)x[r * stride + k] << 16, second = (uint32_t)x[r * stride + k + 1] << 16;
-            float a, b;
-            memcpy(&a, &first, 4);
-            memcpy(&b, &second, 4);
-            acc[r][0] += splat(a) * (v16)(low << 16);
-            acc[r][1] += splat(a) * (v16)(high << 16);
-            acc[r][0] += splat(b) * (v16)(low & 0xffff0000u);
-            acc[r][1] += splat(b) * (v16)(high & 0xffff0000u);
-        }
+            uint32_t pair[2] = {(uint32_t)x[r * stride + k] << 16, (uint32_t)x[r * stride + k + 1] << 16};
+            float value[2];
+            memcpy(value, pair, sizeof pair);
+            UNROLL for (int j = 0; j < vectors; j++) {
+                acc[r][j] += splat(value[0]) * (vec)(outputs[j] << 16);
+                acc[r][j] += splat(value[1]) * (vec)(outputs[j] & 0xffff0000u);
+            }
 #endif
+        }
     }
 }
 
+/* x w^T for `vectors` of outputs from `first` on. */
 INLINE void tile_of(
-    tile acc, const void *x, int64_t stride, const struct weight *w, int64_t panel, const int rows, const int kind)
+    tile acc, const void *x, int64_t stride, const struct weight *w, int64_t first, const int rows, const int vectors,
+    const int kind)
 {
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
-    int64_t offset = panel * w->inputs * PANEL;
-    if (kind == FLOAT32) tile_float32(acc, x, stride, (const float *)w->panels + offset, w->inputs, rows);
-    if (kind == INT8) tile_int8(acc, x, stride, (const int8_t *)w->panels + offset, w->inputs, rows);
-    if (kind == BFLOAT16) tile_bfloat16(acc, x, stride, (const uint16_t *)w->panels + offset, w->inputs, rows);
-    if (kind == INT8) {
-        v16 low = load(w->scale + panel * PANEL), high = load(w->scale + panel * PANEL + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) acc[r][0] *= low, acc[r][1] *= high;
-    }
-    if (w->bias) {
-        v16 low = load(w->bias + panel * PANEL), high = load(w->bias + panel * PANEL + LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) acc[r][0] += low, acc[r][1] += high;
-    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < vectors; j++) acc[r][j] = splat(0.0f);
+    int64_t column = first % PANEL, offset = (first - column) * w->inputs + (kind == BFLOAT16 ? 2 : 1) * column;
+    if (kind == FLOAT32)
+        tile_float32(acc, x, stride, (const float *)w->panels + offset, w->inputs, rows, vectors);
+    if (kind == INT8) tile_int8(acc, x, stride, (const int8_t *)w->panels + offset, w->inputs, rows, vectors);
+    if (kind == BFLOAT16)
+        tile_bfloat16(acc, x, stride, (const uint16_t *)w->panels + offset, w->inputs, rows, vectors);
+    if (kind == INT8)
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] *= load(w->scale + first + j * LANES);
+    if (w->bias)
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += load(w->bias + first + j * LANES);
 }
 
-/* One tile of the product, written to `out`. */
-INLINE void product_tile(
+/* Some rows of x times one panel, written to `out`. */
+INLINE void product_panel(
     const void *x, int64_t x_stride, const struct weight *w, int64_t panel, float *out, int64_t out_stride,
     const int rows, const int kind)
 {
-    tile acc;
-    tile_of(acc, x, x_stride, w, panel, rows, kind);
-    int64_t left = w->outputs - panel * PANEL;
-    out += panel * PANEL;
-    if (left >= PANEL) {
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            store(out + r * out_stride, acc[r][0]);
-            store(out + r * out_stride + LANES, acc[r][1]);
+    const int vectors = vectors_of(rows);
+    for (int64_t first = panel * PANEL; first < (panel + 1) * PANEL; first += vectors * LANES) {
+        tile acc;
+        tile_of(acc, x, x_stride, w, first, rows, vectors, kind);
+        int64_t left = w->outputs - first;
+        UNROLL for (int r = 0; r < rows; r++) {
+            float columns[PANEL], *to = left >= vectors * LANES ? out + r * out_stride + first : columns;
+            UNROLL for (int j = 0; j < vectors; j++) store(to + j * LANES, acc[r][j]);
+            if (to == columns && left > 0) memcpy(out + r * out_stride + first, columns, left * sizeof(float));
         }
-        return;
-    }
-    for (int r = 0; r < rows; r++) {
-        float columns[PANEL];
-        store(columns, acc[r][0]);
-        store(columns + LANES, acc[r][1]);
-        memcpy(out + r * out_stride, columns, left * sizeof(float));
     }
 }
 
 #define CHUNK_BYTES (256 * 1024)
 
-#define TILES(KIND)                                                                             \
-    switch (rows) {                                                                             \
-    case 1: TILE(1, KIND); case 2: TILE(2, KIND); case 3: TILE(3, KIND); case 4: TILE(4, KIND); \
-    case 5: TILE(5, KIND); case 6: TILE(6, KIND); case 7: TILE(7, KIND); case 8: TILE(8, KIND); \
-    case 9: TILE(9, KIND); case 10: TILE(10, KIND); case 11: TILE(11, KIND);                    \
-    default: TILE(12, KIND);                                                                    \
+#define TILE(ROWS, KIND)                                                                           \
+    case ROWS:                                                                                     \
+        if (ROWS <= TILE_ROWS) product_panel(from, x_stride, w, panel, to, out_stride, ROWS, KIND); \
+        break;
+#define TILES(KIND)                                                                                              \
+    switch (rows) {                                                                                              \
+    TILE(1, KIND) TILE(2, KIND) TILE(3, KIND) TILE(4, KIND) TILE(5, KIND) TILE(6, KIND)                          \
+    TILE(7, KIND) TILE(8, KIND) TILE(9, KIND) TILE(10, KIND) TILE(11, KIND) TILE(12, KIND)                       \
     }
-#define TILE(ROWS, KIND)                                                \
-    product_tile(from, x_stride, w, panel, to, out_stride, ROWS, KIND); \
-    break
 
 /* All rows of x times panels [first, last), in chunks of rows that fit the L2 cache. */
 #define DEFINE_PRODUCT(NAME, TYPE, KIND)                                                                 \

@@ -129,13 +129,11 @@ INLINE void add_outer(
     const int heads)
 {
     for (int64_t d = 0; d < size; d += LANES) {
-        v16 row[MOST_HEADS];
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++) row[h] = load(x + h * size + d);
+        vec row[MOST_HEADS];
+        UNROLL for (int h = 0; h < heads; h++) row[h] = load(x + h * size + d);
         for (int64_t t = from; t < to; t++) {
-            v16 sum = load(grad + t * size + d);
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) sum += splat(weights[h * stride + t]) * row[h];
+            vec sum = load(grad + t * size + d);
+            UNROLL for (int h = 0; h < heads; h++) sum += splat(weights[h * stride + t]) * row[h];
             store(grad + t * size + d, sum);
         }
     }
@@ -144,43 +142,33 @@ INLINE void add_outer(
 /* p = exp(s - log_total); dv += p do; dp = do v; ds = p (dp - do.out) scale; dq = ds k; dk += ds q
  * (Dao, "FlashAttention-2", 2023, algorithm 2, without tiling over queries). */
 INLINE void backward_of_query(
-    const struct packed *p, struct gathered *g, int64_t row, int64_t first, int64_t position, const int heads)
+    const struct packed *packed, struct gathered *g, int64_t row, int64_t first, int64_t position, const int heads)
 {
-    int64_t size = p->size, longest = p->longest, most = longest / BLOCK, start = first_seen(p, position);
-    int64_t from = start / BLOCK, to = position / BLOCK + 1, at = (row * p->heads + first) * size, block;
-    const float *q = p->q + row * p->q_stride + first * size, *grad = p->grad_out + at, *out = p->out + at;
+    int64_t size = packed->size, longest = packed->longest, most = longest / BLOCK, start = first_seen(packed, position);
+    int64_t from = start / BLOCK, to = position / BLOCK + 1, at = (row * packed->heads + first) * size;
+    const float *q = packed->q + row * packed->q_stride + first * size;
+    const float *grad = packed->grad_out + at, *out = packed->out + at;
     struct blocks keys = {.keys = g->pointers, .values = g->pointers}, values = {.keys = g->pointers + 2 * most, .values = g->pointers + 3 * most};
-    for (block = from; block + 4 <= to; block += 4) {
-        block_scores(q, size, &keys, block, size, p->scale, g->scores, longest, heads, 4, CACHE_FLOAT32);
-        block_scores(grad, size, &values, block, size, 1.0f, g->grads, longest, heads, 4, CACHE_FLOAT32);
-    }
-    for (; block < to; block++) {
-        block_scores(q, size, &keys, block, size, p->scale, g->scores, longest, heads, 1, CACHE_FLOAT32);
-        block_scores(grad, size, &values, block, size, 1.0f, g->grads, longest, heads, 1, CACHE_FLOAT32);
-    }
+    scores_of(q, size, &keys, from, to, size, packed->scale, g->scores, longest, heads, CACHE_FLOAT32);
+    scores_of(grad, size, &values, from, to, size, 1.0f, g->grads, longest, heads, CACHE_FLOAT32);
     float factor[MOST_HEADS];
     for (int h = 0; h < heads; h++) {
-        v16 along = splat(0.0f), total = splat(p->log_total[row * p->heads + first + h]);
-        for (int64_t d = 0; d < size; d += LANES) along += load(grad + h * size + d) * load(out + h * size + d);
-        v16 mean = splat(sum(along));
-        for (block = from; block < to; block++) {
-            float *s = g->scores + h * longest + block * BLOCK, *d = g->grads + h * longest + block * BLOCK;
-            i16 place = LANE + (int32_t)(block * BLOCK);
-            i16 seen = (place >= (int32_t)start) & (place <= (int32_t)position);
-            v16 weight = blend(seen, exponential(load(s) - total), splat(0.0f));
-            store(s, weight);
-            store(d, weight * (load(d) - mean) * splat(p->scale));
+        struct lanes along = splat_lanes(0.0f);
+        for (int64_t d = 0; d < size; d += WIDE)
+            FOR_PARTS along.part[p] += load(grad + h * size + d + p * LANES) * load(out + h * size + d + p * LANES);
+        vec mean = splat(sum(along)), total = splat(packed->log_total[row * packed->heads + first + h]);
+        float *s = g->scores + h * longest, *d = g->grads + h * longest;
+        for (int64_t t = from * BLOCK; t < to * BLOCK; t += LANES) {
+            ivec place = count_from(t), seen = (place >= (int32_t)start) & (place <= (int32_t)position);
+            vec weight = blend(seen, exponential(load(s + t) - total), splat(0.0f));
+            store(s + t, weight);
+            store(d + t, weight * (load(d + t) - mean) * splat(packed->scale));
         }
         factor[h] = 1.0f;
     }
     add_outer(g->grad_values, from * BLOCK, position + 1, size, g->scores, longest, grad, heads);
     add_outer(g->grad_keys, from * BLOCK, position + 1, size, g->grads, longest, q, heads);
-    int64_t column = 0;
-    float *grad_q = p->grad_q + at;
-    for (; column + 4 * LANES <= size; column += 4 * LANES)
-        weighted_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 4, CACHE_FLOAT32);
-    for (; column < size; column += LANES)
-        weighted_values(&values, from, to, size, column, g->grads, longest, factor, grad_q, size, heads, 1, CACHE_FLOAT32);
+    weighted_values(&values, from, to, size, g->grads, longest, factor, packed->grad_q + at, size, heads, CACHE_FLOAT32);
 }
 
 static void backward_of_sequence(const struct packed *p, struct gathered *g, int64_t s, int64_t head)

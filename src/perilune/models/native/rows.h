@@ -5,11 +5,12 @@
 /* 1 / sqrt(mean(x^2) + eps) of one row; `size` is a multiple of 16. */
 INLINE float inverse_rms(const float *x, int64_t size, float eps)
 {
-    v16 squares = splat(0.0f);
-    for (int64_t i = 0; i < size; i += LANES) {
-        v16 part = load(x + i);
-        squares += part * part;
-    }
+    struct lanes squares = splat_lanes(0.0f);
+    for (int64_t i = 0; i < size; i += WIDE)
+        FOR_PARTS {
+            vec part = load(x + i + p * LANES);
+            squares.part[p] += part * part;
+        }
     return 1.0f / sqrtf(sum(squares) / (float)size + eps);
 }
 
@@ -27,28 +28,28 @@ INLINE void rotate_row(
     const float *x, const float *cosine, const float *sine, int64_t half, float direction, float *out)
 {
     for (int64_t i = 0; i < half; i += LANES) {
-        v16 a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i) * splat(direction);
-        v16 low = a * c - b * s, high = b * c + a * s;
+        vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i) * splat(direction);
+        vec low = a * c - b * s, high = b * c + a * s;
         store(out + i, low);
         store(out + half + i, high);
     }
 }
 
 /* x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) */
-INLINE v16 gelu_tanh(v16 x)
+INLINE vec gelu_tanh(vec x)
 {
-    v16 inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
+    vec inner = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
     return x / (splat(1.0f) + exponential(splat(-2.0f) * inner)); /* x (1 + tanh(inner)) / 2 */
 }
 
 /* min(x, 7) / (1 + exp(-1.702 x)) and min(max(y, -7), 7) + 1: of gpt-oss */
-INLINE v16 clamped_gate(v16 x)
+INLINE vec clamped_gate(vec x)
 {
     x = blend(x > splat(7.0f), splat(7.0f), x);
     return x / (splat(1.0f) + exponential(splat(-1.702f) * x));
 }
 
-INLINE v16 clamped_up(v16 y)
+INLINE vec clamped_up(vec y)
 {
     y = blend(y > splat(7.0f), splat(7.0f), y);
     return blend(y < splat(-7.0f), splat(-7.0f), y) + splat(1.0f);
@@ -56,7 +57,7 @@ INLINE v16 clamped_up(v16 y)
 
 enum activation { SILU, GELU_TANH, CLAMPED };
 
-INLINE v16 gated(v16 gate, v16 up, int64_t activation)
+INLINE vec gated(vec gate, vec up, int64_t activation)
 {
     if (activation == CLAMPED) return clamped_gate(gate) * clamped_up(up);
     return (activation == GELU_TANH ? gelu_tanh(gate) : silu(gate)) * up;
@@ -80,23 +81,22 @@ struct softmax {
 
 INLINE struct softmax softmax_of(const float *x, int64_t size, float scale)
 {
-    v16 top = splat(-INFINITY), total = splat(0.0f);
-    int64_t whole = size / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) top = larger(load(x + i), top);
-    if (whole < size) top = larger(load_first(x + whole, size - whole, -INFINITY), top);
+    struct lanes top = splat_lanes(-INFINITY), total = splat_lanes(0.0f);
+    for (int64_t i = 0; i < size; i += WIDE) {
+        struct lanes some = load_lanes(x + i, size - i, -INFINITY);
+        FOR_PARTS top.part[p] = larger(some.part[p], top.part[p]);
+    }
     float highest = maximum(top);
-    for (int64_t i = 0; i < whole; i += LANES)
-        total += exponential((load(x + i) - splat(highest)) * splat(scale));
-    if (whole < size) {
-        v16 rest = load_first(x + whole, size - whole, -INFINITY);
-        total += exponential((rest - splat(highest)) * splat(scale));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        struct lanes some = load_lanes(x + i, size - i, -INFINITY);
+        FOR_PARTS total.part[p] += exponential((some.part[p] - splat(highest)) * splat(scale));
     }
     float log_total = logf(sum(total));
     if (scale == 1.0f) return (struct softmax){highest + log_total, 1.0f, 0.0f};
     return (struct softmax){highest, scale, log_total};
 }
 
-INLINE v16 scaled(v16 x, struct softmax s) { return (x - splat(s.shift)) * splat(s.scale); }
+INLINE vec scaled(vec x, struct softmax s) { return (x - splat(s.shift)) * splat(s.scale); }
 
 /* The log-prob of one logit. `volatile` prevents the compiler from fusing product and difference in only some of the
  * callers: sampling, scoring and learning must agree bit for bit. */
@@ -116,9 +116,10 @@ INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softm
     for (int64_t s = 0; s < strides; s++) {
         double part = 0.0;
         int64_t end = (s + 1) * STRIDE < size ? (s + 1) * STRIDE : size;
-        for (int64_t i = s * STRIDE; i < end; i += LANES) {
-            v16 x = end - i >= LANES ? load(logits + i) : load_first(logits + i, end - i, -INFINITY);
-            part += (double)sum(exponential(scaled(x, of)));
+        for (int64_t i = s * STRIDE; i < end; i += WIDE) {
+            struct lanes some = load_lanes(logits + i, end - i, -INFINITY);
+            FOR_PARTS some.part[p] = exponential(scaled(some.part[p], of));
+            part += (double)sum(some);
         }
         total += part;
         sums[s] = total;
@@ -130,8 +131,7 @@ INLINE int64_t invert_cumulative(const float *logits, int64_t size, struct softm
     int64_t end = (s + 1) * STRIDE < size ? (s + 1) * STRIDE : size;
     for (int64_t i = s * STRIDE; i < end; i += LANES) {
         float weight[LANES];
-        v16 x = end - i >= LANES ? load(logits + i) : load_first(logits + i, end - i, -INFINITY);
-        store(weight, exponential(scaled(x, of)));
+        store(weight, exponential(scaled(load_first(logits + i, end - i, -INFINITY), of)));
         for (int lane = 0; lane < LANES && i + lane < end; lane++) {
             if (weight[lane] <= 0.0f) continue;
             last = i + lane;

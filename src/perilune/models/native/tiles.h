@@ -17,14 +17,9 @@
 #define ROWS_AT_ONCE_BYTES (768 * 1024) /* rows that stay in the L2 cache */
 
 /* A bfloat16 pair of each of 16 columns, from two rows of floats. */
-INLINE u16_word pair_of(const float *low, const float *high)
+INLINE void pair_rows(const float *low, const float *high, uint32_t *pairs)
 {
-    u16_word a, b;
-    memcpy(&a, low, 64);
-    memcpy(&b, high, 64);
-    a += 0x7fff + (a >> 16 & 1);
-    b += 0x7fff + (b >> 16 & 1);
-    return a >> 16 | (b & 0xffff0000u);
+    for (int i = 0; i < SIDE; i++) pairs[i] = (uint32_t)narrow(low[i]) | (uint32_t)narrow(high[i]) << 16;
 }
 
 /* `words` pairs of consecutive floats, rounded to bfloat16. */
@@ -51,15 +46,13 @@ static void round_across(
             int64_t rows = to - row < SIDE ? to - row : SIDE, words = inputs - k < 2 * SIDE ? (inputs - k) / 2 : SIDE;
             for (int64_t j = 0; j < words; j++) {
                 const float *low = x + (k + 2 * j) * stride + row, *high = low + stride;
-                u16_word pair;
-                if (rows == SIDE) pair = pair_of(low, high);
+                if (rows == SIDE) pair_rows(low, high, pairs + j * SIDE);
                 else {
                     float some[2 * SIDE] = {0};
                     memcpy(some, low, rows * sizeof(float));
                     memcpy(some + SIDE, high, rows * sizeof(float));
-                    pair = pair_of(some, some + SIDE);
+                    pair_rows(some, some + SIDE, pairs + j * SIDE);
                 }
-                memcpy(pairs + j * SIDE, &pair, sizeof pair);
             }
             transpose_words(pairs, across, SIDE);
             for (int64_t r = 0; r < rows; r++)
