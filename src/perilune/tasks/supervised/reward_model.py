@@ -58,7 +58,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         scores = score_pairs(model, data.validation, spec.token_budget)
         right = (scores[:, 0] > scores[:, 1]).astype(float)
         held_out = score_figures(scores, data.validation) | {
-            "accuracy": pass_rate(right, seed=workspace.job.seed)._asdict()
+            "accuracy": pass_rate(right.tolist(), seed=workspace.job.seed)._asdict()
         }
     return loop.finish(Policy(model, policy.tokenizer), save_reward_model) | {
         "algorithm": "bradley_terry",
