@@ -15,16 +15,18 @@ $ python benchmarks/connect_four.py train FOLDER --seconds 1800
 $ python benchmarks/connect_four.py solve FOLDER
 $ python benchmarks/connect_four.py judge FOLDER"""
 ABOUT = """\
-A network learns Connect Four from bitboards by self-play on one core. Seconds are CPU seconds of the process,
-and moves per second include games, network and learning. *PPO* plays the moves of the network. *Searched*
-runs a tree search of {simulations} simulations for every move and learns from its result.
+A network learns Connect Four by self-play on one core. Seconds are CPU seconds of the process, and moves per
+second include games, network and learning. *PPO* plays the moves of the network. *Searched* runs a tree
+search of {simulations} simulations for every move and learns from the result.
 
-An exact solver scores each move. A move is best if no other column has a better score (an earlier win or a
-later loss), and a blunder if it turns a win into a draw or loss, or a draw into a loss. The positions have at
-least {first} stones. Half of them come from random games, and half from games without a missed win or block.
-Positions in which all columns have the same score are left out. Matches play every opening of two random
-moves from both sides, and a draw is half a point. Matches against perfect play start from drawn positions
-with {perfect} stones, so half of the points is the best possible result. Intervals are Wilson's."""
+An exact solver scores the moves of the player in test positions. A move is *best* if no other column leads to
+an earlier win or a later loss. A move is a *blunder* if it turns a win into a draw or loss, or a draw into a
+loss. Test positions have at least {first} stones. Half of them come from random games, and half from games
+without a missed win or block. Positions in which all columns have the same score are left out.
+
+In matches a draw is half a point. A match plays all openings of two moves from both sides. Matches against
+perfect play start from drawn positions with {perfect} stones, so half of the points is the best possible
+result. *Foresight 4* is an opponent that searches four moves ahead. Intervals are Wilson's."""
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[st
     found.append(
         "After 60 CPU seconds, without search: "
         + ", ".join(points(judged["0"], "one_ply") for judged in minute)
-        + " of the points against one-ply search (the PPO seeds, then searched)"
+        + " of the points against one-ply search (three seeds of PPO, then Searched)"
     )
     for ahead, judged in last.items():
         moves, perfect = judged["moves"], judged["perfect"]

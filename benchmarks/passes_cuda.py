@@ -3,12 +3,11 @@
     python benchmarks/passes_cuda.py                 0.6B to 8B with bfloat16 products: about 90 seconds
     python benchmarks/passes_cuda.py --smoke --out smoke.json    a tiny shape on the CPU
 
-A training pass is one forward and one backward pass over sequences that fill it, without an optimizer.
-FLOP/s count 6 per weight and token (4 with an adapter) and causal attention, and no recomputation. Memory is
-that of a second pass in addition to weights and gradients, and is shown beside the estimate of `--plan`.
-Decoding samples from prompts of 64 tokens. Bandwidth counts the weights, and the keys and values of half the
-answers, once per step.
-Without a GPU it exits with 2.
+A training pass is one forward and one backward pass over `tokens` tokens, without an optimizer step. The
+FLOP/s count 6 per weight and token (4 with an adapter) and causal attention, but no recomputation.
+*Transient* is the peak memory of a second pass beyond weights and gradients, and *planned* is the estimate of
+`--plan` for it. Decoding samples from prompts of 64 tokens. Bandwidth counts the reads of a step: all weights
+once, and the keys and values of answers of half the length. Without a GPU it exits with 2.
 """
 
 import argparse

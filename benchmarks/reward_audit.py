@@ -30,8 +30,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 LONGEST = 60  # characters of an example
 ABOUT = (
     "Perilune audited the reward of every reasoning-gym family twice: the scorer as the package ships "
-    "it, and the reward of a recipe with default settings. By default a recipe rewards only finished "
-    "answers in the form of an answer, and only if the scorer gives the full score.\n\n"
+    "it, and the reward of a recipe with default settings. A recipe rewards only finished answers "
+    "in the expected form, and only if the scorer gives the full score.\n\n"
     "The grades:\n\n"
     "* A: no wrong output was rewarded.\n"
     "* B: a small reward for an empty answer, or a partial reward for a nearly right one.\n"
@@ -39,12 +39,12 @@ ABOUT = (
     "* D: the full reward for wrong outputs that were derived from right ones.\n"
     "* F: the full reward without the answer, no reward for a right answer, or different rewards for "
     "the same answer.\n\n"
-    "An output counts as wrong if it is wrong for every task, or if a second checker, which shares no "
-    "code with the scorer, rejects it. Truncated answers are not counted, because a shipped scorer "
-    "cannot recognise them. "
-    f"In {len(DOUBTED)} families the audit found the full reward for wrong answers. For these a recipe "
-    "now gives no reward to an answer that the second checker rejects. Their grade A means that this "
-    "rule is applied, not that the checker is right."
+    "An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. "
+    "This checker shares no code with the scorer. The audit skips truncated answers, because a shipped "
+    "scorer cannot recognise them.\n\n"
+    f"In {len(DOUBTED)} families the audit found the full reward for wrong answers. In these families a "
+    "recipe now gives no reward to an answer that the second checker rejects. Their grade A means that "
+    "recipes apply this rule. It does not mean that the checker is right."
 )
 
 

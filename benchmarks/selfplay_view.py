@@ -23,23 +23,31 @@ PANELS = {
     ),
 }
 ABOUT = """\
-A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play.
-For tic-tac-toe it imitates a perfect teacher, and in half of the tasks its opponent is a frozen earlier
-version. For Kuhn and Leduc poker it imitates an equilibrium that plays a random move half of the time, and
-then plays only itself, with a KL to that start as the magnet. The settings for Kuhn poker were chosen on
-seeds 0 and 1, from 16 trials. Those for Leduc poker are the same with smaller batches, and were tried on seed
-0 only. In Leduc poker a player sees only the current state, which includes the bets so far. *Champion* is the
-published policy, and *last* the policy at the end of training. In poker the champion is the least exploitable
-member. Returns are means per game: a win is worth 1 at tic-tac-toe, 1 or 2 chips at Kuhn poker, and up to 13
-chips at Leduc poker. Elo is computed from all matches of a run, with the random player at 0. Only Leduc poker
-ran on the processor below; the other games ran on an AMD EPYC.
+A language model of 0.3 million parameters first imitates games and then trains for 256 steps of self-play:
 
-Exploitability is exact: the mean gain, over both seats, of the best response to the policy's move
-probabilities. It is 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and 2.374 in
-Leduc poker. A policy that always bets regardless of its card has 0.333 in Kuhn poker. For tic-tac-toe the
-best response is searched in the whole tree, except for lines that the policy enters with a probability below
-5%, so the result is an interval. The best response gains 0 against perfect play, and 1 against a policy that
-it always beats."""
+* Tic-tac-toe: the model imitates a perfect teacher. In half of the tasks of self-play its opponent is a
+  frozen earlier version.
+* Kuhn and Leduc poker: the model imitates an equilibrium that plays a random move half of the time. It then
+  plays only itself, with a KL to the imitating policy as the magnet. In Leduc poker a player sees only the
+  current state, which includes the bets so far.
+
+The settings for Kuhn poker were chosen from 16 trials on seeds 0 and 1. Leduc poker has the same settings
+with smaller batches, which were tried on seed 0 only.
+
+*Start* is the policy after imitation, *champion* the published policy, and *last* the policy at the end of
+training. In poker the champion is the least exploitable member of the league. Returns are means per game. A
+win is worth 1 at tic-tac-toe, 1 or 2 chips at Kuhn poker, and up to 13 chips at Leduc poker. Elo is computed
+from all matches of a run, with the random player at 0. *Illegal mass* is the probability of illegal moves.
+*Collapse alarms* gives metric and step of the first alarm. Only Leduc poker ran on the processor below; the
+other games ran on an AMD EPYC.
+
+Exploitability is the mean return, over both seats, of the best response to the policy's move probabilities.
+It is computed exactly, and 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and
+2.374 in Leduc poker. A policy that always bets has 0.333 in Kuhn poker.
+
+For tic-tac-toe a search of the game tree gives bounds on the return of the best response. It leaves out lines
+of play that the policy enters with a probability below 5%. The best response gets 0 against perfect play, and
+1 against a policy that it always beats."""
 
 Run = Mapping[str, Any]
 
@@ -53,7 +61,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         charts[picture] = chart(runs, PANELS[game])
         about += [
             f"**{TITLES[game]}**",
-            "\n".join(f"* {finding(run)}" for run in runs),
+            changes(runs),
             f"![Curves of {TITLES[game]} over the steps, three seeds]({picture})",
         ]
         shown[TITLES[game]] = {
@@ -74,30 +82,31 @@ def judged(run: Run) -> dict[str, Mapping[str, float]]:
     return {"start": of_step[0], "champion": of_step[league["champion"]], "last": of_step[last]}
 
 
-def finding(run: Run) -> str:
-    """One sentence per seed."""
-    policies, league = judged(run), run["league"]
-    start, champion = policies["start"], policies["champion"]
-    parts = [
-        f"{what} {start[name]:{form}} to {champion[name]:{form}}"
-        for name, what, form in (
-            ("exploitability", "exploitability", ".3f"),
-            ("against/minimax", "against perfect play", "+.2f"),
-            ("against/random", "against random play", "+.2f"),
-            ("elo", "Elo", "+.0f"),
-        )
-        if name in start
-    ]
-    if "exploitability" in start:
-        parts[0] += f" (last {policies['last']['exploitability']:.3f})"
+def changes(runs: Sequence[Run]) -> str:
+    """A table with a row for each seed: the metrics from the start to the champion, alarms and CPU time."""
+    found = [change(run) for run in runs]
+    lines = [list(found[0]), ["---"] * len(found[0]), *(list(one.values()) for one in found)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def change(run: Run) -> dict[str, str]:
+    """The row of one seed."""
+    policies, league, seconds = judged(run), run["league"], run["processor_seconds"]
+    shown = {"seed": str(run["seed"])}
+    for name, what, form in (
+        ("exploitability", "exploitability", ".3f"),
+        ("against/minimax", "return against perfect play", "+.2f"),
+        ("against/random", "return against random play", "+.2f"),
+        ("elo", "Elo", "+.0f"),
+    ):
+        if name in policies["start"]:
+            values = (policies[one][name] for one in ("start", "champion"))
+            shown[f"{what}: start → champion"] = " → ".join(f"{value:{form}}" for value in values)
     first = {one["name"]: one for one in reversed(league["alarms"])}
-    signs = ", ".join(f"{name} from step {one['step']}" for name, one in first.items())
-    collapse = "collapse" if league["collapsed"] else "no collapse"
-    seconds = run["processor_seconds"]
-    return (
-        f"Seed {run['seed']}: {', '.join(parts)}; {collapse}{f' ({signs})' if signs else ''};"
-        f" {seconds['selfplay']:.0f} CPU seconds of self-play after {seconds['sft']:.0f} of imitation."
-    )
+    alarms = ", ".join(f"{name} from step {one['step']}" for name, one in first.items())
+    shown["collapse alarms"] = f"{alarms or 'none'}{' (collapsed)' if league['collapsed'] else ''}"
+    shown["CPU seconds: imitation + self-play"] = f"{seconds['sft']:.0f} + {seconds['selfplay']:.0f}"
+    return shown
 
 
 def rows(run: Run) -> list[dict[str, Any]]:

@@ -13,13 +13,12 @@ from .shapes import SHAPES, WORK, WORKLOADS
 
 KEY = ("workload", "cores", "model", "weights", "engine")
 ABOUT = (
-    "Perilune's engine, `generate` of transformers, OpenVINO GenAI and llama.cpp run the same sampling "
-    "workloads on CPU cores with the same random weights. Each engine runs in its own process, and the "
-    "engines take turns. All sample at temperature 1 and return the log-prob of every token. Workloads: "
-    "*group* has several samples per prompt; *ragged* has requests of different lengths, all submitted "
-    "at the start; *single* has one sample after a long prompt. The floor is the time that the matrix "
-    "products and the reads of the KV cache need at the best rates of these cores, measured between the "
-    "turns."
+    "Four engines run the same sampling workloads on CPU cores: Perilune, `generate` of transformers,"
+    " OpenVINO GenAI and llama.cpp. All have the same random weights, sample at temperature 1 and return the"
+    " log-prob of every token. Each engine runs in its own process, and the engines take turns. Workloads:"
+    " *group* has several samples per prompt; *ragged* has requests of different lengths, all submitted at"
+    " the start; *single* has one sample after a long prompt. The floor is a lower bound on the time: matrix"
+    " products and reads of the KV cache at the best rates of these cores, measured between the turns."
 )
 
 

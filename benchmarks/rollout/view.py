@@ -13,6 +13,18 @@ GOAL = 3.0  # times as fast as `generate`
 LEVEL = 0.95  # a ratio from which on two engines count as level: runs differ by this much
 UNDISTURBED = 0.9  # share of the seconds that a process of one thread should get
 
+SLOWER = """\
+Perilune's engine is slower than another engine in the cases of the table:
+
+* *Relative speed* is Perilune's speed divided by the speed of the other engine.
+* *Model alone* is the relative speed if sampling and scheduling took no time.
+* *int8 cache* is the relative speed of `perilune-int8`.
+* *Cache reads* is the least time for reading Perilune's KV cache, as a share of the gap in seconds. It is given
+  where the other engine has a smaller cache.
+* *Prompt* is the gap in the time to the first token, as a share of the whole gap. Above 100%, Perilune is faster
+  after the first token.
+* *Floor* is an engine's speed as a share of the floor's speed."""
+
 Record = Mapping[str, Any]
 
 
@@ -79,14 +91,12 @@ def standing(records: Sequence[Record]) -> list[str]:
             f"each comparison, and at least {LEVEL:g} times as fast in "
             f"{len(ratios) - len(behind)} of {len(ratios)}."
         )
-    reasons = [
-        f"* {_name(key)}: {ratio:.2f} times as fast as {best[key]}. {_why(cases[key], best[key])}"
+    slower = [
+        _reasons(key, cases[key], best[key], ratio)
         for key, ratio in sorted(behind.items(), key=lambda item: item[1])
     ]
-    if reasons:
-        paragraphs.append(
-            "Perilune's engine is slower than another engine in these cases:\n\n" + "\n".join(reasons)
-        )
+    if slower:
+        paragraphs += [SLOWER, _table(slower)]
     busy = [one for engines in cases.values() for one in engines.values() if _disturbed(one)]
     if busy:
         paragraphs.append(
@@ -126,47 +136,34 @@ def _best(engines: Mapping[str, Record]) -> str | None:
     return min(others, key=lambda name: statistics.median(engines[name]["seconds"]), default=None)
 
 
-def _why(engines: Mapping[str, Record], name: str) -> str:
-    """What the records say about the difference."""
+def _reasons(key: tuple[Any, ...], engines: Mapping[str, Record], name: str, ratio: float) -> dict[str, str]:
+    """One case in which we are slower, with what the records say about the gap."""
     ours, other = engines[OURS], engines[name]
-    missing = statistics.median(ours["seconds"]) - statistics.median(other["seconds"])
-    sentences = []
+    gap = statistics.median(ours["seconds"]) - statistics.median(other["seconds"])
+    row = {"case": _name(key), "other engine": name, "relative speed": f"{ratio:.2f}"}
+    row |= dict.fromkeys(("step, ms", "model alone", "int8 cache", "cache reads", "prompt"), "")
     if split := ours.get("split_ms"):
         outside = sum(split[part] for part in ("schedule", "draw", "rest"))
-        share = outside / (outside + split["run"])
-        sentences.append(
-            f"The model takes {_percent(1 - share)} of a step of {outside + split['run']:.2f} ms, drawing "
-            f"tokens {split['draw']:.2f} ms, and scheduling and other work {outside - split['draw']:.2f} ms. "
-            f"The model alone would be {_without(ours, other, share)}."
-        )
-    if ours["kv_cache"] != other["kv_cache"]:
-        cache = ours["floor"]["cache"]
-        sentences.append(
-            f"Perilune's KV cache is in {ours['kv_cache']}, that of {other['engine']} in {other['kv_cache']}."
-            f" Reading Perilune's cache takes at least {cache:.2g} s, {_percent(cache / missing)} of the"
-            " difference."
-        )
+        step = outside + split["run"]
+        row |= {"step, ms": f"{step:.2f}", "model alone": f"{ratio * step / split['run']:.2f}"}
     if SMALLER in engines:
-        small = engines[SMALLER]
-        sentences.append(
-            f"With an {small['kv_cache']} cache it is {_ratio(small, other):.2f} times as fast as {name}."
-        )
+        row["int8 cache"] = f"{_ratio(engines[SMALLER], other):.2f}"
+    if ours["kv_cache"] != other["kv_cache"]:
+        row["cache reads"] = _percent(ours["floor"]["cache"] / gap)
     first, theirs = ours["first_token_seconds"], other["first_token_seconds"]
     if ours["workload"] == "single" and None not in (*first, *theirs):
-        later = statistics.median(first) - statistics.median(theirs)
-        sentences.append(f"The prompt accounts for {_percent(later / missing)} of the difference.")
+        row["prompt"] = _percent((statistics.median(first) - statistics.median(theirs)) / gap)
     least = sum(ours["floor"].values())
-    shares = [_percent(least / statistics.median(one["seconds"])) for one in (ours, other)]
-    return " ".join(
-        [
-            *sentences,
-            f"Perilune reaches {shares[0]} of the speed of the floor, and {other['engine']} {shares[1]}.",
-        ]
-    )
+    for title, one in (("floor, Perilune", ours), ("floor, other", other)):
+        row[title] = _percent(least / statistics.median(one["seconds"]))
+    return row
 
 
-def _without(ours: Record, other: Record, share: float) -> str:
-    return f"{_ratio(ours, other) / (1 - share):.2f} times as fast as {other['engine']}"
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of the same keys as Markdown."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _name(key: tuple[Any, ...]) -> str:

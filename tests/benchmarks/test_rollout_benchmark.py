@@ -201,11 +201,8 @@ def test_where_we_are_behind_is_told_with_its_reasons() -> None:
         "4.00 times as fast as `generate` of transformers, and at least 3 times as fast in 1 of 1"
         in text.replace("\n", " ")
     )
-    assert "T group, float32, one core: 0.50 times as fast as openvino" in text
-    assert "The model takes 60%" in text and "alone would be 0.83 times as fast as openvino" in text
-    assert "With an int8 cache it is 1.00 times as fast as openvino" in text
-    assert "is in float32, that of openvino in u8" in text and "20% of the difference" in text
-    assert "Perilune reaches 25% of the speed of the floor, and openvino 50%" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("| T group, float32, one core |"))
+    assert row.split(" | ")[1:] == ["openvino", "0.50", "10.00", "0.83", "1.00", "20%", "", "25%", "50% |"]
     assert "at most 2.0 times as high" in text
 
 
