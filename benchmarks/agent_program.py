@@ -36,14 +36,14 @@ from recipe_runs import (
 PACKAGE = "smolagents==1.26.0"
 TASKS, TRACES, COMPUTED = 6000, 5000, 0.3
 ABOUT = f"""\
-The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: its model writes Python, and the
-package runs it. A setting of the package replaces its system prompt of 8,000 characters with two words. The
-tasks are products of two-digit numbers.
+The agent program is a `CodeAgent` of the unchanged package {PACKAGE}: the model writes Python, and the
+package runs this code. A setting of the package replaces the system prompt of 8,000 characters with two
+words. The tasks are products of two-digit numbers.
 
-A tiny model is trained on traces of which 30% let Python compute the product (`final_answer(37*48)`). The
-other 70% state the product (`final_answer(1776)`), and a model this small cannot learn to multiply. *First
-replies that compute* is the share of episodes whose first reply lets Python compute. RL then runs the
-program for each episode, with 12 steps of 8 groups with 8 episodes. pass@1 is on 64 held-out tasks with 2
+SFT trains a tiny model on traces. In 30% of them Python computes the product (`final_answer(37*48)`). The
+other 70% state the product (`final_answer(1776)`), and a model this small cannot learn to multiply. RL then
+runs the program for each episode, with 12 steps of 8 groups with 8 episodes. *First replies that compute* is
+the share of episodes whose first reply lets Python compute the product. pass@1 is on 64 held-out tasks with 2
 episodes each.
 
 The model learns to copy two numbers into code and to prefer code. Python does the multiplication. After an

@@ -25,17 +25,17 @@ RECIPE = HERE / "asynchronous.yaml"
 ARMS = {"synchronous": 0, "ahead_1": 1, "ahead_2": 2}
 PARTS = ("sampling", "scoring", "learning", "other")
 ABOUT = """\
-A tiny model learns sums of two and three digits with GRPO, 40 steps of 16 groups with 8 answers, from one
-SFT checkpoint. All arms use a rollout process with 32 environment processes; `staleness` is 0, 1 or 2, and
-0 waits for each update.
+A tiny model learns sums of two and three digits with GRPO, 40 steps of 16 groups with 8 answers, from one SFT
+checkpoint. All arms use a rollout process with 32 environment processes. `staleness` is 0, 1 or 2. With 0,
+sampling waits for each update (the synchronous arm).
 
-In the waiting environment every answer waits for a tool: lognormal with sigma 1, 0.1 s on average for two
-digits and 0.3 s for three.
+The environment `computes` scores answers at once. In the environment `waits`, every answer waits for a tool.
+The waits are lognormal with sigma 1, on average 0.1 s for sums of two digits and 0.3 s for sums of three.
 
-Times are medians over the steps after the first ten. pass@1 is on 128 held-out tasks. The two-sample
-Kolmogorov-Smirnov test compares the waits of the trained episodes with those of the synchronous arm, which
-trains on all that it samples. Differences over paired seeds are tested with Student's t test, with Holm's
-correction over all comparisons of pass@1."""
+Times are medians over the steps after the first ten. pass@1 is on 128 held-out tasks. The synchronous arm
+trains on all episodes. The two-sample Kolmogorov-Smirnov (KS) test compares the waits of its episodes with
+those of the episodes that another arm trained on. Differences over paired seeds are tested with Student's
+t test. Holm's correction of p covers all comparisons of pass@1. Intervals are not corrected."""
 
 
 def main() -> None:

@@ -49,21 +49,21 @@ ARMS: Mapping[str, Sequence[str]] = {
 }
 ABOUT = f"""\
 A tiny model trained from scratch reads six shards, one per turn, and must write all six values in its last
-turn (environment `wide_lookup` with `notes: last`). The teacher writes each value in the turn after its
-shard. The whole conversation has about 220 tokens. Except in the arm `whole conversation`, a context has
-room for {LIMIT} tokens.
+turn (environment `wide_lookup` with `notes: last`). The demonstrations write down each value in the turn
+after its shard. The whole conversation has about 220 tokens. Except in the arm `whole conversation`, a
+context may have at most {LIMIT} tokens. The arms use different rules when the context is full:
 
 * `cut off at the limit`: the model of `whole conversation`, with episodes that end at the limit.
-* `drop_output`, `fold`, `policy`: the rules for the context. In `policy` the teacher also folds its notes
-  after every third shard.
+* `drop_output`, `fold`, `policy`: the rules for the context. In the demonstrations for `policy`, the model
+  also folds its notes after every third shard.
 * *Largest context* is the mean over episodes of the longest context, in tokens.
 * *Total tokens* counts the tokens of all contexts. Tokens that contexts share count once per context,
   although the prefix cache computes them once.
 
 Each arm has its own 3,000 traces and 700 steps of SFT. A trace gives one training sequence for each of its
 contexts. Accuracy is on 96 held-out tasks with 2 episodes each. The benchmark has no RL, because after SFT
-the groups of `whole conversation` are all right. It leaves out the rule `summarise`, because no demonstration
-shows a new model how to write a summary. {SEEDS_ARE_THE_UNIT}
+the answers of `whole conversation` are nearly all right. It leaves out the rule `summarise`, because there
+are no demonstrations of summaries. {SEEDS_ARE_THE_UNIT}
 
 `fold` loses the values that it folds away, so its accuracy is near 0 by construction. This rule suits tasks
 in which the environment keeps the state. `policy` and `drop_output` keep the values, and the demonstrations

@@ -215,7 +215,8 @@ def main() -> None:
     figures = measure(given.runs, given.events, given.live, given.rounds)
     document = {
         "title": "Control plane with 10,000 runs",
-        "about": "Times of control-plane operations with 10,000 runs, 1,000,000 events and 500 live runs in "
+        "about": "The table shows the times of control-plane operations with 10,000 runs, 1,000,000 events"
+        " and 500 live runs in "
         "the database, in one process on one core.",
         "command": "python benchmarks/control_plane.py",
         **figures,

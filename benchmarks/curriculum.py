@@ -17,13 +17,13 @@ from recipe_runs import HERE, described, document, for_seeds, mean_pass_rate, op
 RECIPE = HERE / "curriculum.yaml"
 ARMS = {"uniform": "after_uniform", "drawn": "after_drawn"}
 ABOUT = """\
-A tiny model was trained on sums of two and three terms, and learns sums of two to six terms. Both arms
-start from the same SFT checkpoint and take 40 steps of 16 groups with 8 answers each. One arm draws tasks
-uniformly, the other by the pass rate of their difficulty.
+A tiny model learns sums of two to six terms by RL, after SFT on sums of two and three terms. Both arms start
+from the same SFT checkpoint and take 40 steps of 16 groups with 8 answers each. One arm samples tasks
+uniformly. The other arm samples tasks by the pass rate of their difficulty.
 
-A live group has answers of different rewards. pass@1 is on 128 held-out tasks, which are drawn uniformly.
-Differences over paired seeds are tested with Student's t test, with Holm's correction over both
-comparisons. A difference is claimed if the corrected p is below 0.05."""
+A live group has answers with different rewards. pass@1 is on 128 held-out tasks, sampled uniformly.
+Differences over paired seeds are tested with Student's t test. Holm's correction of p covers both
+comparisons. Intervals are not corrected. The page claims a difference if the corrected p is below 0.05."""
 
 
 def main() -> None:

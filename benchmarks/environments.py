@@ -273,11 +273,14 @@ def main() -> None:
         }
     result = {
         "title": "Time per environment step",
-        "about": "The CPU time of one environment step, measured in three ways with the same moves: with the"
-        " package alone, through Perilune's adapter in the same process, and through the adapter in a"
-        f" separate process, as in runs ({AT_ONCE} sessions at a time, including communication). Times"
-        " include all processes involved. Episodes per second refer to one core with no other work. The"
-        f" time to open an episode is spread over its steps. Values are medians of {arguments.rounds}"
+        "about": "The table shows the CPU time of one environment step with the same moves, measured in three"
+        " ways:\n\n"
+        "* with the package alone;\n"
+        "* through Perilune's adapter in the same process;\n"
+        f"* through the adapter in a separate process, as in runs, with {AT_ONCE} sessions at a time.\n\n"
+        "Times are the sum over all processes and include their communication. Episodes per second are for"
+        " one core with no other work. The time to open an episode is spread over its steps."
+        f" Values are medians of {arguments.rounds}"
         " rounds. For OpenSpiel and reasoning-gym, the package alone does less: it writes no prompts and"
         " parses no moves.",
         "command": f"python benchmarks/environments.py --rounds {arguments.rounds}"

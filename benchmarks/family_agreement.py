@@ -31,10 +31,10 @@ from recipe_runs import HERE, document, write
 
 LENGTH, TEXTS = 300, 2
 ABOUT = (
-    "The largest difference between two computations of the same log-probs, in nats, for a random "
-    "float32 checkpoint of each model family. Perilune scores whole sequences in one pass (as in "
-    "learning) and token by token with the KV cache (as in sampling). The reference is transformers, in "
-    "float32 and in float64."
+    "The table shows the largest difference between two computations of the same log-probs, in nats, for a"
+    " random float32 checkpoint of each model family. Perilune scores whole sequences in one pass (as in"
+    " learning) and token by token with the KV cache (as in sampling). The reference is transformers, in"
+    " float32 and in float64."
 )
 SHAPE: dict[str, Any] = {
     "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,

@@ -22,10 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "follow_latency.json"
 SECONDS = 0.25  # between two lines
 ABOUT = (
-    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback "
-    "interface. The table shows the delay until the line is in the local log, which `perilune logs -f` "
-    "and the report read. The network's latency adds to it. The limit that Perilune promises is two "
-    "seconds."
+    "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback"
+    " interface. The table shows the delay until the line is in the local log, which `perilune logs -f` and"
+    " the report read. Real machines add the latency of the network. Perilune promises at most two seconds."
 )
 
 

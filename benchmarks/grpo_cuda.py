@@ -32,9 +32,10 @@ from rollout_cuda import lacks_gpu, machine, measure_limits, release
 
 OUT = Path("benchmarks/results/grpo_cuda.json")
 ABOUT = (
-    "`perilune run` of a GRPO stage with random weights of the shapes of Qwen3-0.6B, 1.7B and 8B, with all "
-    "checks of a run. MFU is the FLOPs that learning needs (recomputation not counted) divided by its time "
-    "and by the measured rate of a large product. The peak is what PyTorch allocated."
+    "`perilune run` runs a GRPO stage with random weights of the shapes of Qwen3-0.6B, 1.7B and 8B, with all"
+    " checks of a run. MFU (model FLOPs utilisation) is the FLOPs of learning without recomputation, divided"
+    " by its time and by the measured rate of a large product. The peak is the memory that PyTorch"
+    " allocated."
 )
 REWARD = """import zlib
 

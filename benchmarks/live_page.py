@@ -27,19 +27,21 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "live_page.json"
 EPISODES = 100  # in each step of the long run
-ABOUT = (
-    "A tiny model trains with GRPO on one core while a browser shows its page. *Delay* is the time from "
-    "the line in `metrics.jsonl` to the point on the page. *Server, share of a core* is the processor "
-    "time of the page's server per second of watching, with one page open. *Slow-down* is the "
-    "processor time of the training "
-    "process for a step while a page is read by a client that draws nothing, against the seconds before: "
-    "the mean over pairs, with its 95% interval. *Telemetry* is the processor time of the worker, which "
-    "counts heartbeats and samples the hardware, as a share of that of the training. *Long run* is a run "
-    "with many steps and episodes. Its *first paint* is the browser's own measurement, and includes the "
-    "server's work. *Filter* is the time from a key in the search field to the list that fits. The page "
-    "searches the step that is open: another step is read first. Other programs used the machine, so "
-    "processor times are more reliable than elapsed times."
-)
+ABOUT = """\
+A tiny model trains with GRPO on one core while a browser shows its page. The columns:
+
+* *Delay* is the time from the line in `metrics.jsonl` to the point on the page.
+* *Server, share of a core* is the CPU time of the page's server per second, with one page open.
+* *Slow-down* compares the CPU time of a training step while a client reads the page, without drawing it, with
+  that of the seconds before. It is the mean over pairs, with its 95% interval.
+* *Telemetry* is the CPU time of the worker's heartbeats and hardware samples, as a share of the CPU time of
+  training.
+* *First paint* is the browser's own measurement for a run with many steps and episodes. It includes the
+  server's work.
+* *Filter* is the time from a key in the search field to the list of matching episodes of the open step.
+* *Another step* is the time to open the episodes of another step.
+
+Other programs used the machine, so CPU times are more reliable than elapsed times."""
 sys.path[:0] = [str(ROOT / "tests" / "ui")]
 
 

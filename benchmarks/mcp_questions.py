@@ -382,11 +382,11 @@ def main() -> None:
     document = {
         "title": "Questions about runs, answered through MCP",
         "about": f"A scripted client of `perilune mcp` answered {right} of {len(found)} questions about "
-        "eight real experiments, one of which failed and one of which was killed with SIGKILL. An answer is "
-        "right if it has the figure in the files of the bundles; the cost is that of a fake cloud. The "
-        "script fixes which tools answer which question. "
-        "No language model was tested: the result shows that the tools suffice and that their figures are "
-        "right, not that a model would choose them. `bytes` is the size of the results of the tools.",
+        "eight real experiments. One of them had failed, and one had been killed with SIGKILL. An answer is "
+        "right if it agrees with the files of the bundles. Costs are those of a fake cloud. The script fixes "
+        "which tools answer which question. The result shows that the tools suffice and give the right "
+        "numbers. It does not show that a language model would choose these tools. `bytes` is the size of "
+        "the results of the tools.",
         "command": "python benchmarks/mcp_questions.py",
         "questions": [
             {**one, "answer": str(one["answer"]), "expected": str(one["expected"])} for one in found

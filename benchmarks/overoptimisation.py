@@ -88,14 +88,15 @@ def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, An
 
 ABOUT = """\
 GRPO trains the tiny model on three-digit sums with two proxy rewards: a reward that can be hacked, and a
-reward model. The verifier's score is the gold score, which is logged but not trained on.
+reward model. The verifier's score is the gold score. It is logged, and training does not use it.
 
 * `recommended stop` is the step at which the over-optimisation watch recommended stopping, during the run.
 * `gold best` is the best gold score of the run, which is known only afterwards.
 
-Gold scores are means over five steps, and one step has 256 answers. The window of the watch was chosen
-after seeing the curve of seed 0, so only the other seeds test it independently. Refresh the reward model at
-the recommended stop: a later policy has almost no right answers, and so gives almost no pairs."""
+Gold scores are means over five steps, and one step has 256 answers. We chose the window of the watch after
+seeing the curve of seed 0, so only the other seeds are an independent test. To refresh the reward model,
+use the policy at the recommended stop. A later policy has almost no right answers, and so gives almost no
+pairs."""
 
 
 def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from recipe_runs import described, document, options, write
 
 SLOTS, BATCH, TRAINING, STEPS = 64, 32, 0.4, 1500
 ABOUT = f"""\
-{SLOTS} slots play episodes whose durations are lognormal with sigma 1 and mean 1. A training step uses
-{BATCH} episodes and takes {TRAINING} units of time. The simulation has {STEPS:,} training steps.
+Asynchronous training can limit [staleness](../reference/glossary.md) in two ways: start fewer episodes
+(pacing), or drop old ones. This page compares both in a simulation of {STEPS:,} training steps. {SLOTS} slots
+play episodes whose durations are lognormal with sigma 1 and mean 1. A training step uses {BATCH} episodes and
+takes {TRAINING} units of time.
 
 * `pace` admits an episode only while fewer than (completed steps + staleness + 1) x batch episodes have
   been admitted, and trains on the finished episodes that were admitted first.
@@ -145,13 +147,13 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     drop, pace = ([one for one in rows if one["rule"] == rule] for rule in ("drop", "pace"))
     shares = [one["mean duration, trained / sampled"] for one in drop]
     findings = [
-        "Dropping changes which episodes are trained on: the mean duration of a trained episode is"
-        f" {min(shares):.2f} to {max(shares):.2f} of that of a sampled one (largest KS p"
+        f"Dropping changes which episodes are trained on: trained episodes last {min(shares):.2f} to"
+        f" {max(shares):.2f} times as long as sampled ones on average (largest KS p"
         f" {max(p for one in drop for p in one['KS p by seed']):.2g}).",
-        "Pacing trains on the episodes that it samples (smallest KS p"
+        "Pacing does not change which episodes are trained on (smallest KS p"
         f" {min(p for one in pace for p in one['KS p by seed']):.2g}).",
-        "Pacing bounds the mean age, not the largest age. New weights that arrive during an episode bound"
-        " the age of its tokens.",
+        "Pacing bounds the mean age, not the largest age. The age of tokens is bounded, because new weights"
+        " arrive during an episode.",
     ]
     return {
         "title": "Pacing against dropping in a queue model",

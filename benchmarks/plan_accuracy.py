@@ -132,10 +132,10 @@ def main() -> None:
     )
     result = {
         "title": "Time and memory: what `--plan` predicts against what happens",
-        "about": f"{len(rows)} recipes were estimated before they ran, and measured when they ran, on one"
-        f" thread. The largest error of the estimated time of a recipe is {time_error:.0f}%, and that of the"
-        f" peak memory {memory_error:.0f}%. `perilune doctor` calibrated the machine in {calibrated:.0f} s."
-        " The home was empty before, so no earlier run told the lengths of answers.",
+        "about": f"`--plan` estimated the time and memory of {len(rows)} recipes, which then ran on one"
+        f" thread. The largest error of the estimated time of a recipe is {time_error:.0f}%. The largest"
+        f" error of the peak memory is {memory_error:.0f}%. `perilune doctor` calibrated the machine in"
+        f" {calibrated:.0f} s. The home was empty, so Perilune knew no answer lengths from earlier runs.",
         **document("plan_accuracy.py", sys.argv[1:], began),
         "recipes": rows,
         "by_stage": stages,

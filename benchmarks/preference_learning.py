@@ -32,9 +32,10 @@ COMPARED = (
     ("dpo", "ipo"), ("dpo_nll", "ipo_nll"), ("dpo_nll", "imitation"), ("ipo_nll", "imitation"),
 )  # fmt: skip
 ABOUT = f"""\
-DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer to the
-same task, according to the verifier. The model after SFT uses three strategies, and most of its answers are
-wrong.
+DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer to the same
+task, according to the verifier. Most answers of the model after SFT are wrong. The arms `_nll` and `_dpop`
+add the term of this name to the loss ([algorithms](../explanation/algorithms.md)). `imitation` is SFT on the
+right answers alone.
 
 * `chosen shift` is the change in the log-prob of the chosen answers, in nats per token.
 * `collapse step` is the step at which the collapse alarm was raised.

@@ -69,21 +69,22 @@ def main() -> None:
 ABOUT = f"""\
 The benchmark has two parts.
 
-**Hits.** The first part simulates conversations of 20 turns on the block pools of the engine, with pauses of
-0 to {LONGEST_PAUSE:.0f} seconds of virtual time between turns. All conversations share {SYSTEM} tokens. Each
-turn adds 16 to 128 tokens and an answer of {ANSWER}. The pools hold a quarter of the tokens of all complete
-conversations.
+**Hits.** The first part simulates conversations of 20 turns, with pauses of 0 to {LONGEST_PAUSE:.0f} seconds
+of virtual time between turns. The simulation uses the block pools of the engine. All conversations share
+{SYSTEM} tokens. Each turn adds 16 to 128 tokens and an answer of {ANSWER}. The pools have space for a quarter
+of the tokens of all complete conversations.
 
 * *Hits* is the share of prompt tokens found in the cache. *Of unlimited* is its ratio to the hits of an
   unlimited pool.
-* *Plain LRU* evicts the least recently released block first, as an earlier version of the engine did.
+* *Plain LRU* evicts the least recently released block first. An earlier version of the engine did this.
 * *Announced* requests give the length of the pause. *Announced 30 s* requests always say 30 seconds.
 * *Unusable blocks* are cached blocks from which no request can continue, counted every 100 turns.
 
-**Offloading.** The second part runs conversations in turn on the engine itself, with a pool of a quarter of
-the working set, and host memory for all of it. The samples are bit-identical. *Predicted seconds* is the time
-without offloading, minus the time to compute the loaded tokens, plus the time to copy the moved bytes. Both
-rates are measured before, with other prompts. Times are CPU seconds of one thread."""
+**Offloading.** The second part runs conversations in turn on the engine itself. The pool has space for a
+quarter of their tokens, and the host memory for all. The samples are bit-identical with and without
+offloading. *Predicted seconds* is the time without offloading, minus the time to compute the loaded
+tokens, plus the time to copy the moved bytes. The rates for this prediction come from a separate
+measurement with other prompts. Times are CPU seconds of one thread."""
 
 
 def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -33,13 +33,14 @@ CLIMBS = {
     "montecarlo": "Monte Carlo, 9 continuations after each column",
 }
 ABOUT = """\
-Values of answer prefixes from one forward pass, compared with Monte Carlo values, on the quickstart's \
-three-digit sums. Columns with `values` compare the values of prefixes. Columns with `differences` \
-compare the rewards of the segments before the last, which training would use. Both show Spearman's rank \
-correlation, its 95% interval over tasks, and the ceiling that exact values would reach against Monte \
-Carlo values from 16 noisy continuations. Costs are medians over 24 training steps. Compare CPU seconds, \
-because the machine had other work.\
-"""
+A process reward values the prefixes of an answer with one forward pass. This page compares these values with
+Monte Carlo values, on the quickstart's three-digit sums. Columns with `values` compare the values of
+prefixes. Columns with `differences` compare the rewards of segments, which training would use; the last
+segment of an answer is left out. Both show Spearman's rank correlation with its 95% interval over tasks. The
+*ceiling* is the correlation that exact values would have with these Monte Carlo values, which are noisy
+because they use 16 continuations. The findings give the correlation of differences for each of three seeds.
+
+Costs are medians over 24 training steps. Compare CPU seconds, because the machine had other work."""
 
 
 def main() -> None:

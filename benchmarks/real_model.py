@@ -295,12 +295,13 @@ def report(
     }
     return {
         "title": "GRPO step of a 135M model: Perilune against TRL",
-        "about": "GRPO steps of 16 prompts x 8 answers on the cores of one machine: Perilune with all checks"
-        " of a run, and TRL's GRPOTrainer in float32 on the same prompts and lengths. The figures are medians"
-        " of all steps but the first of each process. The *learning floor* is the time that"
-        " the matrix products of learning alone would take, at the measured rate of a large product. *Without"
-        " sharing* counts each prompt once per answer, otherwise once per group. The answers of a *dead"
-        " group* all have the same reward.",
+        "about": "The page compares GRPO steps of 16 prompts x 8 answers on the cores of one machine:"
+        " Perilune"
+        " with all checks of a run, and TRL's GRPOTrainer in float32. Both have the same prompts and answer"
+        " lengths. The table shows medians over all steps except the first of each process. The *learning"
+        " floor* is the time that the matrix products of learning alone would take, at the measured rate of a"
+        " large product. Learning computes each prompt once per group. *Without sharing* is the floor with"
+        " each prompt counted once per answer. The answers of a *dead group* all have the same reward.",
         "command": f"python benchmarks/real_model.py --model {options.model.name} --rounds {options.rounds}"
         f" --steps {options.steps}",
         "median step": arms,

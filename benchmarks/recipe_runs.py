@@ -78,8 +78,9 @@ def mean_pass_rate(evaluation: Mapping[str, Any]) -> float:
 
 
 SEEDS_ARE_THE_UNIT = (
-    "Differences over paired seeds are tested with Student's t test, with Holm's correction over all "
-    "comparisons of this page. A difference is claimed if the corrected p is below 0.05."
+    "Differences over paired seeds are tested with Student's t test. Holm's correction of p covers all "
+    "comparisons of this page. Intervals are not corrected. The page claims a difference if the corrected p "
+    "is below 0.05."
 )
 
 

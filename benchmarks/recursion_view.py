@@ -6,13 +6,18 @@ from typing import Any
 from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences, described
 
 ABOUT = """\
-A tiny model is trained from scratch on contexts of 8 to 32 lines of `oolong`, in compact form, and then
-evaluated on longer ones. A line has five characters, and the model's context window 4,096. `counting` sees
-the length, two lines and the question, and writes code that asks the model itself about each line. `direct`
-reads all lines and takes notes. Accuracy is that of greedy answers to 64 held-out questions, including all
-sub-agents, with sampled answers beside it. The program generalises to longer contexts, because code counts
-2,000 answers as well as 32. The model only learned to write that code and to read one line. A tiny model
-does not show that a language model finds such programs without demonstrations.
+A tiny model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
+evaluated on longer contexts. A line has five characters, and the model's context window has 4,096 tokens.
+
+* `counting` sees the number of lines, two lines and the question. It writes code that asks the model itself
+  about each line.
+* `pairs` does the same for questions about pairs of lines.
+* `direct` reads all lines and takes notes.
+
+The table shows the accuracy of greedy and of sampled answers to 64 held-out questions. In both cases
+sub-agents decode in the same way. The program generalises to longer contexts, because code counts 2,000
+answers as well as 32. The model only learned to write this code and to read one line. A tiny model does not
+show that a language model finds such programs without demonstrations.
 """
 
 

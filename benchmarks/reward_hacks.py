@@ -32,13 +32,13 @@ JUDGES = {
 ABOUT = (
     "Each planted scorer has one hack of a family from public lists (rewardspy, RHOB, the verifier "
     'hardening list of benchflow, "One Token to Fool LLM-as-a-Judge"). The audit knows the '
-    "environment's stated answers, but not the scorer. A hack counts as named if a finding has the name "
-    "of its family. The judges are small HTTP servers with OpenAI's interface. The planted scorers and "
-    "the probes were written together, so their count only shows that every family is covered. The "
-    "unseen scorers were written afterwards and measured once. The probes were not changed for them.\n\n"
-    "Built-in rewards and the rewards of sound scorers must get A. The tables list the exceptions. If a "
-    "judge pays each answer only once, the audit reports that its scores depend on the order. It cannot "
-    "restart a server, which would distinguish the two cases."
+    "environment's stated answers, but not the scorer. A hack counts as *named* if a finding has the name of"
+    " its family. The judges are small HTTP servers with OpenAI's interface. We wrote the planted scorers"
+    " and the probes together, so their result only shows that every family is covered. We wrote the unseen"
+    " scorers afterwards, measured them once, and did not change the probes for them.\n\nBuilt-in rewards"
+    " and the rewards of sound scorers must get A. The tables list the exceptions. If a judge rewards each"
+    " answer only once, the audit reports that its scores depend on the order of the answers. The audit"
+    " cannot distinguish these two cases, because it cannot restart a server."
 )
 
 

@@ -142,7 +142,9 @@ def main() -> None:
 
 ABOUT = f"""\
 A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), trained on worked additions.
-The engine keeps weights in float32, bfloat16 or int8, or the learner has made two updates since sampling.
+With routing replay the learner uses the experts that the engine chose. The page compares sampler and learner
+with and without it. They differ because the engine keeps weights in float32, bfloat16 or int8, or because the
+learner has made two updates since sampling.
 
 The *gap* is the difference in nats between the log-probs of sampler and learner on sampled tokens. The *KL*
 is the k3 estimate of KL(sampler || learner). In the table *Training runs*, each step samples {PROMPTS}

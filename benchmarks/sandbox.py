@@ -30,12 +30,19 @@ that runs inside the sandbox and tries to break out.
 * `contained` means that every attempt failed.
 * `partly` and `open` mean that some or all attempts succeeded, and the table names them.
 
-A test shows that every probe succeeds without a sandbox. The column *all mechanisms* shows the sandbox as
-it runs. In each column *without ...*, one mechanism is switched off, to show which walls hold without it.
-*Walls* lists the mechanisms that enforce each wall; one of them suffices. `own_user` is a user id that owns
-nothing else. `landlock_scopes` is Landlock's restriction of signals. `counted` is the kernel's limit on the
-number of processes. `limits` are the kernel's other limits for a process. `watch` is the supervisor, which
-measures the run and ends it. If a wall is missing, Perilune runs no code unless the recipe allows it. [The
+A test shows that every probe succeeds without a sandbox. The column *all mechanisms* shows the sandbox as it
+runs. In each column *without ...*, one mechanism is switched off.
+
+A *wall* is one promise of the sandbox. The table *Walls* lists the mechanisms that enforce each wall; one
+mechanism suffices:
+
+* `own_user` is a user id that owns nothing else.
+* `landlock_scopes` is Landlock's restriction of signals.
+* `counted` is the kernel's limit on the number of processes.
+* `limits` are the kernel's other limits for a process.
+* `watch` is the supervisor, which measures the code and ends it.
+
+If a wall is missing, Perilune runs no code unless the recipe allows this. [The
 explanation](../explanation/sandbox.md#what-is-not-covered) lists what the sandbox does not cover."""
 
 

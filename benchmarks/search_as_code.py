@@ -23,23 +23,23 @@ MODES = {"calls": "single calls", "code": "code"}
 CORPORA = {"": "100 companies, about 580 documents", "_large": "1,600 companies, about 9,300 documents"}
 KINDS = {0.0: "one search", 1.0: "two searches", 2.0: "count over many documents"}
 ABOUT = """\
-A tiny model learns from scratch, from 600 demonstrations, to answer questions about documents that it has
-to search. In one arm it writes Python that calls the search functions in the sandbox, and sees what the
-code prints. In the other arm it calls the same functions one at a time, and every result enters its
-context.
+A tiny model learns from scratch, from 600 demonstrations, to answer questions about documents that it has to
+search. In one arm it writes Python that calls the search functions in the sandbox, and sees only the output
+of the code. In the other arm it calls the same functions one at a time, and every result enters its context.
 
-The corpora of evaluation are not in training. The smaller ones have the size of those in training.
+The evaluation uses corpora that are not in training. The smaller ones have the same size as those in
+training.
 
-Tokens are characters. Observed tokens are those that results put into the context. The whole context also
-has the question and all text of the model.
+A token is one character. *Observed tokens* are the results in the context. *Whole context* also counts the
+question and all text of the model.
 
-The programs and BM25, not the weights, keep the accuracy on larger corpora: the model copies the names of a
-question into one of three programs. A tiny model does not show that a language model would choose such
-programs by itself, or how it handles documents in English. The demonstrations decide how many tokens each
-arm needs, so the ratio holds only for them.
+The model copies the names of a question into one of three programs. On larger corpora the accuracy stays the
+same because of these programs and the BM25 search, not because of the weights. A tiny model does not show
+that a language model would choose such programs by itself, or how it handles documents in English. The number
+of tokens that each arm needs depends on the demonstrations.
 
-Differences over paired seeds are tested with Student's t test, with Holm's correction over all comparisons
-of this page."""
+Differences over paired seeds are tested with Student's t test. Holm's correction of p covers all
+comparisons of this page. Intervals are not corrected."""
 
 
 def main() -> None:

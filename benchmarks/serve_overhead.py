@@ -119,9 +119,9 @@ def write(kinds: dict[str, dict[str, list[float]]], pieces: list[float]) -> None
     processor = describe_machine()["processor"]
     document = {
         "title": "Overhead of perilune serve",
-        "about": f"CPU time and elapsed time per token for {STREAMS} concurrent answers of {TOKENS} tokens"
-        " with the tiny model: with the engine called directly, and with `perilune serve`, for whole and"
-        " for streamed answers.",
+        "about": f"The table shows CPU time and elapsed time per token for {STREAMS} concurrent answers of"
+        f" {TOKENS} tokens with the tiny model. It compares the engine alone with `perilune serve`, for whole"
+        " and for streamed answers.",
         "command": "python benchmarks/serve_overhead.py",
         "machine": {
             "processor": processor["model"],

@@ -273,8 +273,8 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
         "about": f"{given.clients} clients send requests to `perilune serve` for {given.seconds:.0f} seconds."
         " After a third of the time, a step of the engine raises an error. After two thirds, the server gets"
         f" SIGKILL and is started again. Of {sum(tally.outcomes.values()):,} requests, {hung} hung and"
-        f" {unclear} failed without a clear error. Equal requests must get equal answers, and memory must"
-        f" not grow by more than {GROWTH:.0%}: the row `verdict` has the results.",
+        f" {unclear} failed without a clear error. The row `verdict` shows two more results: whether equal"
+        f" requests got equal answers, and whether memory grew by at most {GROWTH:.0%}.",
         "command": f"python benchmarks/serve_soak.py --seconds {given.seconds:.0f} --clients {given.clients}",
         "verdict": {
             "requests": sum(tally.outcomes.values()),

@@ -49,17 +49,17 @@ RECIPES: dict[str, tuple[str, ...]] = {
 }
 WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = """\
-The simulator runs the engine's scheduler, pools and outputs, and predicts only times. It was calibrated on
-this machine, on prompts of equal length, and compared with real runs of other workloads and recipes on one
-thread.
+The simulator runs the engine's scheduler, pools and outputs, and predicts only times. We calibrated it on
+this machine with prompts of equal length, and then compared it with real runs of other workloads and recipes
+on one thread.
 
-The lengths of the answers are an input. Each simulation gets those of its real run, except in the column
-*error before any run*, which uses lengths like the teacher's. *Age* is the number of updates between
-sampling an answer and training on it.
+The lengths of the answers are an input. Each simulation gets the lengths of its real run. Only the column
+*error before any run* uses the lengths of the demonstrations. *Age* is the number of updates between sampling
+an answer and training on it.
 
 The *spread* is the range of repeated real runs around their median. An error within the spread counts as a
-tie. The workloads are not strictly held-out data: after a first comparison with them, we extended the
-calibration by requests without a group, by steps that mix prefill with decoding, and by keys that a group
+tie. The workloads are not strictly held out. After a first comparison with them, we added three cases to
+the calibration: requests without a group, steps that mix prefill with decoding, and keys that a group
 shares."""
 
 

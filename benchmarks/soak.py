@@ -104,9 +104,9 @@ def main() -> int:
     document = {
         "title": "Soak test of the control plane: injected faults",
         "about": f"`perilune lab` submits short runs to the fake cloud for {given.seconds:.0f} seconds with "
-        "`--weather stormy`, and kills the control process and the cloud repeatedly. "
+        "`--weather stormy` (many injected faults), and kills the control process and the cloud repeatedly. "
         + "Of {runs accepted} accepted runs, {lost runs} were lost and {runs with two results} had two "
-        "results; {leaked machines} machines leaked.".format_map(found["outcome"][0]),
+        "results. {leaked machines} machines leaked.".format_map(found["outcome"][0]),
         "command": f"python benchmarks/soak.py --seconds {given.seconds:.0f} --at-once {given.at_once}"
         f" --seed {given.seed}",
         **found,

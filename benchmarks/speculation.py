@@ -144,19 +144,23 @@ sample is {outcome}, by CPU time. With 64 samples, speculation proposes no token
 draft tokens cost more time than they save.
 
 The prompt *code edit* asks for a Python file with one name changed, *quote* for sentences of a text, \
-*summary* for a summary of the text, and *story* for a story. The arm *lookup* proposes the tokens after an \
-earlier occurrence of the last tokens. The arm *int8 draft* samples from an int8 copy of the model. Both \
-choose the number of draft tokens, up to 10, from the acceptance rate and from the number of samples in the \
-step. The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft. All \
-arms draw the same tokens and log-probs, bit for bit.
+*summary* for a summary of the text, and *story* for a story.
+
+* The arm *lookup* proposes the tokens that followed an earlier occurrence of the last tokens.
+* The arm *int8 draft* samples draft tokens from an int8 copy of the model.
+* Both choose the number of draft tokens, up to 10, from the acceptance rate and the number of samples in \
+the step.
+* The arms *not adaptive* always propose as many as they can: up to 10, or up to 4 with the draft.
+
+All arms sample the same tokens and log-probs, bit for bit.
 
 *Tokens a second* are sampled tokens per CPU second, without the time of the prompt. *Gain* is relative to \
 *off*. *Tokens a step* is the mean per sample. Each arm ran once, in alternation, while other programs used \
 the cores. Arms that propose nothing differ from *off* only by chance.
 
-*Time of a step* is that of a step with several tokens of one sequence at position {POSITION}, with logits \
+*Time of a step* is the time to compute several tokens of one sequence at position {POSITION}, with logits \
 for all of them. A step of one token takes as long as reading the weights. *A draft token costs* gives the \
-time of one more token, relative to such a step."""
+time of one more token, relative to a step of one token."""
 
 
 def step_times(model: Any) -> list[dict[str, Any]]:

@@ -237,7 +237,8 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
     ratio = round(alone["8 streams"][first] / alone["1 streams"][first], 2)
     document = {
         "title": "Streaming speech: latency by number of streams",
-        "about": "A small model speaks utterances that start together, on one thread. With 8 streams, the "
+        "about": "A small model on one thread speaks several utterances that start at the same time. With 8 "
+        "streams, the "
         f"first audio takes {ratio} times as long as with one, in CPU time of the pipeline alone.\n\nThe "
         "real-time factor is the time from the request to the last sample, divided by the duration of the "
         "speech: below 1, speech is generated faster than it plays. An underrun is a moment at which the "

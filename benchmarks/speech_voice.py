@@ -16,10 +16,10 @@ from perilune.recipe.load import bundled_recipe
 from recipe_runs import described, document, for_seeds, options, run_recipe, write
 
 ABOUT = """\
-espeak-ng speaks digits in a synthetic voice. A codec is fitted to 600 of its utterances, and a small talker
-with a code predictor, in the layout of Qwen3-TTS, is trained to predict the codec's codes for a text.
-pocketsphinx, which was trained on neither, transcribes 60 held-out texts with a grammar of the ten digits
-in any order.
+The teacher espeak-ng speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances. It
+then trains a small talker with a code predictor, in the layout of Qwen3-TTS, to predict the codec's codes for
+a text. The recogniser pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts. Its
+grammar allows the ten digits in any order.
 
 Each row of the table gives the word error rate of one speaker, with a 95% interval over resampled
 utterances. The row `teacher` is the recogniser's error on espeak-ng itself. The row `codec` adds the loss

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "staging.json"
 ABOUT = """\
-A bundle with one large input of random bytes is staged on a new machine (*first*), and then again for
-another run (*second*). The machine is the local one, reached through a pipe or through a real `sshd` on the
-loopback interface, so the times include no network.
+Perilune stages a bundle with one large input of random bytes on a new machine (*first*), and then again for
+another run (*second*). The "new machine" is the local one, reached through a pipe or through a real `sshd` on
+the loopback interface. The times therefore include no network.
 
 * *After a cut* is the time to finish staging when the connection failed half-way.
 * *A poll* is the reconciler's query about a live attempt, once per second: its CPU time on both ends

@@ -21,13 +21,13 @@ CORRECTIONS = {
 }
 ABOUT = """\
 A tiny model learns three-digit sums with six off-policy corrections. In a run with staleness N, the weights
-from N steps earlier sample every token of a step. A schedule log fixes this.
+from N steps earlier sample every token of a step. A schedule log fixes this age.
 
 The runs of a seed differ only in staleness and correction. Each starts from the same SFT checkpoint and
 trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per step. pass@1 is over
-256 held-out tasks with eight answers each. Differences are tested with a paired t test over seeds, with
-Holm's correction over all comparisons of this page: each staleness against 0, with `tis`, and each
-correction against `tis` at the same staleness."""
+256 held-out tasks with eight answers each. Differences are tested with a paired t test over seeds. With
+the correction `tis` each staleness is compared with 0, and each correction is compared with `tis` at the
+same staleness. Holm's correction of p covers all these comparisons, and intervals are not corrected."""
 
 Record = Mapping[str, Any]
 Cells = dict[tuple[int, str], dict[int, float]]

@@ -33,21 +33,24 @@ PAID = range(31, 41)  # the last ten steps with weights above 0
 MARGIN = 0.03  # of accuracy
 ABOUT = f"""\
 A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch reads the
-shards one after another (9 critical steps), or spawns sub-agents that read one each (4).
+shards one after another (9 [critical steps](../reference/glossary.md)), or spawns sub-agents that read one
+shard each (4 critical steps).
 
-After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are the model
-after SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, the reward
-`performance` is 1 if all values are right. In the arm with a budget, the episode must also end within 6
-critical steps. The term `parallel` has weight 2 and `finish` weight 1. Both fall to 0 by half of training.
-An episode has room for 8 sub-agents. Further ones are spawned but do not run.
+After SFT on traces of which 90% are serial, only the orchestrator learns. All sub-agents are the model after
+SFT. Each arm trains for {STEPS} steps of 16 groups with 8 episodes. In every arm, the reward `performance` is
+1 if all values are right. In the arm with a budget, the episode must also end within 6 critical steps. The
+term `parallel` has weight 2 and `finish` weight 1. Both weights fall to 0 in the first half of training. An
+episode may run 8 sub-agents. Further sub-agents are spawned but do not run.
 
-Accuracy is on 192 held-out tasks with 2 episodes each, without a budget. Tokens are those of all agents:
-prompts, results and sampled tokens. A sub-agent counts as finished if it ends with a value. A prefix that
-sub-agents share is counted for each of them.
+Accuracy is on 192 held-out tasks with 2 episodes each, without a budget. Token counts are over all agents,
+and include prompts, results and sampled tokens. They count a prefix that sub-agents share once for each of
+them. A sub-agent counts as finished if it ends with a value. *While paid* covers steps 31 to 40, the last ten
+with weights above 0.
 
-The orchestrator learns when to spawn and which keys to hand over. Looking up one value is a skill from SFT.
-No arm tests whether a larger model finds the swarm without demonstrations. The learning rates matter: with
-400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for one of two seeds."""
+The orchestrator learns when to spawn and which keys to hand over. Looking up one value is a skill from
+SFT. No arm tests whether a larger model finds the swarm without demonstrations. The result depends on the
+learning rate: with 400 steps of SFT and a learning rate of 8e-4, the training with all terms diverged for
+one of two seeds."""
 
 
 def main() -> None:

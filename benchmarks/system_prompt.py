@@ -40,7 +40,7 @@ ABOUT = f"""\
 A tiny model writes out its working if the system prompt is `Work it out: ` (`told`), and mostly answers
 directly without it (`untold`). Distillation moves the effect of the prompt into the weights.
 
-* *On-policy*: the model answers without the prompt, and a frozen copy of the model that sees the prompt
+* *On-policy*: the model answers without the prompt, and a frozen copy of the model, which sees the prompt,
   scores each token (60 steps of 128 answers, no verifier).
 * *Off-policy*: the model imitates the right answers among 8,192 that were written with the prompt (120
   steps of 64 answers). Answers that mention the prompt were removed.

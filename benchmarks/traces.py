@@ -223,18 +223,18 @@ def described(found: Mapping[str, Any]) -> dict[str, Any]:
     shares = [share for one in bugs if (share := one["share of tokens after shrinking"]) is not None]
     alarms, exact = found["replays without a bug"], found["exact replays"]
     about = [
-        f"A suite of {found['suite']['cases']} cassettes was recorded, and then {len(bugs)} bugs were"
-        " planted, one at a time, in a copy of the source. The suite caught"
+        f"We recorded a suite of {found['suite']['cases']} [cassettes](../reference/glossary.md), and then"
+        f" planted {len(bugs)} bugs, one at a time, in a copy of the source. The suite caught"
         f" {sum(one['caught'] for one in bugs)} of them.",
         f"In {alarms['harness'] + alarms['rescore']:,} replays without a bug there were"
         f" {alarms['false alarms']} false alarms.",
         f"{sum(one['equal'] for one in exact)} of {sum(one['episodes'] for one in exact)} episodes of three"
         " runs had the same tokens when they were sampled again.",
-        f"One failing case of each bug shrank to {sum(shares) / len(shares):.0%} of its tokens on average,"
-        " while the source with and without the bug still differed.",
-        "The authors of the suite chose the bugs. Most are in environments whose episodes were scripted,"
-        " because a tiny model cannot play them.",
-        "The scripts were not changed after the first run against the bugs.",
+        f"`shrink` shortened one failing case of each bug to {sum(shares) / len(shares):.0%} of its tokens on"
+        " average. The shortened case still gives different results with and without the bug.",
+        "The authors of the suite chose the bugs. Most bugs are in environments that a tiny model cannot"
+        " play.",
+        "Their episodes follow scripts, which we did not change after the first run against the bugs.",
     ]
     return {
         "title": "Regression suites made of episodes",

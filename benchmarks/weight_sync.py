@@ -39,24 +39,25 @@ STEPS = 10
 SEQUENCES, TOKENS = 4, 24
 Kept = dict[str, dict[str, Tensor]]
 ABOUT = f"""\
-AdamW steps on gradients of the policy: the log-probs of answers that the model sampled, with random
-advantages of +1 and -1, {SEQUENCES} answers of {TOKENS} tokens a step.
+A delta sends only the weights that an update changed. The page compares deltas with whole weights. The
+updates are AdamW steps with policy gradients, on {SEQUENCES} sampled answers of {TOKENS} tokens per step with
+random advantages of +1 and -1.
 
 *By learning rate* shows the share of values that the last of {STEPS} steps changed, and the size of a delta
-divided by the size of all tensors, for engines that keep weights in float32, bfloat16 or int8 (median over
-seeds).
+divided by the size of all tensors. The columns are for engines that keep weights in float32, bfloat16 or
+int8. Values are medians over seeds.
 
 * `published`: training starts from weights that are exact in bfloat16, as most published checkpoints are,
   so each value begins in the middle of its rounding interval.
 * `trained`: each value starts anywhere in its interval, as after long training.
 
-smollm2-135m is SmolLM2-135M-Instruct, dequantized from 4 bits, with one seed: after half of the steps at
-1e-6, each rate gets one step in the direction of the last update.
+smollm2-135m is SmolLM2-135M-Instruct, dequantized from 4 bits, with one seed. It takes half of the steps at
+1e-6, and then one step in the direction of the last update for each learning rate.
 
-Seconds through shared memory are processor time to find the changes, write the update and read it. With
-`keep_sent: false`, reversing the update replaces the comparison that finds the changes. Seconds through
-HTTP are wall-clock time on a busy machine, for a push to a server on the same machine, including the time
-to load the weights."""
+Seconds through shared memory are CPU time to find the changes, write the update and read it. With
+`keep_sent: false`, Perilune finds the changes by reversing the update instead of comparing weights.
+Seconds through HTTP are wall-clock time on a busy machine. They are for a push to a server on the same
+machine, and include loading the weights."""
 
 
 def main() -> None:

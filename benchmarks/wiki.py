@@ -56,8 +56,8 @@ def main() -> None:
 
 
 ABOUT = """\
-One run of the home directory is real. The others are copies of it with another seed, setting and figure,
-each with its own bundle, manifest and signatures, all of which `perilune verify` accepts.
+One run of the home directory is real. The others are copies with another seed, setting and result. Each copy
+has its own bundle, manifest and signatures, and `perilune verify` accepts them.
 
 * *From nothing* has no cache: every signature is checked.
 * *Without a change* reads the cache.
@@ -65,8 +65,8 @@ each with its own bundle, manifest and signatures, all of which `perilune verify
 * *One figure changed* alters the summary of a run without updating its signature.
 
 Each fault is planted in a separate question page, or in a run that only this page cites. A finding is
-*unexplained* if it is not in such a page and does not name such a run. The author of the rules wrote the
-faults, so the recall shows that the rules work. It does not show that they find every fault that people
+*unexplained* if it is not in such a page and does not name such a run. The author of the rules also chose
+the faults. The recall therefore shows that the rules work, but not that they find every fault that people
 make."""
 RECIPE = """\
 name: base

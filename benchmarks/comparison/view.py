@@ -52,22 +52,23 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ABOUT = f"""\
-**How it was measured.** An *arm* is one algorithm with its default options, but for the keys that
-`benchmarks/comparison/arms.yaml` lists; the arm `process` is GRPO with process rewards. All arms of a seed
-start from the same SFT checkpoint, with a fresh optimizer, and see the same tasks in the same order. They
-train on the same number of episodes (`dapo` on about the same number, because it resamples dead groups), with
-four optimizer updates per batch of rollouts. The learning rate of each arm is the best of five on a seed that
-is not shown.
+**How it was measured.** An *arm* is one algorithm with its default options, except for the keys in
+`benchmarks/comparison/arms.yaml`. The arm `process` is GRPO with process rewards. All arms of a seed start
+from the same SFT checkpoint with a fresh optimizer, and see the same tasks in the same order. They train on
+the same number of episodes, with four optimizer updates per batch of rollouts. (For `dapo` the number is only
+about the same, because it resamples dead groups.) The learning rate of each arm is the best of five on a seed
+that is not shown.
 
 * *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
-* *At equal seconds*: when the fastest arm of a seed finishes, the mean pass rate of each arm over its last
-  {WINDOW} completed steps, on training tasks that are new at every step. Seconds are CPU seconds of the
-  training process, without scoring and without the first step. A step costs its number of episodes times the
-  lowest CPU time per episode that the arm had at this step in any seed: a busy machine only adds time.
+* *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. It is
+  the mean over the arm's last {WINDOW} completed steps, on training tasks that are new at every step. Seconds
+  are CPU seconds of the training process, without scoring and without the first step. Other programs only add
+  time, so for each step we use the lowest CPU time per episode of all seeds, times the number of episodes.
 
 Differences are tested with a paired t test over seeds. Holm's correction covers all comparisons of this page.
-We write "higher" or "lower" if the corrected p is below 0.05, and "no difference shown" otherwise. In the
-charts the line is the mean over seeds, the band is the range, and grey is the reference arm."""
+Intervals are not corrected. We write "higher" or "lower" if the corrected p is below 0.05, and "no difference
+shown" otherwise. In the charts the line is the mean over seeds, the band is the range, and grey is the
+reference arm."""
 
 
 def outcome(compared: Comparisons) -> str:
@@ -76,10 +77,10 @@ def outcome(compared: Comparisons) -> str:
     claimed = sorted(
         {f"`{arm}`" for (_, _, arm), one in compared.items() if one.conclusion in ("higher", "lower")}
     )
-    found = f"Only {', '.join(claimed)} differ from it" if claimed else "None differs from it"
+    found = f"Only {', '.join(claimed)} differ from GRPO" if claimed else "None differs from GRPO"
     return (
-        f"{len(arms)} algorithms and variants are compared with GRPO on tiny models, seed by seed. {found}"
-        " in some setting beyond the noise of the seeds, after correction for the number of comparisons."
+        f"The page compares {len(arms)} algorithms and variants with GRPO on tiny models, seed by seed."
+        f" {found} in at least one setting, after correction for the number of comparisons."
     )
 
 
@@ -125,7 +126,7 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
     ]
     bounds = " to ".join(dict.fromkeys(f"{100 * one:.1f}" for one in (min(widths), max(widths))))
     sentences.append(
-        "The seeds cannot show small differences: at equal episodes, 95% intervals before correction reach"
+        "The seeds cannot show small differences: at equal episodes, 95% intervals reach"
         f" {bounds} points to either side."
     )
     return sentences
@@ -214,7 +215,7 @@ def _tables(
             {
                 "arm": f"`{arm}`",
                 "difference, points": f"{100 * one.mean:+.1f}",
-                "95% interval before correction": f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
+                "95% interval": f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
                 "by seed": ", ".join(f"{100 * value:+.1f}" for value in one.differences),
                 "p": one.p,
                 "p corrected": one.p_corrected,

@@ -19,10 +19,10 @@ Perilune's engine is slower than another engine in the cases of the table:
 * *Relative speed* is Perilune's speed divided by the speed of the other engine.
 * *Model alone* is the relative speed if sampling and scheduling took no time.
 * *int8 cache* is the relative speed of `perilune-int8`.
-* *Cache reads* is the least time for reading Perilune's KV cache, as a share of the gap in seconds. It is given
-  where the other engine has a smaller cache.
-* *Prompt* is the gap in the time to the first token, as a share of the whole gap. Above 100%, Perilune is faster
-  after the first token.
+* *Cache reads* is the least time for reading Perilune's KV cache, as a share of the gap in seconds. It is
+  given where the other engine has a smaller cache.
+* *Prompt* is the gap in the time to the first token, as a share of the whole gap. Above 100%, Perilune is
+  faster after the first token.
 * *Floor* is an engine's speed as a share of the floor's speed."""
 
 Record = Mapping[str, Any]

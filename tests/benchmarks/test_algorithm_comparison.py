@@ -66,7 +66,7 @@ def test_a_difference_is_told_from_noise() -> None:
     )["about"]
     assert "`better` against `grpo` at equal episodes: higher (+10.1 points" in about
     assert "No difference from `grpo` shown at equal episodes: `noise`, `leans`." in about
-    assert about.startswith("3 algorithms and variants are compared with GRPO")
+    assert about.startswith("The page compares 3 algorithms and variants with GRPO")
     assert "Only `better` differ" in about
 
 

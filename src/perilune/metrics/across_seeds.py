@@ -43,7 +43,7 @@ class SeedComparison:
         if self.conclusion == "too few seeds":
             return f"too few seeds for a claim ({mean})"
         p = "p < 0.001" if self.p_corrected < 0.001 else f"p = {self.p_corrected:.2g}"
-        return f"{self.conclusion} ({mean}, 95% interval {low} to {high} before correction; {p} after)"
+        return f"{self.conclusion} ({mean}, 95% interval {low} to {high}; corrected {p})"
 
 
 def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, SeedComparison]:
