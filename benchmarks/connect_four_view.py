@@ -37,7 +37,10 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "title": "Connect Four on one core",
         "about": "\n".join(
-            [about, "", *(f"* {one}" for one in findings(document, longest)), "", *pictures()]
+            [
+                *(about, "", *(f"* {one}" for one in findings(document)), ""),
+                *(strongest(document, longest), "", *pictures()),
+            ]
         ),
         "command": COMMANDS,
         "speed": [speed(run) for run in runs],
@@ -52,13 +55,11 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[str]:
-    """What is worth knowing first."""
+def findings(document: Mapping[str, Any]) -> list[str]:
+    """Speed, and strength after a minute."""
     rates: dict[str, list[float]] = {}
     for run in document["runs"]:
         rates.setdefault(kind(run), []).append(run["marks"][-1]["moves_per_second"])
-    last = document["final"]["judged"]
-    seconds = longest["marks"][-1]["cpu_seconds"]
     found = [
         f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(those))} moves per second"
         for name, those in rates.items()
@@ -69,16 +70,27 @@ def findings(document: Mapping[str, Any], longest: Mapping[str, Any]) -> list[st
         + ", ".join(points(judged["0"], "one_ply") for judged in minute)
         + " of the points against one-ply search (three seeds of PPO, then Searched)"
     )
-    for ahead, judged in last.items():
-        moves, perfect = judged["moves"], judged["perfect"]
-        found.append(
-            f"After {seconds:,.0f} CPU seconds, {told(ahead)}: {moves['optimal']['mean']:.1%} best moves, "
-            f"{moves['blunders']['mean']:.1%} blunders, {points(judged, 'one_ply')} of the points "
-            f"against one-ply search, "
-            f"{points(judged, 'mcts_1000')} against OpenSpiel's tree search of 1,000 simulations, "
-            f"{perfect['drawn']} of {perfect['games']} games drawn against perfect play"
-        )
     return found
+
+
+def strongest(document: Mapping[str, Any], longest: Mapping[str, Any]) -> str:
+    """A table of the player that trained longest, by the simulations of its search."""
+    seconds = longest["marks"][-1]["cpu_seconds"]
+    lines = [
+        f"The table shows *Searched* after {seconds:,.0f} CPU seconds:\n",
+        "| simulations per move | best moves | blunders | points against one-ply search | points against"
+        " OpenSpiel's tree search of 1,000 simulations | games drawn against perfect play |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for ahead, judged in document["final"]["judged"].items():
+        moves, perfect = judged["moves"], judged["perfect"]
+        cells = (
+            *("none" if ahead == "0" else ahead, f"{moves['optimal']['mean']:.1%}"),
+            *(f"{moves['blunders']['mean']:.1%}", points(judged, "one_ply"), points(judged, "mcts_1000")),
+            f"{perfect['drawn']} of {perfect['games']}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def points(judged: Mapping[str, Any], name: str) -> str:
@@ -95,10 +107,6 @@ def pictures() -> list[str]:
 
 def kind(run: Mapping[str, Any]) -> str:
     return "Searched" if run["settings"]["simulations"] else "PPO"
-
-
-def told(ahead: str) -> str:
-    return "without search" if ahead == "0" else f"with {ahead} simulations per move"
 
 
 def speed(run: Mapping[str, Any]) -> dict[str, Any]:
