@@ -7,8 +7,8 @@ that the next query sees. So two rules keep the cache free of blocks that no req
 
 * Layers without a window evict the end of a branch before its beginning.
 * Layers with a window first evict blocks that lie outside the last window of every *end*: a leaf, or a node
-  from which several requests went on. When the last window of a leaf is evicted, its branch goes with it, up
-  to the next end.
+  from which several requests continued. When the last window of a leaf is evicted, its branch goes with it,
+  up to the next end.
 
 The least recently used leaf goes first. A request may say when its session returns (a tool is running): such
 a leaf goes after all others until that time, the one that returns last first.
@@ -329,7 +329,7 @@ class PrefixTree:
         return None
 
     def _cut(self, leaf: Node) -> None:
-        """Remove a leaf, and the nodes before it up to one in use or one after which a request can go on."""
+        """Remove a leaf, and the nodes before it up to one in use or one that a request can continue."""
         returns = leaf.returns
         if leaf.entry:
             self._leave_leaves(leaf)

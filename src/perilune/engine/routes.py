@@ -1,4 +1,4 @@
-"""Routes of a mixture of experts beside the paged KV cache.
+"""Routes of a mixture of experts, stored with the paged KV cache.
 
 A token's routes have the same block and offset as its keys and values, so they need no bookkeeping of their
 own. A sample that shares, copies or finds a block gets its routes, and a cached prefix has the routes of its

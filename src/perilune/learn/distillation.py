@@ -37,7 +37,7 @@ class Distillation:
     Attributes:
         k: number of tokens in the top-k losses and the overlap figures.
         beta: of gkd, from 0 (forward KL) to 1 (reverse KL).
-        coefficient: of the reverse KL beside a task's advantages.
+        coefficient: of the reverse KL that is added to a task's advantages.
         temperature: of sampling; both distributions use it.
     """
 

@@ -1,4 +1,4 @@
-"""Process rewards beside an algorithm's own advantages: rewards for the segments of an answer.
+"""Process rewards in addition to an algorithm's advantages: rewards for the segments of an answer.
 
 `Episode.step_rewards` holds, at the last token of each segment, V(after) - V(before), where V estimates the
 value of a prefix and is 0 at the end (`verifiers.step_rewards`). Algorithms with token-level rewards (`ppo`,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubAgents:
-    """Who samples the turns of sub-agents.
+    """How the turns of sub-agents are sampled.
 
     Attributes:
         engine: a frozen policy; None for the current one.

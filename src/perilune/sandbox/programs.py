@@ -187,7 +187,7 @@ class Programs:
                 raise RequestError(
                     f"the modules to preload cannot be imported: {', '.join(self._preload)}",
                     where="environment.preload",
-                    remedy="install them beside Perilune, or remove them",
+                    remedy="install them in Perilune's environment, or remove them",
                 )
             program = Program(json.loads(answer)["keeper"])
             given.close()

@@ -1,7 +1,7 @@
 """Forecast a submission: which stages are reused, what is uploaded, what it may cost, what is missing.
 
-Nothing is recorded or started. Bundles are frozen to learn their digests, then discarded. Of the outside
-world, only a provider is asked, for its price. Anything that cannot be determined now carries the reason.
+Nothing is recorded or started. Bundles are frozen to learn their digests, then discarded. A
+provider is asked only for its price. Anything that cannot be determined now carries the reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ class Forecast:
         cost: None if nothing is rented.
         secrets: name to the problem with it, "" if it is set. Values are never shown.
         retry, limits: from the template.
-        bring: which checkpoints come home; "" on this machine.
+        bring: which checkpoints are fetched; "" on this machine.
     """
 
     placement: str

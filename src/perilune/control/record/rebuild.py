@@ -53,7 +53,7 @@ class Rebuilt:
 
 
 def rebuild(home: Home) -> Rebuilt:
-    """Build a new database beside the old one, then replace it and keep the old one under another name.
+    """Build a new database next to the old one, then replace it and keep the old one under another name.
 
     Raises:
         RequestError: the database is intact or in PostgreSQL, or a daemon is running.

@@ -83,7 +83,7 @@ class Placements:
         return self.policy if template is None else template.policy()
 
     def bring(self, run_id: str) -> Bring:
-        """Which checkpoints of a run come home from another machine."""
+        """Which checkpoints of a run are fetched from another machine."""
         template = self._readable(run_id)
         return template.brings if template is not None and template.elsewhere else "all"
 

@@ -142,7 +142,7 @@ class Template(Frozen):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether files come home from another machine, or from a container."""
+        """Whether files are fetched from another machine, or from a container."""
         return not isinstance(self.placement, Here) or self.container is not None
 
     @property

@@ -188,7 +188,7 @@ class TrainingLoop:
     ) -> dict[str, Any]:
         """Write the final checkpoint in Hugging Face format, and the best one; do not train afterwards.
 
-        The learner's state stays beside the final weights until the stage's summary is written, so that a
+        The learner's state stays with the final weights until the stage's summary is written, so that a
         killed attempt can resume there; `keep.optimizer` keeps it permanently. To write the best checkpoint,
         the learner and the policy load it.
 
@@ -202,7 +202,7 @@ class TrainingLoop:
         return finished | self._forgetting(policy) | {"seconds": self._watch.elapsed}
 
     def _forgetting(self, policy: Policy) -> dict[str, Any]:
-        """What training cost elsewhere, if the recipe asks for it. A failure does not fail the stage."""
+        """Forgetting of the trained model, if the recipe measures it. A failure does not fail the stage."""
         workspace = self._workspace
         settings = getattr(self._spec, "forgetting", False)
         start = workspace.starting_checkpoint()
