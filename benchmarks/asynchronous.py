@@ -32,10 +32,11 @@ sampling waits for each update (the synchronous arm).
 The environment `computes` scores answers at once. In the environment `waits`, every answer waits for a tool.
 The waits are lognormal with sigma 1, on average 0.1 s for sums of two digits and 0.3 s for sums of three.
 
-Times are medians over the steps after the first ten. pass@1 is on 128 held-out tasks. The synchronous arm
-trains on all episodes. The two-sample Kolmogorov-Smirnov (KS) test compares the waits of its episodes with
-those of the episodes that another arm trained on. Differences over paired seeds are tested with Student's
-t test. Holm's correction of p covers all comparisons of pass@1. Intervals are not corrected."""
+Times are medians over the steps after the first ten. *Mean age* and *oldest* are the age of the trained
+tokens, in updates. pass@1 is on 128 held-out tasks. The synchronous arm trains on all episodes. The
+two-sample Kolmogorov-Smirnov (KS) test compares the waits of its episodes with those of the episodes that
+another arm trained on. Differences over paired seeds are tested with Student's t test. Holm's correction of p
+covers all comparisons of pass@1. Intervals are not corrected."""
 
 
 def main() -> None:

@@ -21,9 +21,11 @@ A tiny model learns sums of two to six terms by RL, after SFT on sums of two and
 from the same SFT checkpoint and take 40 steps of 16 groups with 8 answers each. One arm samples tasks
 uniformly. The other arm samples tasks by the pass rate of their difficulty.
 
-A live group has answers with different rewards. pass@1 is on 128 held-out tasks, sampled uniformly.
-Differences over paired seeds are tested with Student's t test. Holm's correction of p covers both
-comparisons. Intervals are not corrected. The page claims a difference if the corrected p is below 0.05."""
+In the tables *drawn* is the arm with the curriculum. A live group has answers with different rewards.
+*Effective share of groups* is the effective sample size for estimates over uniform tasks, as a share of the
+groups. pass@1 is on 128 held-out tasks, sampled uniformly. Differences over paired seeds are tested with
+Student's t test. Holm's correction of p covers both comparisons. Intervals are not corrected. The page claims
+a difference if the corrected p is below 0.05."""
 
 
 def main() -> None:

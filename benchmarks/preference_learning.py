@@ -38,7 +38,8 @@ add the term of this name to the loss ([algorithms](../explanation/algorithms.md
 right answers alone.
 
 * `chosen shift` is the change in the log-prob of the chosen answers, in nats per token.
-* `collapse step` is the step at which the collapse alarm was raised.
+* `chosen nll` is the negative log-prob of the chosen answers, in nats per token.
+* `collapse step` is the step at which the collapse alarm was raised, for each seed.
 
 {SEEDS_ARE_THE_UNIT}"""
 

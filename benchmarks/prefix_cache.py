@@ -76,7 +76,9 @@ of the tokens of all complete conversations.
 
 * *Hits* is the share of prompt tokens found in the cache. *Of unlimited* is its ratio to the hits of an
   unlimited pool.
-* *Plain LRU* evicts the least recently released block first. An earlier version of the engine did this.
+* *Plain LRU* evicts the least recently released block first. An earlier version of the engine did this. *Tail
+  rule* is the present rule, which evicts whole branches. *Offloaded* also keeps evicted blocks in host
+  memory.
 * *Announced* requests give the length of the pause. *Announced 30 s* requests always say 30 seconds.
 * *Unusable blocks* are cached blocks from which no request can continue, counted every 100 turns.
 

@@ -40,7 +40,9 @@ segment of an answer is left out. Both show Spearman's rank correlation with its
 *ceiling* is the correlation that exact values would have with these Monte Carlo values, which are noisy
 because they use 16 continuations. The findings give the correlation of differences for each of three seeds.
 
-Costs are medians over 24 training steps. Compare CPU seconds, because the machine had other work."""
+In the table by number of segments, *place* is the number of segments before the prefix, *value* the
+estimate, and *played* the Monte Carlo value. Costs are medians over 24 training steps. Compare CPU
+seconds, because the machine had other work."""
 
 
 def main() -> None:
