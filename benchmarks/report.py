@@ -176,10 +176,10 @@ def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[
     intervals = [key for key in columns if any(isinstance(row.get(key), Mapping) for row in rows)]
     if ranges and intervals:
         named = ", ".join(f"*{words(key)}*" for key in ranges)
-        return [f"Means, with their 95% intervals in brackets. In {named}: medians, with their range.", ""]
+        return [f"Cells show means with 95% intervals. Cells of {named} show medians with ranges.", ""]
     if ranges:
-        return ["Medians over repeated runs, with their range in brackets.", ""]
-    return ["Means, with their 95% intervals in brackets.", ""] if intervals else []
+        return ["Cells show medians over repeated runs, with ranges in brackets.", ""]
+    return ["Cells show means, with 95% intervals in brackets.", ""] if intervals else []
 
 
 def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float], str]:
