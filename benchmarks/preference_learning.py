@@ -34,8 +34,8 @@ COMPARED = (
 ABOUT = f"""\
 DPO and IPO train the tiny model on three-digit sums. Each pair has one right and one wrong answer to the same
 task, according to the verifier. Most answers of the model after SFT are wrong. The arms `_nll` and `_dpop`
-add the term of this name to the loss ([preference losses](../how-to/preference.md)). `imitation` is SFT on the
-right answers alone.
+add the term of this name to the loss ([preference losses](../how-to/preference.md)). `imitation` is SFT on
+the right answers alone.
 
 * `chosen shift` is the change in the log-prob of the chosen answers, in nats per token.
 * `chosen nll` is the negative log-prob of the chosen answers, in nats per token.
