@@ -52,7 +52,11 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
     return {
         "title": "A curriculum by pass rate on sums of two to six terms",
         "about": described(
-            ABOUT, [f"With the curriculum, {name}: {one.describe()}." for name, one in found.items()]
+            ABOUT,
+            [
+                f"Curriculum against uniform sampling, {name}: {one.describe()}."
+                for name, one in found.items()
+            ],
         ),
         "by seed": [row(seed, arm, run) for seed, run in zip(seeds, runs, strict=True) for arm in ARMS],
         "by difficulty": [
