@@ -28,8 +28,8 @@ Asynchronous training can limit [staleness](../reference/glossary.md) in two way
 play episodes whose durations are lognormal with sigma 1 and mean 1. A training step uses {BATCH} episodes and
 takes {TRAINING} units of time.
 
-* `pace` admits an episode only while fewer than (completed steps + staleness + 1) x batch episodes have
-  been admitted, and trains on the finished episodes that were admitted first.
+* `pace` admits an episode only while fewer than (completed steps + staleness + 1) × {BATCH} episodes
+  have been admitted, and trains on the finished episodes that were admitted first.
 * `drop` keeps all slots busy, trains in the order of completion, and drops episodes older than `staleness`
   steps.
 
@@ -148,9 +148,9 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     shares = [one["mean duration, trained / sampled"] for one in drop]
     findings = [
         f"Dropping changes which episodes are trained on: trained episodes last {min(shares):.2f} to"
-        f" {max(shares):.2f} times as long as sampled ones on average (largest KS p"
+        f" {max(shares):.2f} times as long as sampled ones on average (largest p of the KS test:"
         f" {max(p for one in drop for p in one['KS p by seed']):.2g}).",
-        "Pacing does not change which episodes are trained on (smallest KS p"
+        "Pacing does not change which episodes are trained on (smallest p of the KS test:"
         f" {min(p for one in pace for p in one['KS p by seed']):.2g}).",
         "Pacing bounds the mean age, not the largest age. The age of tokens is bounded, because new weights"
         " arrive during an episode.",

@@ -36,9 +36,9 @@ ABOUT = (
     " its family. The judges are small HTTP servers with OpenAI's interface. We wrote the planted scorers"
     " and the probes together, so their result only shows that every family is covered. We wrote the unseen"
     " scorers afterwards, measured them once, and did not change the probes for them.\n\nBuilt-in rewards"
-    " and the rewards of sound scorers must get A. The tables list the exceptions. If a judge rewards each"
-    " answer only once, the audit reports that its scores depend on the order of the answers. The audit"
-    " cannot distinguish these two cases, because it cannot restart a server."
+    " and the rewards of sound scorers must get A. The tables list the exceptions. A judge that"
+    " rewards each answer only once looks to the audit like a judge whose scores depend on the order of the"
+    " answers, because the audit cannot restart a server. The finding then names the family *order*."
 )
 
 
