@@ -32,9 +32,9 @@ A tiny model trains with GRPO on one core while a browser shows its page. The co
 
 * *Delay* is the time from the line in `metrics.jsonl` to the point on the page.
 * *Server, share of a core* is the CPU time of the page's server per second, with one page open.
-* *Slow-down* is the increase of a training step's CPU time while a client reads the page without drawing it. Each
-  pair measures four seconds without the client, then four seconds with it. The table gives the mean over pairs
-  with its 95% interval.
+* *Slow-down* is the increase of a training step's CPU time while a client reads the page without drawing it.
+  Each pair measures four seconds without the client, then four seconds with it. The table gives the mean over
+  pairs with its 95% interval.
 * *Telemetry* is the CPU time of the worker's heartbeats and hardware samples, as a share of the CPU time of
   training.
 * *First paint* is the browser's own measurement for a run with many steps and episodes. It includes the
