@@ -28,8 +28,9 @@ A language model of 0.3 million parameters first imitates games and then trains 
 * Tic-tac-toe: the model imitates a perfect teacher. In half of the tasks of self-play its opponent is a
   frozen earlier version.
 * Kuhn and Leduc poker: the model imitates an equilibrium that plays a random move half of the time. It then
-  plays only itself, with a KL to the imitating policy as the magnet. In Leduc poker a player sees only the
-  current state, which includes the bets so far.
+  plays only itself, with a KL penalty towards the policy after imitation (the
+  [magnet](../reference/glossary.md)). In Leduc poker a player sees only the current state, which includes the
+  bets so far.
 
 The settings for Kuhn poker were chosen from 16 trials on seeds 0 and 1. Leduc poker has the same settings
 with smaller batches, which were tried on seed 0 only.
