@@ -258,7 +258,7 @@ def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
 
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]
-FULL = 'mount -t tmpfs -o size=48k none "$3" ; cat /dev/zero > "$3/full"; exec "$@"'
+FULL = 'mount -t tmpfs -o size=48k none "$3" && { cat /dev/zero > "$3/full"; exec "$@"; }'
 SCENARIO = f"""
 import subprocess, sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "drill")!r})

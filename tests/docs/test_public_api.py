@@ -171,3 +171,8 @@ def test_a_wrong_request_is_refused(recipe: Path) -> None:
 def test_a_failed_stage_becomes_an_error(cause: Cause, kind: type[Exception]) -> None:
     error = explain_failure(StageFailed("rl", "01RUN", cause, "no reward", "", False))
     assert type(error) is kind and "stage rl, run 01RUN: no reward" in str(error)
+
+
+def test_a_full_disk_says_what_can_be_removed() -> None:
+    full = StageFailed("rl", "01RUN", Cause.DISK_FULL, "the disk is full (files.py:120)", "", False)
+    assert "`perilune gc` lists files" in str(explain_failure(full))

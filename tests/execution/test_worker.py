@@ -44,7 +44,7 @@ ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     "quit0": ("artifact_missing", 0, None, "without a summary"),
     "segv": ("signalled", None, signal.SIGSEGV, "SIGSEGV"),
     "kill": ("killed", None, signal.SIGKILL, "SIGKILL"),
-    "enospc": ("disk_full", 1, None, "No space left"),
+    "enospc": ("disk_full", 1, None, "the disk is full ("),
     "memory": ("out_of_memory", 1, None, "MemoryError"),
     "nothing": ("artifact_missing", 1, None, "without its output artifacts/data"),
     "link": ("artifact_invalid", 0, None, "plain file"),

@@ -259,7 +259,7 @@ def test_a_bad_recipe_is_told_where_and_what(write, change: tuple[str, str]) -> 
         ("bread.haet=1", "'heat'"),
         ("bread.heat=2", "stages.bread.heat is 2"),
         ("bread.heat=[", "not valid YAML"),
-        ("bread=2", "bread is a stage"),
+        ("bread=2", "bread is a stage; set one of its keys, such as bread.heat"),
         ("bread", "KEY=VALUE"),
         ("=1", "KEY=VALUE"),
         ("seed.x=1", "seed is not a section"),

@@ -157,7 +157,8 @@ def describe_error(error: Exception) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    what = "the disk is full" if cause_of(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
+    return what + place
 
 
 _OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version of control groups

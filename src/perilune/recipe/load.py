@@ -109,7 +109,9 @@ def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
     if keys[0] in names and len(keys) > 1:
         return ("stages", names.index(keys[0]), *keys[1:])
     if keys[0] in names:
-        raise RequestError(f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.steps", where=place)
+        stage = listed[names.index(keys[0])]
+        key = next((key for key, value in stage.items() if isinstance(value, int | float)), "task")
+        raise RequestError(f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=place)
     problem = Problem((), f"no key or stage '{keys[0]}'", nearest(keys[0], known))
     raise_first([problem], lambda _: place)
     raise AssertionError("unreachable")

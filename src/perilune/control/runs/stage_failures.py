@@ -21,7 +21,9 @@ def explain_failure(event: StageFailed) -> PeriluneError:
     what, _, own_remedy = (event.message or event.cause).partition(f"\n{REMEDY}")
     tail = f"\n  end of its log:\n{_indented(event.log_tail)}" if event.cause == Cause.CRASHED else ""
     remedy = f"perilune logs {event.run_id}; or run the same command to retry from the last checkpoint"
-    if kind is RequestError:
+    if event.cause == Cause.DISK_FULL:
+        remedy = "free some space (`perilune gc` lists files to delete), then run the same command again"
+    elif kind is RequestError:
         remedy = "fix that, then run the same command again"
     return kind(what + tail, where=where, remedy=own_remedy or remedy)
 
