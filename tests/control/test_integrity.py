@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_plan
 
-from perilune.bundle.attested import Evidence, attestation_problems
+from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, verified_statement
+from perilune.bundle.statements import removal_statement
 from perilune.control.evidence.verification import VERIFIED, export, record_problem
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
@@ -85,6 +86,41 @@ def test_what_is_handed_over_is_whole_and_every_change_to_it_is_named(exported: 
             assert f"{name} is not an envelope" in changed(f"attestations/{name}", damage)
     swapped = (exported / "attestations" / "bundle.json").read_bytes()
     assert any("attests something else" in one for one in changed("attestations/result.json", swapped))
+
+
+def test_statements_of_another_run_or_attempt_vouch_for_nothing(
+    control: Control, exported: Path, tmp_path: Path
+) -> None:
+    (event, *_) = carry_out(control, drill_plan("two", steps=2))
+    other = tmp_path / "other"
+    export(control, control.run(event.run_id), other)
+    shutil.copytree(exported, mixed := tmp_path / "mixed")  # its own bundle, and another's results
+    for part in ("artifacts", "runtime"):
+        shutil.rmtree(mixed / "bundle" / part)
+        shutil.copytree(other / "bundle" / part, mixed / "bundle" / part)
+    shutil.copy(other / "attestations" / "result.json", mixed / "attestations")
+    assert problems(mixed) == [f"result.json is about another run ({event.run_id})"]
+
+    total = "artifacts/data/total.json"
+    for run, number in ((event.run_id, 1), (read_json(exported / "bundle/runtime/run.json")["run"], 2)):
+        signed = SigningKey(control.home.keys).sign(removal_statement({total: "0" * 64}, run, number, 0.0))
+        (exported / "bundle" / REMOVED).write_bytes(signed)
+        (exported / "bundle" / total).unlink(missing_ok=True)
+        about = f"{REMOVED} is about another attempt ({run}/{number})"
+        assert problems(exported) == [about, f"{total} is missing", f"{total} is not what was attested"]
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "result.json"])
+def test_a_signed_statement_without_its_fields_is_named(control: Control, exported: Path, name: str) -> None:
+    path = exported / "attestations" / name
+    whole = verified_statement(path, exported / PUBLIC)
+    for statement in (
+        whole | {"predicate": {}},
+        whole | {"predicate": 1},
+        whole | {"subject": [{}], "predicate": {}},
+    ):
+        path.write_bytes(SigningKey(control.home.keys).sign(statement))
+        assert problems(exported) == [f"{name} lacks fields of such a statement"]
 
 
 def test_the_whole_rewritten_with_another_key_does_not_pass_for_the_first(

@@ -15,10 +15,11 @@ from __future__ import annotations
 import base64
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from perilune.bundle.digest import OBSERVED, walk
 from perilune.bundle.envelope import SignatureError, verified_statement
@@ -44,7 +45,7 @@ class Evidence:
         bundle: the attempt's copy of the bundle.
         submitted, result: envelopes of the two statements.
         key: the public key.
-        run: the run that the statements must be about; None accepts any run.
+        run: the run that the statements must be about; None accepts any one run.
     """
 
     bundle: Path
@@ -60,58 +61,92 @@ class Evidence:
         return cls(folder / "bundle", statements / BUNDLE_STATEMENT, statements / RESULT_STATEMENT, key)
 
 
+class Subject(NamedTuple):
+    """A file of a result: its path in the bundle, its SHA-256, and its mode if that is stated."""
+
+    name: str
+    sha256: str
+    mode: str | None
+
+
 def attestation_problems(evidence: Evidence) -> Iterator[str]:
     """Yield one sentence for each difference from the signed statements.
 
     Raises:
         RequestError: when the key or the bundle cannot be read.
     """
-    promised = None
+    promised, run = None, evidence.run
     try:
-        submitted = read_statement(evidence.submitted, evidence.key, BUNDLE_PREDICATE)
-        promised = str(submitted["predicate"]["bundleDigest"])
-        yield from _about(evidence, evidence.submitted, submitted["predicate"]["run"])
+        promised, about = _submitted(evidence)
+        run = run or about
+        yield from _about(evidence.submitted, about, run)
     except SignatureError as error:
         yield f"{evidence.submitted.name} {error.what}"
+    invocation, subjects = None, None
+    try:
+        invocation, subjects = _result(evidence)
+        yield from _about(evidence.result, invocation.partition("/")[0], run)
+    except SignatureError as error:
+        yield f"{evidence.result.name} {error.what}"
     removed: frozenset[str] = frozenset()
     try:
-        removed = removed_files(evidence.bundle, evidence.key, evidence.run)
+        removed = removed_files(evidence.bundle, evidence.key, invocation)
     except SignatureError as error:
         yield f"{REMOVED} {error.what}"
     differences = verify(evidence.bundle, promised, removed)
     yield from map(str, differences)
-    try:
-        result = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
-    except SignatureError as error:
-        yield f"{evidence.result.name} {error.what}"
-        return
-    invocation = str(result["predicate"]["runDetails"]["metadata"]["invocationId"])
-    yield from _about(evidence, evidence.result, invocation.partition("/")[0])
-    hashes = attested_hashes(evidence.bundle)
-    for name in {difference.path for difference in differences}:
-        hashes[name] = ""  # differs from the manifest
+    if subjects is not None:
+        yield from _differing(evidence.bundle, subjects, {one.path for one in differences})
+
+
+def _differing(bundle: Path, subjects: Sequence[Subject], known: Collection[str]) -> Iterator[str]:
+    """Differences of artifacts and runtime files from a result; `known` differ from the manifest."""
+    hashes = attested_hashes(bundle) | dict.fromkeys(known, "")
     present = {
         f"{folder}/{path}": status
         for folder in OBSERVED
-        if (evidence.bundle / folder).is_dir()
-        for path, status in walk(evidence.bundle / folder)
+        if (bundle / folder).is_dir()
+        for path, status in walk(bundle / folder)
     }
-    for subject in result["subject"]:
-        name, status = subject["name"], present.get(subject["name"])
+    for name, sha256, mode in subjects:
+        status = present.get(name)
         plain = status is not None and stat.S_ISREG(status.st_mode)
-        found = hashes.get(name) or (
-            sha256_file(evidence.bundle / name) if plain and name not in hashes else ""
-        )
-        if found != subject["digest"]["sha256"]:
+        found = hashes.get(name) or (sha256_file(bundle / name) if plain and name not in hashes else "")
+        if found != sha256:
             yield f"{name} is not what was attested"
-        elif status is not None and (mode := mode_of(status)) != subject.get("annotations", {}).get(
-            "mode", mode
-        ):
-            yield f"{name} has another mode: {mode}"
-    attested = {subject["name"] for subject in result["subject"]} | UNATTESTED
+        elif status is not None and mode not in (None, now := mode_of(status)):
+            yield f"{name} has another mode: {now}"
+    attested = {subject.name for subject in subjects} | UNATTESTED
     if "runtime/claim.json" in attested:  # older results attested only a part of runtime/
         for name in sorted(name for name in present.keys() - attested if name.startswith("runtime/")):
             yield f"{name} was not there when the result was attested"
+
+
+def _submitted(evidence: Evidence) -> tuple[str, str]:
+    """The digest of the submitted bundle, and the run that it was submitted for."""
+    with _well_formed(evidence.submitted):
+        predicate = read_statement(evidence.submitted, evidence.key, BUNDLE_PREDICATE)["predicate"]
+        return str(predicate["bundleDigest"]), str(predicate["run"])
+
+
+def _result(evidence: Evidence) -> tuple[str, list[Subject]]:
+    """The attempt of a result as RUN/NUMBER, and its files."""
+    with _well_formed(evidence.result):
+        statement = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
+        subjects = [
+            Subject(str(one["name"]), str(one["digest"]["sha256"]), one.get("annotations", {}).get("mode"))
+            for one in statement["subject"]
+        ]
+        return str(statement["predicate"]["runDetails"]["metadata"]["invocationId"]), subjects
+
+
+@contextmanager
+def _well_formed(envelope: Path) -> Iterator[None]:
+    """Refuse a signed statement without the fields that the block reads."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError):
+        raise SignatureError("lacks fields of such a statement", where=str(envelope)) from None
 
 
 def stated_removals(bundle: Path) -> frozenset[str]:
@@ -124,28 +159,30 @@ def stated_removals(bundle: Path) -> frozenset[str]:
         return frozenset()
 
 
-def removed_files(bundle: Path, key: Path, run: str | None = None) -> frozenset[str]:
+def removed_files(bundle: Path, key: Path, invocation: str | None = None) -> frozenset[str]:
     """The artifacts of an attempt that were deleted on purpose, as paths in the bundle.
 
     Args:
-        run: the run that the statement must be about; None accepts any run.
+        invocation: the attempt that the statement must be about, as RUN/NUMBER; None accepts any.
 
     Raises:
-        SignatureError: when the list is not signed with `key`, or is about another run.
+        SignatureError: when the list is not signed with `key`, or is about another attempt.
     """
     path = bundle / REMOVED
     if not path.exists():
         return frozenset()
-    statement = read_statement(path, key, REMOVAL_PREDICATE)
-    whose = str(statement["predicate"]["invocationId"]).partition("/")[0]
-    if run not in {None, whose}:
-        raise SignatureError(f"is about another run ({whose})", where=str(path))
-    return frozenset(str(subject["name"]) for subject in statement["subject"])
+    with _well_formed(path):
+        statement = read_statement(path, key, REMOVAL_PREDICATE)
+        about = str(statement["predicate"]["invocationId"])
+        names = frozenset(str(subject["name"]) for subject in statement["subject"])
+    if invocation not in {None, about}:
+        raise SignatureError(f"is about another attempt ({about})", where=str(path))
+    return names
 
 
-def _about(evidence: Evidence, envelope: Path, run: str) -> Iterator[str]:
-    if evidence.run is not None and run != evidence.run:
-        yield f"{envelope.name} is about another run ({run})"
+def _about(envelope: Path, about: str, run: str | None) -> Iterator[str]:
+    if run not in {None, about}:
+        yield f"{envelope.name} is about another run ({about})"
 
 
 def read_statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str
 def removed_from(home: Home, run_id: str, number: int) -> frozenset[str]:
     """Artifacts of an attempt that were removed deliberately; empty unless this home signed the removal."""
     try:
-        return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, run_id)
+        return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, f"{run_id}/{number}")
     except PeriluneError:
         return frozenset()
 
