@@ -229,7 +229,7 @@ def test_a_run_ends_with_who_asked_for_it():
         "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(60)',), daemon=True).start()\n"
-        "time.sleep(0.3); print(s.process_id, s._supervisor._folder, flush=True); time.sleep(60)"
+        "time.sleep(0.3); print(s.process_id, s._supervisor._folder.path, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         process, folder = owner.stdout.readline().split()
@@ -241,3 +241,28 @@ def test_a_run_ends_with_who_asked_for_it():
     while any(Path(f"/proc/{one}").exists() for one in family) or Path(folder).exists():
         assert time.monotonic() < until, family
         time.sleep(0.05)
+
+
+def test_a_killed_owner_leaves_no_folder_once_another_has_one(tmp_path):
+    script = (
+        "import sys\nfrom perilune.sandbox.channel import Channel\n"
+        "one = Channel('perilune.models.text.template_worker', 'it', 1000)\n"
+        "print(one._folder.path, flush=True); sys.stdin.read()"
+    )
+    environment, pipe = {**os.environ, "TMPDIR": str(tmp_path)}, subprocess.PIPE
+
+    def owner():
+        started = subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdin=pipe, stdout=pipe, text=True
+        )
+        return started, Path(started.stdout.readline().strip())
+
+    (killed, first), (alive, second) = owner(), owner()
+    killed.kill()
+    killed.wait()
+    assert first.is_dir()
+    last, third = owner()
+    assert not first.exists() and second.is_dir() and third.is_dir()
+    for one in (alive, last):
+        one.communicate("")
+    assert not list(tmp_path.iterdir())

@@ -8,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from perilune.sandbox.folders import OwnedFolder
 
 _START = """
 import importlib, json, sys
@@ -164,15 +165,15 @@ class Channel(Line):
 
     def __init__(self, module: str, name: str, answer_bytes: int) -> None:
         super().__init__(name, answer_bytes)
-        self._directory = tempfile.TemporaryDirectory(prefix="perilune-confined-")
+        self._folder = OwnedFolder("perilune-confined-")
         theirs, errors = self.theirs
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", "-B", "-c", _START, json.dumps(sys.path), module],
             stdin=theirs,
             stdout=theirs,
             stderr=errors,
-            cwd=self._directory.name,
-            env=_environment(self._directory.name),
+            cwd=self._folder.path,
+            env=_environment(self._folder.path),
             start_new_session=True,
         )
         self.given()
@@ -192,7 +193,7 @@ class Channel(Line):
         self.kill()
         self._process.wait()
         super().close()
-        self._directory.cleanup()
+        self._folder.remove()
 
     def exit_code(self) -> int | None:
         """The exit code of the process; None if it is still running after a second."""

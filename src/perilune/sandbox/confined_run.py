@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import perilune
 from perilune.sandbox.confinement import confine, forbid_processes
+from perilune.sandbox.folders import OwnedFolder
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.sandbox import Execution
 
@@ -24,10 +25,12 @@ def confined_run(code: str, limits: SandboxLimits) -> Execution:
     """Run `code`, and kill it 20 s after `limits.seconds` have passed."""
     package = str(Path(perilune.__file__).parents[1])
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="perilune-confined-") as folder:
+    with ExitStack() as stack:
+        folder = OwnedFolder("perilune-confined-")
+        stack.callback(folder.remove)
         command = [sys.executable, "-P", "-s", "-B", "-c", _START, package]
         pipe, same = subprocess.PIPE, subprocess.STDOUT
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=same, cwd=folder, env={})
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=same, cwd=folder.path, env={})
         opening = json.dumps([code, limits.memory_bytes, limits.open_files])
         try:
             output, cause = process.communicate(opening.encode(), limits.seconds + 20)[0], ""

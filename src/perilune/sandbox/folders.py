@@ -1,7 +1,55 @@
-"""Removes folders that untrusted code has filled."""
+"""Temporary folders that outlive no owner, and the removal of folders that untrusted code has filled."""
 
+import fcntl
+import os
+import tempfile
+import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+
+_OWNED = ".owned"  # suffix of a folder that its owner locks
+
+
+class OwnedFolder:
+    """A new temporary folder, which this process removes, or else a later process that creates another.
+
+    Its owner holds a lock on it, which the kernel releases when the owner dies.
+
+    Args:
+        prefix: of its name.
+
+    Attributes:
+        path: the folder.
+        remove: removes it. May be called repeatedly, and is called at the end of the process.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        _remove_abandoned(tempfile.gettempdir(), prefix)
+        unlocked = tempfile.mkdtemp(prefix=prefix)
+        lock = os.open(unlocked, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.path = str(Path(unlocked).rename(unlocked + _OWNED))
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
+
+
+def _remove(path: str, lock: int) -> None:
+    remove_folder(path)
+    os.close(lock)
+
+
+@cache
+def _remove_abandoned(parent: str, prefix: str) -> None:
+    """Remove the folders of this user whose owner has died. Other users may create entries beside them."""
+    for path in Path(parent).glob(f"{prefix}*{_OWNED}"):
+        with suppress(OSError):
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(folder).st_uid == os.geteuid():
+                    remove_folder(str(path))
+            finally:
+                os.close(folder)
 
 
 def remove_folder(path: str) -> None:

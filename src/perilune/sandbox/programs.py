@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from perilune.errors import RequestError
-from perilune.sandbox.folders import remove_folder
+from perilune.sandbox.folders import OwnedFolder
 from perilune.sandbox.landlock import can_limit_ports
 
 _START = """
@@ -163,8 +163,9 @@ class Programs:
             output = stack.enter_context(os.fdopen(streams.output, "rb"))
             errors = stack.enter_context(tempfile.TemporaryFile())
             executable = _find(command[0])
-            folder = tempfile.mkdtemp(prefix="perilune-program-")
-            stack.callback(remove_folder, folder)
+            owned = OwnedFolder("perilune-program-")
+            stack.callback(owned.remove)
+            folder = owned.path
             request = {
                 "command": [executable, *command[1:]],
                 "is_preloaded": bool(self._preload) and executable == sys.executable,

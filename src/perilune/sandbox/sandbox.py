@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Collection, Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 import perilune
 from perilune.errors import RequestError, WorkFailedError
-from perilune.sandbox.folders import remove_folder
+from perilune.sandbox.folders import OwnedFolder
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
 from perilune.sandbox.wire import HEADER, frame
@@ -193,10 +192,11 @@ class _Supervisor:
     def __init__(self, limits: SandboxLimits, without: frozenset[str]) -> None:
         if sys.platform != "linux":
             raise SandboxFailedError(f"the sandbox needs Linux; this is {sys.platform}")
-        self._folder = tempfile.mkdtemp(prefix="perilune-sandbox-")
-        Path(self._folder).chmod(0o711)  # the run's own user passes through it
+        self._folder = OwnedFolder("perilune-sandbox-")
+        folder = self._folder.path
+        Path(folder).chmod(0o711)  # the run's own user passes through it
         self._socket, theirs = socket.socketpair()
-        opening = {"limits": asdict(limits), "folder": self._folder, "without": sorted(without)}
+        opening = {"limits": asdict(limits), "folder": folder, "without": sorted(without)}
         package = str(Path(perilune.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
@@ -204,7 +204,7 @@ class _Supervisor:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                cwd=self._folder,
+                cwd=folder,
                 env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "TZ": "UTC"},
                 start_new_session=True,
             )
@@ -236,7 +236,7 @@ class _Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        remove_folder(self._folder)
+        self._folder.remove()
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         self._socket.settimeout(seconds)
