@@ -462,9 +462,7 @@ for name, attempt in {
 """.replace("__FILE__", repr(__file__))
     found = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True)
     walls = Sandbox().capabilities().mechanisms
-    missing = (
-        {"read", "write", "signal"} if not walls.landlock else {"signal"} if walls.landlock < 6 else set()
-    )
+    missing = set() if walls.landlock else {"read", "write"}
     assert set(found.stdout.split()) <= missing, found
 
 

@@ -19,6 +19,7 @@ import perilune
 from perilune.sandbox import SandboxLimits
 from perilune.sandbox.audit import AUDITED, IN_A_SCORER, PROBES, Probe, SandboxAudit, audit_sandbox, examine
 from perilune.sandbox.baits import Baits
+from perilune.sandbox.confined_run import confined_run
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
 from perilune.sandbox.probes import read
 from perilune.sandbox.sandbox import Capabilities
@@ -102,6 +103,22 @@ def test_the_kernel_answers_where_nothing_filters(baits):
     (probe,) = (one for one in PROBES if one.name == "escape kernel")
     found = examine(probe, bare_run, baits, NOBODY, NOTHING)
     assert {"memfd_create", "keyctl", "kcmp"} & set(found.reached)
+
+
+def test_a_scorer_reaches_no_memory_of_its_user_and_no_call_that_nobody_reviewed():
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment = libc.shmget(0, 4096, 0o1600)
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.shmat.restype = ctypes.c_long\n"
+        f"for call in (lambda: libc.shmat({segment}, None, 0), lambda: libc.shmctl({segment}, 0, None),\n"
+        "    lambda: libc.syscall(463, -100, b'.', 0, b'user.x', None, 0)):\n"
+        "    ctypes.set_errno(0)\n    print(call(), ctypes.get_errno())\n"
+    )
+    try:
+        assert confined_run(code, SandboxLimits()).output == "-1 1\n-1 1\n-1 38\n"
+        assert libc.shmctl(segment, 2, ctypes.create_string_buffer(256)) == 0  # it is still there
+    finally:
+        libc.shmctl(segment, 0, None)
 
 
 def test_output_is_heard_whole_where_nobody_cuts_it(baits):

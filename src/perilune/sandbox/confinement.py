@@ -9,6 +9,7 @@ import os
 import resource
 import site
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from perilune.sandbox import kernel
@@ -17,12 +18,13 @@ from perilune.sandbox.limits import lower
 from perilune.sandbox.seccomp import call_filter, loner_filter
 
 
-def confine(*, memory_bytes: int, open_files: int) -> tuple[str, ...]:
-    """Confine this process and its children for good. They may read Python's own files and write none.
+def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Confine this process and its children for good. They may write no file.
 
     Args:
         memory_bytes: address space beyond the current one.
         open_files: descriptors beyond those open now.
+        readable: the files and folders that they may read; None is Python's own, with its packages.
 
     Returns:
         The walls that this machine lacks: "privileges", "files", "calls".
@@ -41,7 +43,7 @@ def confine(*, memory_bytes: int, open_files: int) -> tuple[str, ...]:
         kernel.give_up_privileges()
     except OSError:
         missing.append("privileges")
-    if not give_up_files(_of_python()):
+    if not give_up_files(_of_python() if readable is None else readable):
         missing.append("files")
     if not _filtered(call_filter(among_others=True, no_processes=False, no_shared_memory=True)):
         missing.append("calls")

@@ -11,10 +11,8 @@ cannot be reproduced, and templates that use it fall back to a fixed date.
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2
@@ -24,11 +22,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from perilune.sandbox import kernel
-from perilune.sandbox.landlock import give_up_files
-from perilune.sandbox.limits import allow_cpu, lower
+from perilune.sandbox.confinement import confine, forbid_processes
+from perilune.sandbox.limits import allow_cpu
 from perilune.sandbox.own_root import library_folders
-from perilune.sandbox.seccomp import call_filter
 
 MEMORY_BYTES = 256 << 20  # address space besides that of Python and Jinja
 MOST_CHARACTERS = 4 << 20  # in one rendered text
@@ -75,18 +71,8 @@ def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
 
 def _confine() -> None:
     """Irreversibly give up files, processes, sockets, privileges and most memory."""
-    lower(resource.RLIMIT_CORE, 0)
-    lower(resource.RLIMIT_FSIZE, 0)
-    lower(resource.RLIMIT_NOFILE, 16)
-    lower(resource.RLIMIT_NPROC, 0)
-    if sys.platform != "linux":
-        return
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    lower(resource.RLIMIT_AS, taken + MEMORY_BYTES)
-    kernel.give_up_privileges()
-    give_up_files(library_folders())
-    if program := call_filter(among_others=True, no_processes=True):
-        kernel.filter_calls(program)
+    confine(memory_bytes=MEMORY_BYTES, open_files=8, readable=library_folders())
+    forbid_processes()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
