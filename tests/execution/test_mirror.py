@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.remote import runner
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts import HostRefusedError
-from perilune.execution.placements.mirror import Bring, Mirror
+from perilune.execution.placements.mirror import FRAME, Bring, Mirror
 from perilune.execution.placements.mirror import mirror as mirrored
 from perilune.files import sha256_bytes
 
@@ -191,6 +191,24 @@ def test_a_machine_writes_nowhere_but_in_its_attempt(home: Path, path: Any) -> N
 def test_what_is_damaged_or_does_not_follow_is_not_taken(home: Path, sent: bytes) -> None:
     assert not Mirror(home).take(io.BytesIO(frame("runtime/good.log", b"good") + sent)).ended
     assert seen(home) == {"runtime/good.log": b"good"}
+
+
+@pytest.mark.parametrize("length", [1 << 40, -1])
+def test_the_length_of_a_frame_takes_no_memory(home: Path, length: int) -> None:
+    class Endless(io.RawIOBase):
+        read_at_once: ClassVar[list[int]] = []
+
+        def readline(self, size: int | None = -1, /) -> bytes:
+            frame = {"path": "runtime/x", "offset": 0, "length": length, "sha256": "0", "ino": 1}
+            return json.dumps(frame | {"mtime": 1, "size": 1 << 40, "tail": ""}).encode() + b"\n"
+
+        def read(self, size: int = -1, /) -> bytes:
+            self.read_at_once.append(size)
+            return bytes(min(size, FRAME) if size >= 0 else FRAME)
+
+    frames = Endless()
+    assert not Mirror(home).take(frames).ended  # type: ignore[arg-type]
+    assert all(0 <= size <= FRAME for size in frames.read_at_once) and frames.read_at_once
 
 
 def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: There, home: Path) -> None:

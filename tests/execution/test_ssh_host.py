@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sshd_cases import Line, Sshd, make_key, sshd
 
-from perilune.execution.hosts import HostRefusedError, HostUnreachableError
+from perilune.execution.hosts import HostRefusedError, HostUnreachableError, local
 from perilune.execution.hosts.ssh import SshHost, SshSettings
 
 pytestmark = pytest.mark.xdist_group("sshd")
@@ -92,6 +92,16 @@ def test_no_answer_in_time_is_unknown(host: SshHost) -> None:
     with pytest.raises(HostUnreachableError, match="no answer"):
         host.run(["sleep", "20"], timeout=0.5)
     assert host.run(["echo", "on"]).output == b"on\n"
+
+
+def test_output_without_end_is_unknown_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "MOST_OUTPUT", 1 << 20)
+    monkeypatch.setattr(local, "CHECK_SECONDS", 0.05)
+    began = time.monotonic()
+    for command in (["cat", "/dev/zero"], ["sh", "-c", "cat /dev/zero >&2"]):
+        with tempfile.TemporaryFile() as sink, pytest.raises(HostUnreachableError, match="too much output"):
+            local.LocalHost().run(command, sink=sink, timeout=30.0)
+    assert time.monotonic() - began < 20.0
 
 
 def test_a_line_that_stalls_is_unknown_and_left_for_a_new_one(host: SshHost, line: Line) -> None:

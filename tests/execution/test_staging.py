@@ -699,6 +699,18 @@ def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tm
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
+def test_an_upload_needs_no_room_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    upload_module = sys.modules[Upload.__module__]
+    monkeypatch.setattr(upload_module, "REPORT_EVERY", 0.0)
+    monkeypatch.setattr(upload_module, "BLOCK", 1000)
+    monkeypatch.setattr(upload_module, "write_atomic", full)
+    with Upload(working(tmp_path / "1")).stream(b"", {sha256_bytes(MODEL): 0}) as stream:
+        assert stream.read().endswith(MODEL)
+
+
 def test_blocks_that_are_shared_are_hashed_where_they_came_to_lie(
     box: Box, upload: Upload, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,17 +1,20 @@
 """This machine as a host."""
 
+import contextlib
 import io
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import MOST_OUTPUT, Answer, HostUnreachableError
 
 NOT_FOUND = 127  # a shell's exit code for a missing program
 TAIL = 1 << 14  # bytes of stderr to keep
+CHECK_SECONDS = 1.0  # between two looks at the size of the output
 
 
 class LocalHost:
@@ -45,15 +48,24 @@ class LocalHost:
             except FileNotFoundError as error:
                 return Answer(NOT_FOUND, b"", str(error))
             try:
-                code = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name) from None
+                code = self._wait(process, timeout, (sink or out, errors))
             finally:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
             out.seek(0)
             return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
+
+    def _wait(self, process: subprocess.Popen[bytes], timeout: float, outputs: Sequence[BinaryIO]) -> int:
+        """The exit code of a process that writes to `outputs`."""
+        until = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(max(0.0, min(CHECK_SECONDS, until - time.monotonic())))
+            if any(os.fstat(one.fileno()).st_size > MOST_OUTPUT for one in outputs):
+                raise HostUnreachableError("it answers with too much output", where=self.name)
+            if time.monotonic() >= until:
+                raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name)
 
 
 @contextmanager

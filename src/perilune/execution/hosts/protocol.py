@@ -10,6 +10,8 @@ from typing import BinaryIO, Protocol
 
 from perilune.errors import PeriluneError, RequestError
 
+MOST_OUTPUT = 1 << 28  # bytes of a command's output; no operation of the runner writes as much
+
 
 class HostUnreachableError(PeriluneError):
     """It is unknown whether the command ran. Never a reason to destroy anything."""
@@ -60,7 +62,8 @@ class Host(Protocol):
             timeout: seconds after which the machine counts as unreachable. The command may continue to run.
 
         Raises:
-            HostUnreachableError: the connection failed before, while or after the command ran.
+            HostUnreachableError: the connection failed before, while or after the command ran, or its output
+                exceeded `MOST_OUTPUT`.
             HostRefusedError: the machine is the wrong one or refuses access.
         """
         ...

@@ -98,7 +98,7 @@ class Mirror:
                     if "end" in header:
                         self._complete_units(header["units"])
                         return Pulled(True, bool(header["more"]))
-                    data = frames.read(int(header["length"]))
+                    data = frames.read(min(max(int(header["length"]), 0), FRAME))
                     if len(data) != header["length"] or sha256_bytes(data) != header["sha256"]:
                         break
                     self._put(header, data)
@@ -170,8 +170,8 @@ class Mirror:
 
     def _put(self, header: dict[str, Any], data: bytes) -> None:
         path, offset = _checked(header["path"]), int(header["offset"])
-        if len(data) > FRAME or offset < 0:
-            raise HostRefusedError(f"it sent a frame of {len(data)} bytes at {offset}")
+        if offset < 0:
+            raise HostRefusedError(f"it sent a frame at {offset}")
         status, tail = [int(header["ino"]), int(header["mtime"])], str(header["tail"])
         known = self._cursor.get(path)
         if offset and (known is None or known[0] != status[0] or known[2] != offset):

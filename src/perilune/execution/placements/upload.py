@@ -111,7 +111,8 @@ class Upload:
                     if time.monotonic() - reported >= REPORT_EVERY:
                         reported = time.monotonic()
                         document = {"done": done, "total": total, "unit": SENT, "figures": {}}
-                        write_atomic(self._progress, canonical_json(document))
+                        with contextlib.suppress(OSError):  # this disk is full, which concerns no upload
+                            write_atomic(self._progress, canonical_json(document))
 
 
 def read_sent(attempt: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import Answer
+from perilune.execution.hosts.protocol import MOST_OUTPUT, Answer
 from perilune.execution.providers.frames import BLOCK, Kind, frame, read_frame
 
 ERRORS_KEPT = 1 << 14  # bytes of a command's stderr
@@ -33,9 +33,11 @@ def converse(
         ValueError: the data is malformed.
     """
     threading.Thread(target=_feed, args=(wire, source), daemon=True).start()
-    output, errors = bytearray(), bytearray()
+    output, errors, total = bytearray(), bytearray(), 0
     while received := read_frame(answers):
         kind, data = received
+        if (total := total + len(data)) > MOST_OUTPUT:
+            raise ValueError("it answers with too much output")
         match kind:
             case Kind.OUTPUT if sink is not None:
                 sink.write(data)
