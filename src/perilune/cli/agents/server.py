@@ -49,7 +49,7 @@ PAGING: Mapping[str, Any] = {
         "description": "Items or characters of the part to skip.",
     },
 }
-CHANGES = frozenset({"run", "cancel"})
+ACTS = frozenset({"plan", "run", "cancel"})  # planning loads the code that a recipe names
 Call = Callable[..., dict[str, Any]]
 
 
@@ -111,7 +111,7 @@ class Tools:
             description=cleandoc(call.__doc__),
             inputSchema=schema,
             annotations=ToolAnnotations(
-                readOnlyHint=name not in CHANGES, destructiveHint=name == "cancel", openWorldHint=False
+                readOnlyHint=name not in ACTS, destructiveHint=name == "cancel", openWorldHint=False
             ),
         )
 
