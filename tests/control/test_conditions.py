@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from cloud_cases import LEASE, SMALL, bill, rent_from, rented, tend_until
-from drill_cases import Command, begin, drill_plan, wait_for
+from drill_cases import PATIENCE, Command, begin, drill_plan, wait_for
 from hosts_cases import interpreter
 
 from perilune.control.machines.lifecycle import Fleet
@@ -92,6 +93,18 @@ class Failing:
 
     def remove(self, attempt: Any) -> None:
         self._call("remove")
+
+
+class Slow(Failing):
+    """A place to which an upload takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__("", KeyError())
+        self.uploads, self.let_go = Event(), Event()
+
+    def stage(self, *_: Any) -> None:
+        self.uploads.set()
+        assert self.let_go.wait(PATIENCE)
 
 
 class FailingProvider:
@@ -255,6 +268,33 @@ def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
 
     wait_for(mended, "the end of all machines and conditions")
     assert not bill(cloud)["alive"]
+
+
+def test_an_upload_that_takes_long_keeps_nothing_else_back(
+    control: Control, fleet: Fleet, cloud: FakeCloud, faulty: dict[str, Failing]
+) -> None:
+    slow, other = waiting_run(control, "01SLOW"), waiting_run(control, "01THEN")
+    faulty |= {slow: (place := Slow()), other: Failing("", KeyError())}
+    key = rented(control, fleet)
+    tend_until(fleet, key, MachineState.READY)
+    with control.store.transaction() as session:
+        session.get_one(Machine, key).lease = SHORT.model_dump()
+
+    def others_are_over() -> bool:
+        control.reconciler.all(patience=0.0)
+        return control.run(other).state == "failed" and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
+
+    wait_for(others_are_over, "the end of the other run and of the lease")
+    assert place.uploads.is_set() and control.run(slow).state == "active"
+    assert key not in bill(cloud)["alive"]
+    place.let_go.set()
+    states: set[str] = set()
+
+    def is_told() -> bool:
+        states.update(run.state for run in control.reconciler.all(patience=0.0) if run.id == slow)
+        return "failed" in states
+
+    wait_for(is_told, "a pass that returns the run with its end")
 
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -72,6 +72,7 @@ def _stop(number: int, frame: object) -> None:
 
 def _watch(control: Control, every: float) -> None:
     from perilune.control.runs.next_stage import StageStarter
+    from perilune.control.runs.reconcile import PATIENCE
 
     seen: dict[str, str] = {}
     failures = 0
@@ -79,7 +80,7 @@ def _watch(control: Control, every: float) -> None:
     starter = StageStarter(control)
     while True:
         try:
-            live = control.reconciler.all()
+            live = control.reconciler.all(patience=PATIENCE)
         except PeriluneError as error:  # the database may be unreachable or its disk full, for a while
             failures += 1
             echo(f"pass failed, trying again: {error}", err=True)
@@ -115,18 +116,20 @@ def reconcile(
     perilune reconcile --watch
     """
     from perilune.control.runs.next_stage import StageStarter
+    from perilune.control.runs.reconcile import PATIENCE
 
     control = open_control(refresh=False)
     _check_record(control)
+    patience = PATIENCE if watch else None
     seen: dict[str, str] = {}
     starter = StageStarter(control)
     while True:
         started: list[tuple[Experiment, StageStarted | PeriluneError]] = []
         try:
-            live = control.reconciler.all()
+            live = control.reconciler.all(patience=patience)
             started = list(starter.start_next_stages())
             if started:
-                live += control.reconciler.all()
+                live += control.reconciler.all(patience=patience)
         except PeriluneError as error:  # of the database, which may recover
             if not watch:
                 raise

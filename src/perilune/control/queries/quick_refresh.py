@@ -1,16 +1,15 @@
 """Refresh live runs before a command lists them, within the time that a user waits for a list."""
 
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from threading import Semaphore, Thread
+from threading import Semaphore
 
 from sqlalchemy import select
 
 from perilune.control.record.home import has_daemon
 from perilune.control.record.store import Attempt, Run
 from perilune.control.record.transitions import Reachability
+from perilune.control.runs.background import in_background, wait_until
 from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.reconcile import WORKERS, Reconciler
 
@@ -35,13 +34,12 @@ def quick_refresh(reconciler: Reconciler, seconds: float = PATIENCE) -> list[Run
     if has_daemon(reconciler.home):
         return []
     began, slots = time.monotonic(), Semaphore(WORKERS)
-    cleanup = _start(reconciler.clean_up)
-    again = [_start(partial(_refresh, reconciler, run_id, slots)) for run_id in hidden]
-    looks = {run_id: _start(partial(_refresh, reconciler, run_id, slots)) for run_id in far}
-    for future in again:
-        _wait(future, began + min(seconds, SHORT))
-    for future in (*looks.values(), cleanup):
-        _wait(future, began + seconds)
+    cleanup = in_background(reconciler.clean_up)
+    looks = {
+        run_id: in_background(partial(reconciler.one, run_id, act=False), slots) for run_id in hidden + far
+    }
+    wait_until(began + min(seconds, SHORT), *(looks.pop(run_id) for run_id in hidden))
+    wait_until(began + seconds, *looks.values(), cleanup)
     return [reconciler.run(run_id) for run_id, look in looks.items() if not look.done()]
 
 
@@ -55,33 +53,3 @@ def _live(reconciler: Reconciler) -> tuple[list[str], list[str], list[str]]:
     hidden = {run_id for run_id, seen in rows if seen == Reachability.UNREACHABLE} & elsewhere
     near = [run_id for run_id, _ in rows if run_id not in elsewhere]
     return near, sorted(elsewhere - hidden), sorted(hidden)
-
-
-def _refresh(reconciler: Reconciler, run_id: str, slots: Semaphore) -> None:
-    with slots:
-        reconciler.one(run_id, act=False)
-
-
-def _start(work: Callable[[], None]) -> Future[None]:
-    """Run `work` in a daemon thread, which, unlike an executor's, does not keep the process alive."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    Thread(target=run, daemon=True).start()
-    return future
-
-
-def _wait(future: Future[None], deadline: float) -> None:
-    """Wait for a future until the deadline, and raise its exception."""
-    try:
-        future.result(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        if future.done():
-            raise

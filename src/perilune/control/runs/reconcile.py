@@ -8,7 +8,8 @@ a run.
 
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Semaphore
 
 from sqlalchemy import select
 
@@ -24,6 +25,7 @@ from perilune.control.record.ledger import begun, current, done, intend, operati
 from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
+from perilune.control.runs.background import in_background, wait_until
 from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, assignment
 from perilune.control.runs.placements import Placements
@@ -36,6 +38,7 @@ from perilune.execution.placements.protocol import Assignment
 from perilune.execution.verdict import Cause, cause_of, describe_error
 
 WORKERS = 8  # other machines that are observed at once
+PATIENCE = 10.0  # seconds for which one of many passes waits for other machines
 RETRY_SECONDS = 1.0  # pause after the first error of a run
 LONGEST_WAIT = 30.0  # seconds between two looks at an unreachable attempt
 
@@ -54,44 +57,56 @@ class Reconciler:
         self._look_after: dict[str, float] = {}  # run to the time of its next look
         self._misses: dict[str, int] = {}  # run to the number of looks in a row that failed
         self._errors: dict[str, Exception] = {}  # run to the error of its last try
+        self._late: set[str] = set()  # runs that the last pass did not wait for
 
     def run(self, run_id: str) -> Run:
         """The run as recorded."""
         with self.store.snapshot() as session:
             return session.get_one(Run, run_id)
 
-    def all(self, *, act: bool = True) -> list[Run]:
+    def all(self, *, act: bool = True, patience: float | None = None) -> list[Run]:
         """Reconcile every live run and return all of them; with `act=False` only finish, start nothing.
 
         Runs on this machine are reconciled one after the other, runs on other machines concurrently. An error
         of a run or a machine is recorded as its condition and does not affect the others.
 
+        Args:
+            patience: seconds to wait for other machines. A transfer that takes longer continues meanwhile,
+                and the next call leaves it alone. None waits for all.
+
         Raises:
             PeriluneError: the database is unusable.
         """
-
-        def reconcile(run_id: str) -> Run:
-            self._reconcile(run_id, act)
-            return self.run(run_id)
-
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE)).order_by(Run.id)))
         far = [run_id for run_id in live if self.placements.capabilities(run_id).elsewhere]
-        with ThreadPoolExecutor(min(len(far), WORKERS) or 1) as workers:
-            looks = {run_id: workers.submit(reconcile, run_id) for run_id in far}
-            runs = [looks[one].result() if one in looks else reconcile(one) for one in live]
-        self.clean_up()
+        deadline, slots = None if patience is None else time.monotonic() + patience, Semaphore(WORKERS)
+        looks = {run_id: in_background(partial(self._reconcile, run_id, act), slots) for run_id in far}
+        for run_id in live:
+            if run_id not in looks:
+                self._reconcile(run_id, act)
+        wait_until(deadline, *looks.values())
+        self.clean_up(deadline)
         self.sweep()
-        return runs
+        late, self._late = self._late, {run_id for run_id, look in looks.items() if not look.done()}
+        with self.store.snapshot() as session:
+            return list(session.scalars(select(Run).where(Run.id.in_(late.union(live))).order_by(Run.id)))
 
-    def clean_up(self) -> None:
-        """Remove what ended attempts left on other machines, and reconcile every rented machine."""
-        for attempt in self.unclean():
-            with locked(self.home.run(attempt.run_id)) as mine:
-                if mine:
-                    self.endings.clean(attempt)
+    def clean_up(self, deadline: float | None = None) -> None:
+        """Remove what ended attempts left on other machines, and reconcile every rented machine.
+
+        Args:
+            deadline: time of the monotonic clock until which to wait for the former.
+        """
+        slots = Semaphore(WORKERS)
+        wait_until(deadline, *(in_background(partial(self._clean, one), slots) for one in self.unclean()))
         with self.conditions.of(HOME, "rented machines"):
             self.rentals.reconcile_all()
+
+    def _clean(self, attempt: Attempt) -> None:
+        with locked(self.home.run(attempt.run_id)) as mine:
+            if mine:
+                self.endings.clean(attempt)
 
     def sweep(self) -> None:
         """Remove files that killed commands left in the home."""

@@ -22,6 +22,7 @@ from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, advance, stage_plans
 from perilune.control.runs.next_stage import StageStarter
 from perilune.control.runs.progress import StageStarted
+from perilune.control.runs.reconcile import PATIENCE
 from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
@@ -184,7 +185,8 @@ class SweepRunner:
 
     def look(self) -> dict[str, ArmState]:
         """Reconcile all runs, start next stages, and return the states of what was live before."""
-        self.control.reconciler.all()  # a run of another experiment may be ahead in the queue
+        # All, because a run of another experiment may be ahead in the queue.
+        self.control.reconciler.all(patience=PATIENCE)
         for experiment in self.live:
             for _, outcome in self._starter.start_next_stages(experiment):
                 if isinstance(outcome, PeriluneError):

@@ -1,0 +1,39 @@
+"""Work in threads that die with the process, which is as safe as a kill."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from threading import Semaphore, Thread
+from typing import Any
+
+
+def in_background(work: Callable[[], Any], slots: Semaphore | None = None) -> Future[None]:
+    """Run `work` in a thread, which, unlike an executor's, does not keep the process alive.
+
+    Args:
+        slots: limits how many threads work at once.
+    """
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            with slots or nullcontext():
+                work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def wait_until(deadline: float | None, *futures: Future[None]) -> None:
+    """Wait for futures until a time of the monotonic clock, or without limit, and raise their exceptions."""
+    for future in futures:
+        try:
+            future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if future.done():
+                raise
