@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,22 @@ def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeC
     ]  # fmt: skip
     with control.store.snapshot() as session:
         assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
+
+
+@pytest.mark.parametrize("billed", [-1e9, float("nan")])
+def test_a_nonsensical_bill_makes_no_room_under_the_cap(
+    control: Control, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch, billed: float
+) -> None:
+    real = FakeCloud.list
+    monkeypatch.setattr(
+        FakeCloud,
+        "list",
+        lambda self, tag: [replace(one, billed_seconds=billed) for one in real(self, tag)],
+    )
+    key = rented(control, fleet)
+    tend_until(fleet, key, READY)
+    end(control)
+    assert tend_until(fleet, key, GONE).cost >= 0.0
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST_ANSWER, Fault.ERROR_AFTER])

@@ -314,7 +314,7 @@ class Fleet:
                 return
             row.cost = now.recorded.spent(now.recorded.missing_since or now.at)  # upper bound
             if listed is not None and listed.status is MachineStatus.ENDED:
-                row.cost = min(row.cost, cost(row.price, listed.billed_seconds))
+                row.cost = max(0.0, min(row.cost, cost(row.price, listed.billed_seconds)))
             row.ended = time.time()
             _move(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
