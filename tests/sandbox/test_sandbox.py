@@ -197,6 +197,19 @@ def test_a_program_that_forks_and_leaves_all_the_time_is_ended():
     programs.close()
 
 
+def test_a_program_has_its_folder_as_long_as_it_runs():
+    programs, endings = Programs(ProgramLimits(confined=False)), []
+    (program_input, ours), ended = os.pipe(), threading.Event()
+    with tempfile.TemporaryFile() as output:
+        streams = Streams(program_input, os.dup(output.fileno()))
+        code = "import os, sys; sys.stdin.read(); open('x', 'w').close(); print(os.listdir())"
+        programs.start(["python", "-c", code], streams, {}, lambda one: (endings.append(one), ended.set()))
+        os.close(ours)
+        assert ended.wait(15)
+    assert (endings[0].code, endings[0].output) == (0, "['x']\n"), endings
+    programs.close()
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
 def test_names_that_lead_out_are_refused(sandbox, name):
     with pytest.raises(RequestError, match="not a valid file name"):

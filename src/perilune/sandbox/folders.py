@@ -21,7 +21,6 @@ class OwnedFolder:
 
     Attributes:
         path: the folder.
-        remove: removes it. May be called repeatedly, and is called at the end of the process.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -30,7 +29,11 @@ class OwnedFolder:
         lock = os.open(unlocked, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.path = str(Path(unlocked).rename(unlocked + _OWNED))
-        self.remove = weakref.finalize(self, _remove, self.path, lock)
+        self._end = weakref.finalize(self, _remove, self.path, lock)
+
+    def remove(self) -> None:
+        """Remove it. May be called repeatedly, and is called at the end of the process."""
+        self._end()
 
 
 def _remove(path: str, lock: int) -> None:
