@@ -47,8 +47,8 @@ the share of episodes whose first reply lets Python compute the product. pass@1 
 episodes each.
 
 The model learns to copy two numbers into code and to prefer code. Python does the multiplication. After an
-error in its code, the agent changes earlier messages. The next call then counts as a call of a sub-agent,
-and RL trains on it too."""
+error in its code, the program rewrites earlier messages. Perilune treats a call with rewritten messages as
+a call of a sub-agent. RL trains on these calls too."""
 
 
 def main() -> None:

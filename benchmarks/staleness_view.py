@@ -15,7 +15,7 @@ CORRECTIONS = {
     "clip": "no correction: PPO's ratio compares the learner with the policy that sampled the token",
     "none": "PPO's ratio compares the learner with itself before the step, as if it had sampled the tokens",
     "tis": "each token has its importance weight, truncated at 2 (the default)",
-    "icepop": "each token has its importance weight; tokens with one below 0.5 or above 5 are left out",
+    "icepop": "each token has its importance weight; tokens with a weight below 0.5 or above 5 are left out",
     "sequence": "each token has the importance weight of its whole answer, truncated at 2",
     "vcpo": "as `sequence`, with a learning rate that falls with the effective sample size",
 }
@@ -25,9 +25,9 @@ from N steps earlier sample every token of a step. A schedule log fixes this age
 
 The runs of a seed differ only in staleness and correction. Each starts from the same SFT checkpoint and
 trains {steps} steps of {prompts} tasks x {samples} answers with {updates} updates per step. pass@1 is over
-256 held-out tasks with eight answers each. Differences are tested with a paired t test over seeds. With
-the correction `tis` each staleness is compared with 0, and each correction is compared with `tis` at the
-same staleness. Holm's correction of p covers all these comparisons, and intervals are not corrected."""
+256 held-out tasks with eight answers each. Differences are tested with a paired t test over seeds. We
+compare each staleness of `tis` with staleness 0, and each other correction with `tis` at the same staleness.
+Holm's correction of p covers all these comparisons, and intervals are not corrected."""
 
 Record = Mapping[str, Any]
 Cells = dict[tuple[int, str], dict[int, float]]

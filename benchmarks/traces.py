@@ -232,9 +232,9 @@ def described(found: Mapping[str, Any]) -> dict[str, Any]:
         " runs had the same tokens when they were sampled again.",
         f"`shrink` shortened one failing case of each bug to {sum(shares) / len(shares):.0%} of its tokens on"
         " average. The shortened case still gives different results with and without the bug.",
-        "Half of the suite is held out. *Caught by either half alone* says whether each half catches the"
-        " bug by itself. *Caught by rescore alone* says whether the verifier catches it without replaying"
-        " the environment.",
+        "Half of the suite is held out. *Caught by either half alone* is *yes* if each of the two halves"
+        " catches the bug without the other. *Caught by rescore alone* says whether the verifier catches"
+        " it without replaying the environment.",
         "The authors of the suite chose the bugs. Most bugs are in environments that a tiny model cannot"
         " play.",
         "Their episodes follow scripts, which we did not change after the first run against the bugs.",
