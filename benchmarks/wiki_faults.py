@@ -76,6 +76,7 @@ class Planter:
             "few-seeds": lambda page: self._say(page, f"The third arm is better: {mean}."),
             "overlap": lambda page: self._say(page, f"The second arm improves by {difference}."),
             "uncited-best": lambda page: self._say(page, "This is the best recipe that there is."),
+            "uncited-comparison": lambda page: self._say(page, "The second arm is better than the first."),
             "bare-number": lambda page: self._say(page, "It reached 73.5% once."),
             "edited": lambda page: self._edit(page, f"^{re.escape(HAND)}", f"It is known.\n{HAND}"),
         }

@@ -120,6 +120,28 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
     page.close()
 
 
+def test_all_steps_are_searched_and_a_row_opens_its_episode(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = opened(browser, f"{url}/experiments/alive", ".detail h3")
+    page.get_by_label("all steps").check()
+    page.get_by_label("Group", exact=True).fill("1/2")
+    until(page, "document.querySelector('.list-head').textContent.includes('searched all')")
+    assert page.locator(".list-head").inner_text().startswith("4 episodes · searched all ")
+    assert all("step 1 · group 2" in text for text in page.locator(".episode").all_inner_texts())
+    page.locator(".episode").nth(3).click()
+    until(page, "document.querySelector('.detail h3').textContent === 'step 1 · group 2 · sample 3'")
+    page.get_by_text("The same task in other steps").click()
+    until(page, "document.querySelectorAll('.attempts .cell').length >= 4")
+    assert "rl step 1" in page.locator(".attempts .name").all_inner_texts()
+    place = page.evaluate("location.href")
+    page.goto("about:blank")
+    again, more = opened(browser, place, ".attempts .strip")
+    until(again, "document.querySelector('.list-head').textContent.startsWith('4 episodes')")
+    assert again.locator(".detail h3").first.inner_text() == "step 1 · group 2 · sample 3"
+    assert errors + more == []
+    again.close()
+    page.close()
+
+
 def test_the_list_is_searched_and_experiments_are_compared(browser: Any, run: LiveHome, url: str) -> None:
     page, errors = opened(browser, f"{url}/?q=alive", "a.experiment")
     assert page.locator("a.experiment").count() == 1
@@ -178,6 +200,8 @@ def test_it_loads_nothing_from_elsewhere_and_runs_no_other_script(run: LiveHome,
 def test_another_host_name_and_other_paths_are_refused(run: LiveHome, url: str) -> None:
     assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
     assert httpx.get(f"{url}/experiments/nothing").status_code == 404
+    assert httpx.get(f"{url}/experiments/alive/episodes/nothing").status_code == 404
+    assert httpx.get(f"{url}/experiments/alive/episodes/rl?reward=good").status_code == 422
     for name in ("..%2f..%2fjob", "step-999999", "%00"):
         assert httpx.get(f"{url}/experiments/alive/episodes/rl/{name}").status_code == 404
     assert httpx.post(f"{url}/experiments/alive").status_code == 405

@@ -290,6 +290,105 @@ def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
     page.close()
 
 
+def settled(window_or_page: Any, expression: str) -> None:
+    """Wait until an expression holds. The page's policy forbids evaluation, so it cannot wait itself."""
+    for _ in range(100):
+        if window_or_page.evaluate(expression):
+            return
+        window_or_page.wait_for_timeout(50)
+    raise AssertionError(expression)
+
+
+def test_a_copy_of_the_address_shows_the_same_view(window: Window, browser: Any, report: Path) -> None:
+    page = window.page
+    page.goto(report.as_uri())
+    page.get_by_label("Horizontal axis").select_option("tokens")
+    window.press("rl-entropy", "End")
+    page.keyboard.press("z")
+    page.get_by_label("Smoothing").fill("0.5")
+    page.get_by_label("Stage", exact=True).select_option("rl")
+    page.get_by_label("all steps").check()
+    page.get_by_label("Reward", exact=True).select_option("right")
+    page.get_by_label("Order", exact=True).select_option("longest first")
+    page.get_by_label("Search", exact=True).fill("1")
+    page.locator(".episode").nth(2).click()
+    page.wait_for_timeout(300)  # the address is written a moment later
+
+    def view(shown: Any) -> list[str]:
+        fields = ("Horizontal axis", "Smoothing", "Reward", "Order", "Search")
+        values = [shown.get_by_label(name, exact=True).input_value() for name in fields]
+        line = shown.locator('[data-chart="rl-entropy"] path.line').last
+        line.scroll_into_view_if_needed()
+        settled(shown, "document.querySelector('.detail h3')")
+        texts = [shown.locator(one).first.inner_text() for one in (".list-head", ".detail h3")]
+        return [
+            *values,
+            str(line.get_attribute("d")),
+            *texts,
+            str(shown.get_by_label("all steps").is_checked()),
+        ]
+
+    mine = view(page)
+    again = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    other = Window(again, report)
+    again.goto(page.url)
+    again.wait_for_selector(".detail h3")
+    assert view(again) == mine
+    assert other.errors == []
+    again.get_by_label("Horizontal axis").select_option("step")
+    again.locator("#nav a").first.click()
+    again.get_by_label("Horizontal axis").select_option("tokens")
+    again.get_by_label("Reward", exact=True).select_option("wrong")
+    again.wait_for_timeout(300)
+    again.go_back()
+    settled(again, "document.querySelector('[aria-label=\"Horizontal axis\"]').value === 'step'")
+    assert again.get_by_label("Reward", exact=True).input_value() == "right"
+    again.close()
+    damaged = browser.new_page()
+    window = Window(damaged, report)
+    damaged.goto(
+        f"{report.as_uri()}?axis=parsecs&zoom.training-rl=step~x&reward=good&sort=-pi#episodes/%/%E0"
+    )
+    damaged.wait_for_selector(".detail h3")
+    assert damaged.get_by_label("Horizontal axis").input_value() == "step"
+    assert damaged.get_by_label("Reward", exact=True).input_value() == "any"
+    assert window.errors == []
+    damaged.close()
+    page.goto(report.as_uri())
+
+
+def test_the_same_task_is_shown_across_steps(browser: Any, tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.rl(steps=6, prompts=2)
+    for step in (2, 3, 6):
+        path = root / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
+        episodes = read_episodes(path)
+        write_episodes(
+            path,
+            [
+                replace(one, task_id=PAYLOADS[0], reward=float(place < step)) if place < 8 else one
+                for place, one in enumerate(episodes)
+            ],
+        )
+    page = browser.new_page()
+    window = Window(page, build_report(made.view(), tmp_path / "report.html"))
+    page.locator(".cell").first.click()
+    page.get_by_text("The same task in other steps").click()
+    page.wait_for_selector(".attempts .strip")
+    names = page.locator(".attempts .name").all_inner_texts()
+    assert names == ["rl step 2", "rl step 3", "rl step 6"]
+    assert page.locator(".attempts .mean").all_inner_texts() == ["0.25", "0.38", "0.75"]
+    assert "rl: 11 of 24 right in 3 steps." in page.locator(".detail").inner_text()
+    assert window.count('[data-chart="attempts-rl"] circle.dot') == 3
+    page.locator(".attempts .strip").nth(1).locator(".cell").nth(5).click()
+    settled(page, "document.querySelector('.detail h3').textContent === 'step 3 · group 0 · sample 5'")
+    settled(page, "document.querySelectorAll('.attempts .strip').length === 3")  # it stays open
+    page.go_back()
+    settled(page, "document.querySelector('.detail h3').textContent.startsWith('step 6')")
+    assert window.errors == []
+    page.close()
+
+
 def test_two_episodes_stand_side_by_side_and_have_an_address(
     window: Window, browser: Any, report: Path
 ) -> None:
@@ -394,7 +493,7 @@ def test_a_click_on_a_curve_opens_that_step(window: Window) -> None:
     window.hover("rl-reward", 0.9)  # scrolling has ended
     box = window.chart("rl-reward").bounding_box()
     window.page.mouse.click(box["x"] + box["width"] - 10, box["y"] + 60)
-    assert "step 12" in window.page.locator(".detail h3").first.inner_text()
+    settled(window.page, "document.querySelector('.detail h3').textContent.startsWith('step 12')")
     window.page.get_by_label("Step", exact=True).fill("0")
     assert "step 1 " in window.page.locator(".detail h3").first.inner_text()
 

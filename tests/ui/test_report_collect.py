@@ -4,20 +4,22 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from make_experiment import AFTER_RL, AFTER_SFT, SyntheticExperiment
+from make_experiment import AFTER_RL, AFTER_SFT, UNTRAINED, SyntheticExperiment
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect
-from perilune.ui.curves import hardware_of, training_of
+from perilune.ui.curves import training_of
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import Source, collect_episodes
+from perilune.ui.hardware import hardware_of
 from perilune.ui.turns import shortened
 from perilune.ui.view import ExperimentView, StageView, view_folder
 
@@ -254,14 +256,24 @@ def test_long_curves_are_thinned_evenly_and_say_so(tmp_path: Path) -> None:
     assert (found.columns["step"][0], found.columns["step"][-1]) == (1, 9000)
 
 
+def test_a_new_model_has_tokens_before_its_first_checkpoint(tmp_path: Path) -> None:
+    made = SyntheticExperiment(tmp_path)
+    root = made.evaluate("base", "model", UNTRAINED, 6)
+    (stage,) = collect_episodes([Source("base", "evaluate", Attempt(root))]).stages
+    assert stage.vocabulary == 0
+    assert json.loads(stage.sets[0].json)[0]["episodes"][0]["tokens"]
+
+
 def test_hardware_of_stages_follows_one_another_with_a_gap_between(experiment: ExperimentView) -> None:
     found = hardware_of([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
     assert found is not None
-    seconds = found.columns["seconds"]
+    assert [one["key"] for one in found.figures] == ["cpu", "memory"]
+    bands, machine = found.figures[0]["bands"], found.figures[0]["series"][-1]
+    seconds = machine["x"]
     assert seconds == sorted(seconds)
-    for band, later in zip(found.bands, found.bands[1:], strict=False):
-        assert band.end == later.begin
-        assert found.columns["cpu"][seconds.index(pytest.approx(band.end))] is None
+    for band, later in pairwise(bands):
+        assert band["end"] == later["begin"]
+        assert machine["y"][seconds.index(pytest.approx(band["end"]))] is None
 
 
 def test_what_was_within_reach_before_is_not_sold_as_new(experiment: ExperimentView) -> None:

@@ -86,6 +86,12 @@ def test_rare_strategies_are_shown_as_one_and_the_sums_stay() -> None:
     assert sum(one.from_share + one.from_accuracy for one in parts) == pytest.approx(total)
 
 
+def test_a_single_rare_strategy_is_not_named_either() -> None:
+    before = of_strategies({"direct": (1.0, 0.2)})
+    after = of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
+    assert [one.strategy for one in decompose(before, after)] == ["direct", "1 strategy under 1%"]
+
+
 def test_what_no_strategy_accounts_for_is_shown_as_such() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})

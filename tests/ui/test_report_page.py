@@ -41,7 +41,7 @@ def test_the_policy_names_the_scripts_and_the_style_by_their_hashes(page: str) -
     bodies = re.findall(r"<script(?: type=module)?>(.*?)</script>", page, re.DOTALL) + re.findall(
         r"<style>(.*?)</style>", page, re.DOTALL
     )
-    assert len(bodies) == 11
+    assert len(bodies) == 12
     for body in bodies:
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy[1]

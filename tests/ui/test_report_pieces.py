@@ -13,7 +13,7 @@ from perilune.ui.pieces import Vocabulary
 def test_characters_are_pieces_and_the_end_is_special(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters()
     tokenizer.save(tmp_path)
-    vocabulary = Vocabulary(tmp_path / "tokenizer.json")
+    vocabulary = Vocabulary((tmp_path / "tokenizer.json").read_text())
     pieces = vocabulary.pieces(tokenizer.encode_completion("7+5\n=12"), "7+5\n=12")
     assert pieces is not None
     shown = [vocabulary.table[piece] for piece in pieces if isinstance(piece, int)]
@@ -35,18 +35,25 @@ def test_the_token_that_completes_a_character_brings_its_text(byte_level: Path) 
     backend = tokenizers.Tokenizer.from_file(str(byte_level))
     text = "aé月"
     ids = backend.encode(text).ids
-    vocabulary = Vocabulary(byte_level)
+    vocabulary = Vocabulary(byte_level.read_text())
     pieces = vocabulary.pieces(ids, text)
     assert pieces == ["a", "", "é", "", "", "月"]
 
 
+def test_an_answer_that_ends_within_a_character_keeps_its_tokens(byte_level: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(byte_level))
+    ids = [*backend.encode("aé").ids, *backend.encode("月").ids[:2]]
+    text = backend.decode(ids)
+    assert Vocabulary(byte_level.read_text()).pieces(ids, text) == ["a", "", "é", "", text[2:]]
+
+
 def test_a_tokenizer_that_does_not_spell_the_answer_is_not_believed(byte_level: Path) -> None:
     ids = Tokenizer.characters().encode("347+268=")
-    assert Vocabulary(byte_level).pieces(ids, "347+268=") is None
+    assert Vocabulary(byte_level.read_text()).pieces(ids, "347+268=") is None
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text('{"model": {"type": "WordLevel"')
     with pytest.raises(ValueError, match="not a tokenizer"):
-        Vocabulary(file)
+        Vocabulary(file.read_text())

@@ -28,7 +28,7 @@ def episode(*, mask=None):
 @pytest.fixture
 def vocabulary(tmp_path):
     PLAIN.save(tmp_path)
-    return Vocabulary(tmp_path / "tokenizer.json")
+    return Vocabulary((tmp_path / "tokenizer.json").read_text())
 
 
 def test_turns_know_their_tokens(vocabulary):
@@ -47,7 +47,7 @@ def test_turns_know_their_tokens(vocabulary):
 
 def test_another_vocabulary_does_not_spell_them(tmp_path):
     Tokenizer.characters("".join(reversed("=*;0123456789abc"))).save(tmp_path)
-    assert pieces_of(Vocabulary(tmp_path / "tokenizer.json"), episode()) is None
+    assert pieces_of(Vocabulary((tmp_path / "tokenizer.json").read_text()), episode()) is None
 
 
 def test_one_turn_is_an_answer_and_a_mask_that_tells_nothing_apart_gives_no_places():

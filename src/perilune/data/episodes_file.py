@@ -141,7 +141,7 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
     Raises:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
-    table = _read(path)
+    table = read_columns(path)
     if tasks is not None and "task_id" in table.column_names:
         table = table.filter([one in tasks for one in table["task_id"].to_pylist()])
     for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs"):
@@ -172,14 +172,19 @@ def read_scores(path: Path) -> list[Score]:
     Raises:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
     """
-    table = _read(path, ["task_id", "reward", "token_ids"])
+    table = read_columns(path, ["task_id", "reward", "token_ids"])
     if table.num_columns < 3:
         raise RequestError("no column 'task_id', 'reward' or 'token_ids'", where=str(path))
     tokens = [len(ids) for ids in table["token_ids"]]
     return list(map(Score, table["task_id"].to_pylist(), table["reward"].to_pylist(), tokens))
 
 
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
+def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """Some columns of an episodes file, without those that it lacks.
+
+    Raises:
+        RequestError: when the file is missing or is not a Parquet file.
+    """
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns, use_threads=False)

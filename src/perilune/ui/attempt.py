@@ -103,6 +103,10 @@ class Attempt:
         """Episode files in order of step."""
         return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
 
+    def episodes_path(self, step: int) -> Path:
+        """The episode file of a step."""
+        return (self.root or Path()) / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
+
     @property
     def greedy_file(self) -> Path | None:
         """The file with the greedy episodes of an evaluation."""

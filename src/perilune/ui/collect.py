@@ -12,8 +12,9 @@ from perilune.metrics.forgetting import Row, forgetting_rows
 from perilune.metrics.held_out import curve_notes
 from perilune.metrics.lineage import parent_evaluation
 from perilune.ui.attempt import Attempt
+from perilune.ui.changes import climb_chart, contributions, differences, shown_measures
 from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation, compare, read_evaluation
-from perilune.ui.curves import Hardware, Training, hardware_of, totals_of, training_of
+from perilune.ui.curves import Training, totals_of, training_of
 from perilune.ui.episode_sets import index_episodes
 from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
 from perilune.ui.figures import (
@@ -27,6 +28,7 @@ from perilune.ui.figures import (
     pass_rates,
 )
 from perilune.ui.hardest import HardTask, hardest_tasks
+from perilune.ui.hardware import Hardware, hardware_of
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
 from perilune.ui.health import StageHealth, healths_of
 from perilune.ui.overview import (
@@ -45,18 +47,11 @@ from perilune.ui.overview import (
     summaries_of,
 )
 from perilune.ui.provenance import Provenance, provenance_of
+from perilune.ui.times import stage_times, times_by_part
 from perilune.ui.traces import WRITES_TRACES, traces_of
 from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TimedEvaluation:
-    """The seconds of an evaluation by part."""
-
-    stage: str
-    totals: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +102,10 @@ class ReportData:
     evaluations: list[Evaluation]
     comparisons: list[Comparison]
     climb: Comparison | None
+    measures: list[str]
+    climb_chart: Figure | None
+    differences: list[Figure]
+    contributions: list[Figure]
     environments: list[Figure]
     tasks: list[Figure]
     lengths: list[Figure]
@@ -115,7 +114,7 @@ class ReportData:
     calibrations: list[Calibration]
     forgetting: list[Forgetting]
     training: list[Training]
-    timed_evaluations: list[TimedEvaluation]
+    times: list[Figure]
     hardware: Hardware | None
     machine_sentence: str
     placements: list[Placement]
@@ -131,7 +130,7 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
     by_stage = {one.stage: one for one in evaluations}
-    comparisons = _comparisons(pairs, evaluations)
+    comparisons, measures = _comparisons(pairs, evaluations), shown_measures(evaluations)
     climb, trained = _climb(pairs, comparisons, trainings)
     judged = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
     library = (_embedded if embed else index_episodes)(
@@ -152,6 +151,10 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
         evaluations=evaluations,
         comparisons=comparisons,
         climb=climb,
+        measures=measures,
+        climb_chart=climb_chart(evaluations, comparisons),
+        differences=differences(comparisons, measures),
+        contributions=contributions(climb),
         environments=by_environment(evaluations),
         tasks=[
             *by_difficulty(evaluations),
@@ -171,11 +174,7 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
             _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
         ),
         training=trainings,
-        timed_evaluations=[
-            TimedEvaluation(stage.name, totals)
-            for stage, attempt in pairs
-            if stage.task == "evaluate" and (totals := totals_of(attempt.timings)) is not None
-        ],
+        times=[*stage_times(stages), *times_by_part(_totals(pairs))],
         hardware=hardware_of([(stage.name, attempt) for stage, attempt in pairs]),
         machine_sentence=machine_sentence(stages, provenance),
         placements=placements_of(view),
@@ -192,6 +191,10 @@ def _embedded(sources: Sequence[Source]) -> EpisodeLibrary:
     order = [one.stage for one in sources]
     library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     return library
+
+
+def _totals(pairs: Sequence[tuple[StageView, Attempt]]) -> list[tuple[str, Mapping[str, float] | None]]:
+    return [(stage.name, totals_of(attempt.timings)) for stage, attempt in pairs]
 
 
 def _length_dynamics(pairs: Sequence[tuple[StageView, Attempt]]) -> list[LengthDynamics]:

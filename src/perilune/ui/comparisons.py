@@ -191,7 +191,7 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
 def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
     """Contributions with the strategies that are rare on both sides as one; sums stay the same."""
     rare = [one for one in contributions if max(one.share) < RARE]
-    if len(rare) < 2:
+    if not rare:
         return tuple(contributions)
     shares, right = [0.0, 0.0], [0.0, 0.0]
     for one in rare:
@@ -200,7 +200,7 @@ def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
             right[side] += one.share[side] * (one.accuracy[side] or 0.0)
     accuracy = [part / share if share else None for part, share in zip(right, shares, strict=True)]
     together = Contribution(
-        strategy=f"{len(rare)} strategies under {RARE:.0%}",
+        strategy=f"{len(rare)} strateg{'ies' if len(rare) > 1 else 'y'} under {RARE:.0%}",
         share=(shares[0], shares[1]),
         accuracy=(accuracy[0], accuracy[1]),
         from_share=math.fsum(one.from_share for one in rare),

@@ -1,7 +1,7 @@
-"""Columns of the charts: metrics, timings and hardware, thinned to what a screen can show."""
+"""Columns of the charts of training: metrics and timings, thinned to what a screen can show."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,13 +10,12 @@ from perilune.ui.attempt import Attempt, Columns
 from perilune.ui.charts import CurveChart, charts_of
 
 MOST_STEPS = 2000
-HARDWARE_POINTS = 600
 PARTS = ("sampling", "scoring", "learning", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Metrics of one stage by step; `totals` are seconds by part over all steps."""
+    """Metrics of one stage by step."""
 
     stage: str
     task: str
@@ -26,25 +25,6 @@ class Training:
     charts: list[CurveChart]
     columns: Columns
     timings: Columns
-    totals: Mapping[str, float] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """The interval of one stage on the time axis, in seconds."""
-
-    name: str
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """Load of the machine in percent and bytes, on a time axis with the stages one after another."""
-
-    columns: Columns
-    bands: list[Band]
-    note: str
 
 
 def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
@@ -61,9 +41,8 @@ def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Tr
         steps_total=len(metrics["step"]),
         steps_kept=len(kept["step"]),
         charts=charts_of(task, metrics),
-        columns=_rounded(kept),
-        timings=_rounded(thin(timings, MOST_STEPS)),
-        totals=totals_of(timings),
+        columns=rounded(kept),
+        timings=rounded(thin(timings, MOST_STEPS)),
     )
 
 
@@ -116,71 +95,7 @@ def thin(columns: Columns, most: int) -> Columns:
     return {name: [values[place] for place in places] for name, values in columns.items()}
 
 
-def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
-    """Hardware samples of all stages one after another, or None without samples.
-
-    Long recordings are averaged over equal slices of time. A row without values separates two stages, so that
-    no line joins them.
-    """
-    per_stage = max(2, HARDWARE_POINTS // max(1, len(stages)))
-    rows: list[dict[str, float | None]] = []
-    bands: list[Band] = []
-    begin = 0.0
-    sliced = 1
-    for name, attempt in stages:
-        timed = (row for row in attempt.hardware if isinstance(row.get("time"), int | float))
-        samples = sorted(timed, key=lambda row: float(row["time"]))
-        first = samples[0]["time"] if samples else 0.0
-        length = attempt.seconds or (samples[-1]["time"] - first if samples else 0.0)
-        size = max(1, math.ceil(len(samples) / per_stage))
-        sliced = max(sliced, size)
-        for start in range(0, len(samples), size):
-            part = samples[start : start + size]
-            readings = columns_of_samples([_readings(row) for row in part])
-            at = begin + math.fsum(row["time"] - first for row in part) / len(part)
-            rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
-        bands.append(Band(name, begin, begin + length))
-        begin += length
-        rows.append({"seconds": begin})
-    columns = columns_of_samples(rows)
-    if len(columns) < 2:
-        return None
-    note = "Sampled once a second while each run was active" + (
-        f"; each point is the mean of up to {sliced} samples." if sliced > 1 else "."
-    )
-    return Hardware(_rounded(columns), bands, note)
-
-
-def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
-    cores = len(row.get("cpu_per_core") or ()) or None
-    tree = row.get("tree") or {}
-    if not tree.get("processes"):  # before or after the run
-        tree = {}
-    busy = tree.get("cpu_percent")
-    readings = {
-        "cpu": row.get("cpu_percent"),
-        "process_cpu": busy / cores if busy is not None and cores else None,
-        "rss": tree.get("rss"),
-        "memory": row.get("memory_used"),
-    }
-    for gpu in row.get("gpus") or ():
-        readings[f"gpu{gpu['index']}_utilisation"] = gpu.get("utilisation")
-        readings[f"gpu{gpu['index']}_memory"] = gpu.get("memory_used")
-    return readings
-
-
-def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
-    """Columns of the values that at least one row has."""
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
-    return {name: [row.get(name) for row in rows] for name in names}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
-
-
-def _rounded(columns: Columns) -> Columns:
+def rounded(columns: Columns) -> Columns:
     """Round to seven significant digits, to save bytes."""
     return {name: [_short(value) for value in values] for name, values in columns.items()}
 

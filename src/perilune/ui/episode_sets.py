@@ -3,12 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.episodes import (
+    SAMPLES,
+    EpisodeFile,
     EpisodeLibrary,
     EpisodeSet,
     Source,
@@ -59,26 +61,52 @@ def steps_of(attempt: Attempt) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := STEP_FILE.fullmatch(name)))
 
 
-def read_set(sources: Sequence[Source], stage: str, name: str) -> dict[str, Any]:
+def source_named(stage: str, sources: Sequence[Source]) -> Source:
+    """The source of a stage.
+
+    Raises:
+        RequestError: when there is none.
+    """
+    for source in sources:
+        if source.stage == stage:
+            return source
+    raise RequestError(f"no stage is called {stage}")
+
+
+def read_set(sources: Sequence[Source], stage: str, name: str, episode: str = "") -> dict[str, Any]:
     """One set: its groups, the texts of its tokens, and how many of its episodes these are.
+
+    Args:
+        episode: only the group with this episode, which may be too large to be among the others.
 
     Raises:
         RequestError: when the stage has no such set.
     """
-    source = next((one for one in sources if one.stage == stage), None)
-    if source is not None and source.task in WRITES_TRACES:
+    source = source_named(stage, sources)
+    if source.task in WRITES_TRACES:
         traces = traces_of(stage, source.attempt)
         for one in traces.sets if traces else ():
             if one.label == name:
                 return _document(one, [])
-    for file in files_of(source) if source is not None else ():
-        if file.path.stem == name:
+    for file in _files_named(name, source):
+        if file.path.exists():
             tokenizers = Tokenizers(sources)
             episodes = file.source.attempt.episodes(file.path)
+            groups = {one.group_id for one in episodes if one.episode_id == episode}
+            episodes = [one for one in episodes if one.group_id in groups or not episode]
             vocabulary = tokenizers.find(stage, episodes)
             found, _ = embed(file, episodes, vocabulary, BUDGET)
             return _document(found, [] if vocabulary is None else vocabulary.table)
     raise RequestError(f"stage {stage} has no episodes called {name}")
+
+
+def _files_named(name: str, source: Source) -> Iterator[EpisodeFile]:
+    if found := STEP_FILE.fullmatch(f"{name}.parquet"):  # of which there may be thousands
+        step = int(found[1])
+        label = SAMPLES if source.task == "evaluate" else f"step {step}"
+        yield EpisodeFile(source, source.attempt.episodes_path(step), label, step)
+    else:
+        yield from (file for file in files_of(source) if file.path.stem == name)
 
 
 def _document(found: EpisodeSet, vocabulary: Sequence[tuple[str, bool]]) -> dict[str, Any]:

@@ -280,10 +280,14 @@ def _short(value: float | None) -> float | None:
 
 
 class Tokenizers:
-    """The tokenizer of each stage: its own, or that of another stage if it spells the answers exactly."""
+    """The tokenizer of each stage: its own, or another that spells the answers exactly.
+
+    The other is that of another stage, or, before there is a checkpoint, that of the new model of the recipe.
+    """
 
     def __init__(self, sources: Sequence[Source]) -> None:
         folders = {source.stage: source.attempt.model_folders for source in sources}
+        self._new_models = [source.attempt.job.get("model") or {} for source in sources]
         self._candidates = {
             stage: [
                 *mine,
@@ -307,18 +311,25 @@ class Tokenizers:
     def find(self, stage: str, episodes: Sequence[Episode]) -> Vocabulary | None:
         """The vocabulary that spells these episodes, or None."""
         if stage not in self._chosen:
-            loaded = map(self._load, self._candidates[stage])
+            loaded = map(self._load, self._documents(stage))
             self._chosen[stage] = next((one for one in loaded if one and _spells(one, episodes)), None)
         return self._chosen[stage]
 
-    def _load(self, folder: Path) -> Vocabulary | None:
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            return None
-        digest = sha256_bytes(file.read_bytes())
+    def _documents(self, stage: str) -> Iterator[str]:
+        for folder in self._candidates[stage]:
+            if (file := folder / "tokenizer.json").is_file():
+                yield file.read_text("utf-8", errors="replace")
+        for model in self._new_models:
+            if model.get("preset"):
+                from perilune.models.text.tokenizer import Tokenizer
+
+                yield Tokenizer.for_new_model(model).to_json()
+
+    def _load(self, document: str) -> Vocabulary | None:
+        digest = sha256_bytes(document.encode())
         if digest not in self._by_digest:
             try:
-                self._by_digest[digest] = Vocabulary(file)
+                self._by_digest[digest] = Vocabulary(document)
             except ValueError:
                 self._by_digest[digest] = None
         return self._by_digest[digest]

@@ -78,13 +78,13 @@ def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained:
     start, end = climb.accuracy
     change = climb.differences.get("pass@1")
     if change is None:
-        title = f"pass@1 was {_percent(start)}, then {_percent(end)} on different tasks"
+        title = f"pass@1 was {percent(start)}, then {percent(end)} on different tasks"
     elif _direction(change):
         title = _moved("pass@1", change, start, end)
-    elif _percent(start) == _percent(end):
-        title = f"pass@1 stayed at {_percent(end)}"
+    elif percent(start) == percent(end):
+        title = f"pass@1 stayed at {percent(end)}"
     else:
-        title = f"pass@1 went from {_percent(start)} to {_percent(end)}: no clear change"
+        title = f"pass@1 went from {percent(start)} to {percent(end)}: no clear change"
     if change is not None:
         title += "".join(
             f"; {_moved(name, other, before.measures[name][0], after.measures[name][0])}"
@@ -104,7 +104,7 @@ def _direction(change: Interval) -> int:
 
 def _moved(name: str, change: Interval, start: float, end: float) -> str:
     verb = "rose" if _direction(change) > 0 else "fell"
-    return f"{name} {verb} from {_percent(start)} to {_percent(end)}"
+    return f"{name} {verb} from {percent(start)} to {percent(end)}"
 
 
 def _basis(change: Interval | None, after: Evaluation, trained: Training | None) -> str:
@@ -116,8 +116,8 @@ def _basis(change: Interval | None, after: Evaluation, trained: Training | None)
             f"{basis}. The two evaluations judged different tasks, so their difference is not a measurement."
         )
     return (
-        f"{basis}: {_points(change.mean)} points, with a 95% interval of {_points(change.low)} to "
-        f"{_points(change.high)}, paired by task."
+        f"{basis}: {points(change.mean)} points, with a 95% interval of {points(change.low)} to "
+        f"{points(change.high)}, paired by task."
     )
 
 
@@ -131,7 +131,7 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
             moved = max(climb.contributions, key=lambda one: one.from_share)
             sentences.append(
                 f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
-                f"({_percent(moved.share[0], 0)} → {_percent(moved.share[1], 0)} of answers), "
+                f"({percent(moved.share[0], 0)} → {percent(moved.share[1], 0)} of answers), "
                 f"{accuracy / total:.0%} from better accuracy within strategies."
                 if total > 0
                 else f"{share / total:.0%} of the loss comes from the choice of strategy, "
@@ -140,18 +140,18 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
     for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
         change = climb.differences.get(name)
-        moved_to = _percent(after.measures[name][0]) if name in after.measures else ""
+        moved_to = percent(after.measures[name][0]) if name in after.measures else ""
         if change is not None and moved_to and _direction(change) < 0:
             lost = "the model can no longer solve tasks that it solved sometimes before"
-            sentences.append(f"{name} fell from {_percent(could)} to {moved_to}: {lost}.")
+            sentences.append(f"{name} fell from {percent(could)} to {moved_to}: {lost}.")
         elif could >= does > before.measures["pass@1"][0]:
             rose = f"; {name} itself rose to {moved_to}" if change and _direction(change) > 0 else ""
             sentences.append(
-                f"{name} was {_percent(could)} before training: the model now solves reliably what it solved "
+                f"{name} was {percent(could)} before training: the model now solves reliably what it solved "
                 f"sometimes before{rose}."
             )
-        elif moved_to and moved_to != _percent(could):
-            sentences.append(f"{name} went from {_percent(could)} to {moved_to}.")
+        elif moved_to and moved_to != percent(could):
+            sentences.append(f"{name} went from {percent(could)} to {moved_to}.")
     return " ".join(sentences)
 
 
@@ -172,12 +172,12 @@ def _explanation(climb: Comparison) -> str:
     change = climb.accuracy[1] - climb.accuracy[0]
     text = (
         "A policy improves by choosing better strategies, or by becoming more accurate within a strategy. "
-        f"From “{climb.before_label}” to “{climb.after_label}”, {_points(share)} points came from the choice "
-        f"of strategy and {_points(accuracy)} from accuracy within strategies."
+        f"From “{climb.before_label}” to “{climb.after_label}”, {points(share)} points came from the choice "
+        f"of strategy and {points(accuracy)} from accuracy within strategies."
     )
     if abs(share + accuracy - change) > 0.0005:
         text += (
-            f" Their sum is {_points(share + accuracy)}, but pass@1 changed by {_points(change)}: the parts "
+            f" Their sum is {points(share + accuracy)}, but pass@1 changed by {points(change)}: the parts "
             "count answers, pass@1 counts tasks, and tasks with failed verdicts have fewer answers."
         )
     return text
@@ -185,9 +185,9 @@ def _explanation(climb: Comparison) -> str:
 
 def _of_one(evaluation: Evaluation) -> Headline:
     mean, low, high = evaluation.measures["pass@1"]
-    interval = "" if low is None or high is None else f", 95% interval {_percent(low)} to {_percent(high)}"
+    interval = "" if low is None or high is None else f", 95% interval {percent(low)} to {percent(high)}"
     return Headline(
-        f"pass@1 is {_percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
+        f"pass@1 is {percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
         (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),
     )
 
@@ -201,10 +201,10 @@ def _of_held_out(trained: Training) -> Headline | None:
         return None
     keys = (figure, f"{figure}/low", f"{figure}/high")
     rows = [row for row in zip(*(trained.columns[key] for key in keys), strict=True) if None not in row]
-    first, last = (" to ".join(map(_percent, row[1:])) for row in (rows[0], rows[-1]))
+    first, last = (" to ".join(map(percent, row[1:])) for row in (rows[0], rows[-1]))
     name = figure.split("/")[1]
     return Headline(
-        f"pass@1 on {name} tasks went from {_percent(rows[0][0])} to {_percent(rows[-1][0])}",
+        f"pass@1 on {name} tasks went from {percent(rows[0][0])} to {percent(rows[-1][0])}",
         (f"{trained.description} 95% intervals: {first} before training, {last} at the end.",),
     )
 
@@ -224,10 +224,12 @@ def _of_curve(trained: Training, *, is_over: bool) -> Headline | None:
     return None
 
 
-def _percent(value: float, digits: int = 1) -> str:
+def percent(value: float, digits: int = 1) -> str:
+    """A share as text."""
     return f"{100 * value:.{digits}f}%"
 
 
-def _points(value: float) -> str:
+def points(value: float) -> str:
+    """A difference of shares in percentage points, with its sign."""
     size = f"{abs(100 * value):.1f}"
     return size if size == "0.0" else f"{'−' if value < 0 else '+'}{size}"

@@ -213,7 +213,7 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
         )
     seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
     if seconds:
-        facts.append(("Time", _duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
+        facts.append(("Time", duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
     costs = [one.cost for one in view.placed if one.cost is not None]
     if costs:
         facts.append(("Cost", f"{sum(costs):.4f}", f"of rented machines, {len(costs)} attempts"))
@@ -228,10 +228,10 @@ def machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
     """The total time and the machine, as a sentence."""
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     where = f" on {provenance.machine_name}" if provenance.machine_name else ""
-    return f"All stages took {_duration(sum(seconds))}{where}." if seconds else ""
+    return f"All stages took {duration(sum(seconds))}{where}." if seconds else ""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,7 +1,6 @@
 """The text that each token adds to an answer."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 Piece = int | str  # an index into the vocabulary's table, or the text of a part of a character
@@ -12,19 +11,22 @@ _HALF = "\ufffd"  # decoded from a part of a character
 class Vocabulary:
     """Texts of single tokens, in a table that grows as tokens occur.
 
+    Args:
+        document: text of tokenizer.json.
+
     Attributes:
         table: (text, is special) of the tokens so far; pieces are indices into it.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, document: str) -> None:
         import tokenizers
 
         try:
-            self._backend: Any = tokenizers.Tokenizer.from_file(str(file))
+            self._backend: Any = tokenizers.Tokenizer.from_str(document)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a malformed file can panic inside the Rust library
-            raise ValueError(f"{file} is not a tokenizer") from error
+            raise ValueError("not a tokenizer.json") from error
         added = self._backend.get_added_tokens_decoder()
         self._special = {token for token, entry in added.items() if entry.special}
         self._index: dict[int, int] = {}
@@ -70,6 +72,9 @@ class Vocabulary:
             else:
                 pieces.append(text)
                 pending = []
+        if pending:  # the answer ends within a character
+            place = max(place for place, piece in enumerate(pieces) if piece == "")
+            pieces[place] = self._backend.decode(pending)
         return pieces
 
     def _joined(self, pieces: Sequence[Piece]) -> str:

@@ -29,6 +29,7 @@ SCRIPTS = (
     "verdict.js",
     "tokens.js",
     "groups.js",
+    "attempts.js",
     "spans.js",
     "episodes.js",
     "outcome.js",

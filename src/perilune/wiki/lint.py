@@ -29,6 +29,7 @@ _CLAIM = re.compile(
     re.I,
 )
 _BEST = re.compile(r"\b(best|highest|lowest|state of the art)\b", re.I)
+_VERSUS = re.compile(r"\b(?:(?:better|worse|higher|lower|faster|slower) than|beats?|outperforms?)\b", re.I)
 _NUMBER = re.compile(r"(?<![\w.@/#=-])[-+−]?\d+(?:[.,]\d+)*\s?%?(?![\w@/]|\.\d)")
 _SPARED = re.compile(
     r"^# .*$|^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
@@ -238,6 +239,17 @@ def _bare_best(page: _Page) -> Iterator[Finding]:
             )
 
 
+def _bare_comparison(page: _Page) -> Iterator[Finding]:
+    for place, text, answers in page.claims:
+        if _VERSUS.search(text) and not answers and not _BEST.search(text):
+            yield page.finding(
+                place,
+                "uncited-comparison",
+                "no query stands behind this comparison",
+                "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE",
+            )
+
+
 def _bare_numbers(page: _Page) -> Iterator[Finding]:
     visible = _SPARED.sub(_spaces, LINK.sub(_spaces, page.prose))
     for number in _NUMBER.finditer(visible):
@@ -274,6 +286,7 @@ RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
     "few-seeds": _one_seed,
     "overlap": _overlaps,
     "uncited-best": _bare_best,
+    "uncited-comparison": _bare_comparison,
     "bare-number": _bare_numbers,
     "edited": _edited,
 }

@@ -236,10 +236,14 @@ class Tokenizer:
         print(printable(said), file=sys.stderr, flush=True)
         return limited
 
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        return f"{self._backend.to_str(pretty=True)}\n"
+
     def save(self, path: Path | str) -> None:
         """Write tokenizer.json, tokenizer_config.json and, when there is one, chat_template.jinja."""
         folder = Path(path)
-        write_atomic(folder / "tokenizer.json", self._backend.to_str(pretty=True) + "\n")
+        write_atomic(folder / "tokenizer.json", self.to_json())
         config = {key: value for key, value in self._config.items() if key != "chat_template"}
         write_json(folder / "tokenizer_config.json", config)
         if self.chat_template is not None:

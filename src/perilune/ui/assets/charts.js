@@ -1,7 +1,6 @@
 // Small SVG charts without dependencies: lines (with intervals, linked crosshairs, log scales), bars
 // (stacked, grouped or mirrored) and rows (dumbbells, forests, waterfalls, time lines).
 const groups = new Map(); // name of a linked x axis -> the charts that share its crosshair
-const zooms = new Map(); // name of a linked x axis -> the range that is shown of it
 const smoothed = new Set(); // charts that follow the smoothing slider
 let smoothing = 0;
 
@@ -293,17 +292,24 @@ function within(one, [from, to]) {
 }
 
 const refresh = group => (groups.get(group) || []).forEach(chart => chart.refresh());
+Address.restore(() => [...groups.keys()].forEach(refresh));
 
-// Show a range of the x axis in all charts of a group, or the whole axis for null.
-function zoom(group, range) {
-  if (range) zooms.set(group, range);
-  else zooms.delete(group);
+// The range of the x axis that the charts of a group show, in the unit of the axis; undefined for the whole axis.
+function zoomOf({ group, x }) {
+  const [unit, ...ends] = Address.get(`zoom.${group}`).split("~");
+  const range = ends.map(Number);
+  return unit === x.label && range.length === 2 && range.every(isNumber) ? range : undefined;
+}
+
+// Show a range in all charts of a group, or the whole axis.
+function zoom({ group, x }, range) {
+  Address.set(`zoom.${group}`, range ? [x.label, ...range.map(value => Number(value.toPrecision(6)))].join("~") : "");
   hideTooltip();
   refresh(group);
 }
 
 // Let the mouse select a range by dragging; the click that ends it picks nothing.
-function brush(root, group, area, valueAt) {
+function brush(root, spec, area, valueAt) {
   let start = null;
   let selection = null;
   const pixel = event => {
@@ -329,10 +335,10 @@ function brush(root, group, area, valueAt) {
     start = selection = null;
     if (!chosen) return;
     event.stopImmediatePropagation();
-    zoom(group, chosen);
+    zoom(spec, chosen);
   };
   root.addEventListener("click", choose, true);
-  root.addEventListener("dblclick", () => zoom(group, null));
+  root.addEventListener("dblclick", () => zoom(spec));
 }
 
 // Values beside the points of each x, moved apart so that none covers another.
@@ -362,7 +368,7 @@ function lines(spec) {
   const place = { index: null };
   let [series, xs, log, state] = [[], [], false, null];
   const measure = () => {
-    const range = zooms.get(spec.group);
+    const range = spec.group && zoomOf(spec);
     series = read().map(one => (range ? within(one, range) : one));
     series = series.filter(one => one.y.some(isNumber));
     xs = [...new Set(series.flatMap(one => one.x))].sort((a, b) => a - b);
@@ -387,7 +393,6 @@ function lines(spec) {
       if (textWidth(band.name, 10.5) + 8 < to - from)
         root.append(label("band-label", (from + to) / 2, area.top + 9, band.name, "middle"));
     }
-    if (isNumber(spec.marker)) root.append(line("marker", x(spec.marker), area.top, x(spec.marker), area.bottom));
     const labels = series.flatMap((one, position) => drawSeries(root, one, position, axes, width));
     if (spec.valueLabels) placeLabels(root, labels, area);
     const crosshair = line("crosshair", 0, area.top, 0, area.bottom);
@@ -395,7 +400,7 @@ function lines(spec) {
     root.append(crosshair, dots);
     if (log) noteHidden(root, area);
     state = { ...axes, crosshair, dots };
-    if (spec.group) brush(root, spec.group, area, x.invert);
+    if (spec.group) brush(root, spec, area, x.invert);
     listen(root, width);
     show(place.index);
     return root;
@@ -477,11 +482,11 @@ function lines(spec) {
 
   function keys(event) {
     const { index } = place;
-    if (event.key === "0" && spec.group) zoom(spec.group, null);
+    if (event.key === "0" && spec.group) zoom(spec);
     else if (index === null) return false;
     else if (event.key === "z" && spec.group) {
       const reach = Math.max(2, Math.round(xs.length / 6));
-      zoom(spec.group, [xs[Math.max(0, index - reach)], xs[Math.min(xs.length - 1, index + reach)]]);
+      zoom(spec, [xs[Math.max(0, index - reach)], xs[Math.min(xs.length - 1, index + reach)]]);
     } else if (event.key === "Enter" && spec.pick) spec.pick(xs[index]);
     else return false;
     return true;
@@ -505,7 +510,7 @@ function lines(spec) {
     root.addEventListener("click", event => spec.pick(xs[under(event)]));
   }
 
-  const whole = Page.chip("whole range", () => zoom(spec.group, null), { hidden: true });
+  const whole = Page.chip("whole range", () => zoom(spec), { hidden: true });
   chart.refresh = () => {
     whole.hidden = !measure();
     chart.redraw();
@@ -673,8 +678,8 @@ function clip(text, pixels) {
 }
 
 // A chart as the server describes it: its kind, and the names of the formats of its axes.
-const figure = ({ kind, x, y, ...spec }) =>
-  ({ lines, bars })[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
+const figure = ({ kind, x, y = {}, ...spec }) =>
+  ({ lines, bars, rows })[kind]({ ...spec, x: { ...AXES[x.as], ...x }, y: { ...AXES[y.as], ...y } });
 
 // Drop the charts of a group, because others take their place.
 function forget(group) {
@@ -689,4 +694,4 @@ function smooth(weight) {
     else smoothed.delete(chart);
 }
 
-globalThis.Charts = { figure, lines, bars, rows, showTooltip, hideTooltip, zoom, refresh, forget, smooth };
+globalThis.Charts = { figure, lines, bars, rows, showTooltip, hideTooltip, refresh, forget, smooth };

@@ -7,8 +7,18 @@ const UNITS = {
   tokens: { label: "tokens", name: "tokens", integer: true, time: false, format: Format.integer },
   seconds: { label: "time of the steps", name: "", integer: false, time: true, format: Format.seconds },
 };
-const x = { ...UNITS.step };
-let axis = "step";
+const isOffered = name => name === "step" || Data.training.every(one => one.columns[`reached/${name}`]);
+const axes = Page.select("Horizontal axis", Object.keys(UNITS).filter(isOffered), setAxis);
+const x = {};
+let axis;
+Address.keep("axis", axes);
+setAxis();
+
+function setAxis() {
+  axis = axes.value;
+  Object.assign(x, UNITS[axis]);
+  for (const { stage } of Data.training) for (const group of ["training", "main"]) Charts.refresh(`${group}-${stage}`);
+}
 
 // Where each step lies on the axis. The server counts; rows that arrived since are added here.
 function reached({ columns, timings }) {
@@ -23,18 +33,6 @@ function reached({ columns, timings }) {
   return columns.step.map((_, place) => (total = counted[place] ?? total + spent(place)));
 }
 const stepAt = (training, value) => training.columns.step[reached(training).indexOf(value)];
-
-function axisControl() {
-  const isOffered = name => name === "step" || Data.training.every(one => one.columns[`reached/${name}`]);
-  const offered = Object.keys(UNITS).filter(isOffered);
-  if (offered.length === 1) return null;
-  const choice = Page.select("Horizontal axis", offered, () => {
-    axis = choice.value;
-    Object.assign(x, UNITS[axis]);
-    for (const { stage } of Data.training) for (const group of [`training-${stage}`, `main-${stage}`]) Charts.zoom(group, null);
-  });
-  return h("label.control", "Axis", choice);
-}
 
 // --- curves
 const isPresent = value => !isNothing(value);
@@ -131,67 +129,20 @@ function curves() {
     shown.textContent = weight ? weight.toFixed(2) : "off";
     Charts.smooth(weight);
   };
+  Address.keep("smoothing", slider);
   const hint = "Smoothing draws a moving average over the exact values; tooltips always show exact values.";
   return section(
     "curves",
     "Training curves",
     "All steps of all training stages. Point at a chart, or use the arrow keys, to read all charts at the same step. Drag over a range, or press z, to look closer; 0 shows the whole range.",
-    h("div.toolbar", h("label.control", "Smoothing", slider, shown), axisControl(), h("small.muted", hint)),
+    h("div.toolbar", h("label.control", "Smoothing", slider, shown), axes.length > 1 && h("label.control", "Axis", axes), h("small.muted", hint)),
     trained.map(block),
   );
 }
 
 // --- time, hardware
 const PARTS = [["sampling", 1], ["scoring", 5], ["learning", 2], ["other", 7]];
-const COLORS = { sft: 1, rl: 2, evaluate: 3 }; // of the bars of stages
-const spent = ({ totals }) => sum(PARTS.map(([name]) => totals[name]));
 const tiles = charts => h("div.tiles.two", charts);
-
-// The bars of consecutive spans of time: [seconds, colour] each.
-function endToEnd(spans) {
-  let from = 0;
-  return spans.map(([seconds, color]) => ({ bar: [from, (from += seconds || 0)], color }));
-}
-
-function timeline() {
-  const timed = Data.stages.filter(stage => stage.seconds !== null);
-  if (!timed.length) return null;
-  const total = sum(timed.map(stage => stage.seconds));
-  const bars = endToEnd(timed.map(stage => [stage.seconds, COLORS[stage.task] || 7]));
-  return Charts.rows({
-    key: "timeline",
-    title: `Stages, ${Format.seconds(total)} in all`,
-    rowHeight: 28,
-    x: { domain: [0, total || 1], ...CLOCK, label: "time in stages, end to end" },
-    rows: timed.map((stage, place) => ({
-      label: stage.name,
-      value: Format.seconds(stage.seconds),
-      marks: [bars[place]],
-      details: [{ name: stage.task, value: Format.percent(stage.seconds / total) }],
-    })),
-  });
-}
-
-function timeByPart() {
-  const order = Data.stages.map(stage => stage.name);
-  const split = [...Data.training, ...Data.timed_evaluations].filter(one => one.totals);
-  if (!split.length) return null;
-  split.sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage));
-  const said = (seconds, total) => `${Format.seconds(seconds || 0)} · ${Format.percent((seconds || 0) / total)}`;
-  return Charts.rows({
-    key: "split",
-    title: "Time by part",
-    legend: PARTS.map(([name, color]) => ({ name, color })),
-    note: "Without start-up, loading and saving.",
-    x: { domain: [0, Math.max(...split.map(spent)) * 1.02 || 1], ...CLOCK },
-    rows: split.map(one => ({
-      label: one.stage,
-      value: Format.seconds(spent(one)),
-      marks: endToEnd(PARTS.map(([name, color]) => [one.totals[name], color])),
-      details: PARTS.map(([name, color]) => ({ name, color, value: said(one.totals[name], spent(one)) })),
-    })),
-  });
-}
 
 function stepCharts({ stage, task, timings }) {
   const { step, tokens_per_second: rates } = timings;
@@ -221,10 +172,10 @@ function stepCharts({ stage, task, timings }) {
 }
 
 function time() {
-  const overview = [timeline(), timeByPart()].filter(Boolean);
+  const overview = Data.times.map(Charts.figure);
   const steps = Data.training.flatMap(stepCharts);
-  const hardware = Data.hardware ? hardwareCharts(Data.hardware) : [];
-  if (!overview.length && !steps.length && !hardware.length) return null;
+  const { hardware } = Data;
+  if (!overview.length && !steps.length && !hardware) return null;
   return section(
     "time",
     "Time and machine",
@@ -232,7 +183,7 @@ function time() {
     tiles(overview),
     Data.placements.length > 0 && machines(),
     steps.length > 0 && [part("Step by step"), tiles(steps)],
-    hardware.length > 0 && [part("Hardware", Data.hardware.note), tiles(hardware)],
+    hardware && [part("Hardware", hardware.note), tiles(hardware.figures.map(Charts.figure))],
   );
 }
 
@@ -249,31 +200,6 @@ function machines() {
   return [
     part("Machines and cost", "All attempts. Cost counts from the request of a machine to the proof that it is gone."),
     table(columns, Data.placements, "Machines and cost"),
-  ];
-}
-
-function hardwareCharts({ columns, bands }) {
-  const axis = { label: "time in stages, end to end", name: "at", ...CLOCK };
-  const load = { format: value => `${Format.number(value, 3)}%`, domain: [0, 112] };
-  const bytes = { format: Format.bytes };
-  const drawing = { x: axis, bands, group: "hardware", showLegend: true, height: 200 };
-  const chart = (key, title, note, y, names) => {
-    const series = names
-      .filter(([column]) => columns[column])
-      .map(([column, name, color]) => ({ name, x: columns.seconds, y: columns[column], color }));
-    return series.length ? [Charts.lines({ key, title, note, y, series, ...drawing })] : [];
-  };
-  const gpus = Object.keys(columns).filter(name => name.endsWith("_utilisation")).map(name => name.replace("_utilisation", ""));
-  const ofGpus = figure => gpus.map((name, index) => [`${name}_${figure}`, name, (index % 8) + 1]);
-  const used = "Resident memory of the processes of the run, and the memory that the machine used in total.";
-  return [
-    ...chart("cpu", "Processor", "Percent of all cores. Includes other work of the machine.", load, [
-      ["process_cpu", "this run", 1],
-      ["cpu", "whole machine", 7],
-    ]),
-    ...chart("memory", "Memory", used, bytes, [["rss", "this run", 1], ["memory", "whole machine", 7]]),
-    ...chart("gpu", "GPU use", null, load, ofGpus("utilisation")),
-    ...chart("gpu-memory", "GPU memory", null, bytes, ofGpus("memory")),
   ];
 }
 

@@ -2,12 +2,11 @@
 // token beside the other samples of its group. Each step's episodes are parsed when first read.
 const index = JSON.parse(document.getElementById("episodes-index").textContent);
 const live = Data.live; // where the page finds episodes that it does not contain, or null
-const PAGE = 60; // rows added to the list at a time
-const MOST_FETCHED = 40; // steps to search together in a live page
+const PAGE = 60; // rows of the list before the reader asks for more
 const ofStep = step => ({ label: `step ${step}`, step, name: `step-${String(step).padStart(6, "0")}` });
 for (const stage of index.stages) stage.sets.push(...stage.steps.map(ofStep));
 const parsed = new WeakMap(); // set -> a promise of its episodes, each with its group, set and tokens
-const state = { stage: null, set: 0, all: false, shown: PAGE, current: null, found: [], drawn: "", beside: null };
+const state = { stage: null, set: 0, shown: PAGE, current: null, found: [], count: 0, drawn: "", beside: null };
 const { plain, select } = Page;
 
 const stageOf = name => index.stages.find(one => one.stage === name);
@@ -23,18 +22,39 @@ async function embedded(set, stage) {
   return prepared(set, groups, index.vocabularies[stage.vocabulary] || null);
 }
 
-async function fetched(set, stage) {
-  const answer = await fetch(`${live.base}/episodes/${encodeURIComponent(stage.stage)}/${encodeURIComponent(set.name)}`);
+// The episodes of a set from the server, or only those of the group with this episode.
+async function fetched(set, stage, episode) {
+  const place = ["episodes", stage.stage, set.name].map(encodeURIComponent).join("/");
+  const answer = await fetch(`${live.base}/${place}${episode ? `?episode=${encodeURIComponent(episode)}` : ""}`);
   if (!answer.ok) throw new Error(`the episodes of ${set.label} could not be read`);
   const found = await answer.json();
-  Object.assign(set, { total: found.total, embedded: found.embedded });
+  if (!episode) Object.assign(set, { total: found.total, embedded: found.embedded });
   const episodes = prepared(set, found.groups, found.vocabulary.length ? found.vocabulary : null);
-  const names = new Set([...stage.strategies, ...episodes.flatMap(episode => episode.strategies)]);
+  const names = new Set([...stage.strategies, ...episodes.flatMap(one => one.strategies)]);
   if (names.size > stage.strategies.length) {
     stage.strategies = [...names].sort();
     if (stage === state.stage) drawStrategies();
   }
   return episodes;
+}
+
+// One episode, which may be a row that a search has found.
+async function whole(set, stage, id) {
+  const find = episodes => episodes.find(one => one.id === id);
+  return find(await load(set, stage)) || (live && find(await fetched(set, stage, id)));
+}
+
+// Events from the server, until it has told all. A new stream of a kind ends the one before.
+const streams = new Map();
+function listen(kind, path, query, show) {
+  streams.get(kind)?.close();
+  const source = new EventSource(`${live.base}/${path}?${new URLSearchParams(query)}`);
+  streams.set(kind, source);
+  source.onmessage = event => {
+    const news = JSON.parse(event.data);
+    if (news.searched === news.of) source.close();
+    show(news);
+  };
 }
 
 const isStrategy = name => name.startsWith("strategy/");
@@ -54,7 +74,7 @@ function prepared(set, groups, vocabulary) {
         prompt: group.prompt.map(message => message.content).join("\n"),
         strategies: strategies.map(name => name.slice(9)),
         sampled: own.length,
-        meanLogprob: sum(own) / (own.length || 1) / 1000,
+        logprob: sum(own) / (own.length || 1) / 1000,
       });
     }
   }
@@ -70,24 +90,28 @@ const REWARDS = {
   wrong: ({ reward }) => reward !== null && reward <= 0,
   failed: episode => episode.failure !== "",
 };
+// Field to sort by, with a minus for falling order.
 const SORTS = {
-  "as sampled": null,
-  "reward, high first": (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
-  "reward, low first": (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
-  "advantage, high first": (a, b) => (b.advantage ?? -Infinity) - (a.advantage ?? -Infinity),
-  "longest first": (a, b) => b.length - a.length,
-  "shortest first": (a, b) => a.length - b.length,
-  "least likely first": (a, b) => a.meanLogprob - b.meanLogprob,
+  "": "as sampled",
+  "-reward": "reward, high first",
+  reward: "reward, low first",
+  "-advantage": "advantage, high first",
+  "-length": "longest first",
+  length: "shortest first",
+  logprob: "least likely first",
 };
 const ENDINGS = { stop: "end of sequence", length: "token limit", aborted: "aborted" };
 
-const again = () => refresh(true);
+function again() {
+  state.shown = PAGE;
+  if (state.stage) refresh(true);
+}
 const input = (type, label, more) => h("input", { type, "aria-label": label, oninput: again, ...more });
 const view = {
-  stage: select("Stage", index.stages.map(one => one.stage), () => setStage(view.stage.value)),
-  step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(Number(view.step.value)) }),
+  stage: select("Stage", index.stages.map(one => one.stage), () => browse(view.stage.value)),
+  step: input("range", "Step", { min: 0, max: 0, step: 1, value: 0, oninput: () => browse(state.stage.stage, Number(view.step.value)) }),
   stepLabel: h("output"),
-  all: h("input", { type: "checkbox", onchange: toggleAll }),
+  all: h("input", { type: "checkbox", onchange: again }),
   parts: h("div.parts", { role: "group", "aria-label": "Part" }),
   search: input("search", "Search", { placeholder: "Search text, prompt, task" }),
   reward: select("Reward", [["any", "any reward"], "right", "partial", "wrong", ["failed", "verifier failed"]], again),
@@ -96,13 +120,15 @@ const view = {
   least: input("number", "Shortest length", { min: 0, placeholder: "min" }),
   most: input("number", "Longest length", { min: 0, placeholder: "max" }),
   group: input("search", "Group", { placeholder: "group: 20/3", class: "narrow" }),
-  sort: select("Order", Object.keys(SORTS), again),
+  sort: select("Order", Object.entries(SORTS), again),
   count: h("span", { role: "status" }),
   list: h("ol", { onkeydown: event => Page.moveFocus(event, "button.episode", { ArrowDown: 1, ArrowUp: -1 })?.click() }),
   detail: h("div.detail"),
-  picker: h("div.picker"),
   matrix: h("div.matrix"),
 };
+// The fields that the address remembers and the server's search understands, by their names there.
+const fields = { q: view.search, reward: view.reward, strategy: view.strategy, finish: view.finish, group: view.group };
+Object.assign(fields, { least: view.least, most: view.most, sort: view.sort });
 view.stepControl = h("label.control", view.step, view.stepLabel);
 view.allControl = h("label.control", view.all, "all steps");
 
@@ -120,13 +146,17 @@ function matches(loaded) {
     const text = [episode.text, episode.prompt, episode.group.task, episode.id, episode.failure].join("\n").toLowerCase();
     return asked.every(word => text.includes(word));
   });
-  const order = SORTS[view.sort.value];
-  return order ? found.sort(order) : found;
+  const key = view.sort.value.replace("-", "");
+  const sign = key === view.sort.value ? 1 : -1;
+  const place = episode => sign * (episode[key] ?? sign * Infinity); // what is not known comes last
+  return key ? found.sort((a, b) => place(a) - place(b)) : found;
 }
 
 function clear() {
-  for (const field of [view.search, view.least, view.most, view.group, view.strategy, view.finish]) field.value = "";
-  view.reward.value = "any";
+  for (const [name, field] of Object.entries(fields)) {
+    if (name !== "sort") field.value = name === "reward" ? "any" : "";
+    field.dispatchEvent(new Event("input"));
+  }
   again();
 }
 
@@ -149,43 +179,66 @@ let turn = 0; // of the latest refresh: an older one that waits for its episodes
 async function refresh(keepSelection = false, wanted = null) {
   const mine = (turn += 1);
   const { stage } = state;
-  const sets = state.all ? stage.sets : [stage.sets[state.set]];
-  let loaded = [];
+  const [here, isWhole] = [stage.sets[state.set], !view.allControl.hidden && view.all.checked];
+  const sets = isWhole && !live ? stage.sets : [here];
   try {
-    loaded = (await Promise.all(sets.map(set => load(set, stage)))).flat();
+    const loaded = isWhole && live ? null : (await Promise.all(sets.map(set => load(set, stage)))).flat();
+    const asked = wanted && (await whole(here, stage, wanted));
+    if (mine !== turn) return;
+    if (loaded) showFound(matches(loaded), sets, asked);
+    else searchRun(stage);
+    drawMatrix(isWhole ? [] : loaded, isWhole);
+    const isKept = keepSelection && (!loaded || state.found.some(isCurrent));
+    if (asked || !isKept) choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
   } catch (error) {
     for (const set of sets) parsed.delete(set);
     if (mine === turn) view.count.textContent = error.message;
-    return;
   }
-  if (mine !== turn) return;
-  state.found = matches(loaded);
-  const asked = wanted && state.found.find(episode => episode.id === wanted);
-  state.shown = PAGE + 1 + state.found.indexOf(asked);
+}
+
+function showFound(found, sets, asked) {
+  Object.assign(state, { found, count: found.length });
+  if (asked) state.shown = Math.max(state.shown, PAGE + 1 + found.findIndex(one => isSame(one, asked)));
   const [included, total] = [sum(sets.map(set => set.embedded)), sum(sets.map(set => set.total))];
   const coverage = included < total ? `${Format.integer(included)} of ${Format.integer(total)}` : `all ${Format.integer(total)}`;
-  const found = `${Format.integer(state.found.length)} ${state.found.length === 1 ? "episode" : "episodes"}`;
-  view.count.textContent = `${found} · ${coverage} are ${live ? "shown" : "in this file"}`;
-  const place = `${stage.stage}/${state.all ? "" : state.set}`;
-  if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(state.all ? [] : loaded, pick));
-  state.drawn = place;
-  drawList();
-  if (asked || !keepSelection || !state.found.includes(state.current))
-    choose(asked || state.found.find(episode => !episode.group.dead) || state.found[0] || null);
+  drawList(`${coverage} are ${live ? "shown" : "in this file"}`);
 }
+
+// Search all steps of a stage on the server, which tells what it has found so far.
+function searchRun(stage) {
+  const values = Object.entries(fields).map(([name, field]) => [name, field.value.trim()]);
+  const query = Object.fromEntries([...values, ["rows", state.shown]].filter(([, value]) => value));
+  view.count.textContent = "searching all steps";
+  listen("search", `episodes/${encodeURIComponent(stage.stage)}`, query, ({ rows, found, searched, of, unreadable }) => {
+    if (stage !== state.stage || !view.all.checked) return;
+    const known = new Map(stage.sets.map(set => [set.step, set]));
+    state.found = rows.map(({ step, ...row }) => ({ ...row, set: known.get(step) || ofStep(step) }));
+    state.count = found;
+    const part = searched < of ? `${Format.integer(searched)} of` : "all";
+    drawList(`searched ${part} ${Format.integer(of)} steps${unreadable ? `, ${unreadable} unreadable` : ""}`);
+  });
+}
+
+function drawMatrix(loaded, isWhole) {
+  const place = `${state.stage.stage}/${isWhole ? "" : state.set}`;
+  if (place !== state.drawn) view.matrix.replaceChildren(...Groups.matrix(loaded, pick));
+  state.drawn = place;
+}
+
+const isSame = (a, b) => Boolean(a && b) && a.id === b.id && a.set === b.set;
+const isCurrent = episode => isSame(episode, state.current);
 
 function row(episode) {
   const asked = lastLine(episode.prompt).length <= 24 && h("span.asked", `${begin(lastLine(episode.prompt))} `);
   const facts = [
-    state.all && episode.set.label,
+    view.all.checked && episode.set.label,
     `group ${shortId(episode.group.id)}`,
     ...episode.strategies,
     episode.finish === "length" && "truncated",
   ];
-  const isCurrent = episode === state.current && "true";
   return h(
     "button.episode",
-    { type: "button", ariaCurrent: isCurrent, onclick: () => pick(episode) },
+    { type: "button", ariaCurrent: isCurrent(episode) && "true", onclick: () => pick(episode) },
     rewardBadge(episode),
     h("span.text", asked, gist(oneLine(episode.text))),
     h("span.meta", episode.length > 0 && `${episode.length} tokens`),
@@ -194,29 +247,32 @@ function row(episode) {
   );
 }
 
-function drawList() {
-  const { found, shown } = state;
+function drawList(coverage) {
+  const { found, shown, count } = state;
   const more = () => {
     state.shown += PAGE * 4;
-    drawList();
+    refresh(true);
   };
+  view.count.textContent = `${Format.integer(count)} ${count === 1 ? "episode" : "episodes"} · ${coverage}`;
   view.list.replaceChildren(...found.slice(0, shown).map(episode => h("li", row(episode))));
   if (!found.length) view.list.append(h("li.list-more.muted", "No episode matches these filters. ", plain("Clear them", clear)));
-  if (found.length > shown)
-    view.list.append(h("li.list-more", plain(`Show more (${Format.integer(found.length - shown)} left)`, more)));
+  if (count > shown) view.list.append(h("li.list-more", plain(`Show more (${Format.integer(count - shown)} left)`, more)));
 }
 
 // --- detail
-function pick(episode) {
+async function pick(episode) {
   touched = true;
-  choose(episode);
+  if (episode.group.members) return choose(episode);
+  const mine = (turn += 1);
+  const found = await whole(episode.set, state.stage, episode.id);
+  return mine === turn && found ? choose(found) : undefined;
 }
 
 function choose(episode) {
   state.current = episode;
   Charts.hideTooltip();
   for (const [place, button] of view.list.querySelectorAll("button.episode").entries())
-    button.ariaCurrent = state.found[place] === episode ? "true" : null;
+    button.ariaCurrent = isSame(state.found[place], episode) ? "true" : null;
   requestAnimationFrame(reveal);
   if (episode && touched) remember(episode);
   Groups.mark(view.matrix, episode);
@@ -235,16 +291,26 @@ function keep(episode) {
 
 // --- link
 let touched = false; // whether the reader has chosen something: the address of an untouched page stays short
+const placeOf = (stage, label, id) => [stage, label, id].map(encodeURIComponent).join("/");
+const addressOf = (...place) => `#episodes/${placeOf(...place)}`;
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return ""; // a damaged link
+  }
+}
+
 function remember(episode) {
-  const { beside } = state;
-  const other = beside && beside.episode !== episode ? [beside.stage, beside.episode.set.label, beside.episode.id] : [];
-  const place = [state.stage.stage, episode.set.label, episode.id, ...other].map(encodeURIComponent).join("/");
-  history.replaceState(null, "", `#episodes/${place}`);
+  const { stage, beside } = state;
+  const other = beside && beside.episode !== episode ? `/${placeOf(beside.stage, beside.episode.set.label, beside.episode.id)}` : "";
+  Address.set("#", addressOf(stage.stage, episode.set.label, episode.id) + other);
 }
 
 // Show what the address names: #episodes/STAGE/STEP/EPISODE, and the same of an episode beside it.
-function follow() {
-  const [name, ...parts] = location.hash.slice(1).split("/").map(decodeURIComponent);
+function showAddress() {
+  const [name, ...parts] = location.hash.slice(1).split("/").map(decoded);
   const place = name === "episodes" ? (stageOf(parts[0])?.sets.findIndex(set => set.label === parts[1]) ?? -1) : -1;
   if (place < 0) return false;
   touched = true;
@@ -252,8 +318,7 @@ function follow() {
   const stage = stageOf(parts[3]);
   const set = stage?.sets.find(one => one.label === parts[4]);
   if (set)
-    load(set, stage).then(episodes => {
-      const episode = episodes.find(one => one.id === parts[5]);
+    whole(set, stage, parts[5]).then(episode => {
       state.beside = episode ? { episode, stage: stage.stage } : null;
       choose(state.current);
     });
@@ -279,10 +344,7 @@ function add(name, steps) {
   stage.sets.push(...added.map(ofStep));
   if (stage !== state.stage || !added.length) return;
   if (isLast && !touched) setPlace(stage.sets.length - 1);
-  else {
-    view.step.max = stage.sets.length - 1;
-    drawPicker();
-  }
+  else view.step.max = stage.sets.length - 1;
 }
 
 // Scroll the list, and only the list, to the episode that is shown.
@@ -296,7 +358,7 @@ function reveal() {
 }
 
 function factsOf(episode) {
-  const { length, sampled, advantage, finish, versions, strategies, group, meanLogprob } = episode;
+  const { length, sampled, advantage, finish, versions, strategies, group, logprob } = episode;
   const others = sampled < length ? `, and ${length - sampled} by others` : "";
   const ends = Array.isArray(versions) ? [versions[0], last(versions)] : [];
   const range = ends[0] ? `versions ${ends[0][0]} to ${ends[1][0]}` : null;
@@ -308,29 +370,21 @@ function factsOf(episode) {
     ["weights", typeof versions === "number" ? `version ${versions}` : range],
     ["strategy", strategies.join(", ")],
     ["task", group.task],
-    ["mean log-prob", length ? Format.number(meanLogprob, 3) : null],
+    ["mean log-prob", length ? Format.number(logprob, 3) : null],
   ];
 }
 
-function fields(pairs) {
-  const given = pairs.filter(([, value]) => value !== null && value !== "");
-  return h("dl.fields", given.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
-}
-
-const prose = (...content) => h("div.prose", { tabindex: 0 }, content);
-
 function prompt({ prompt: messages, rendered }) {
-  const role = message => (messages.length > 1 || message.role !== "user") && h("span.role", message.role);
-  const said = messages.map(message => [role(message), h("span", message.content), "\n"]);
+  const isNamed = messages.length > 1 || messages[0]?.role !== "user";
   return [
-    said.length > 0 && [h("h4", "Prompt"), prose(said)],
-    rendered && [h("h4", "Prompt as the model saw it"), prose(rendered)],
+    messages.length > 0 && [h("h4", "Prompt"), Page.messages(messages, isNamed)],
+    rendered && [h("h4", "Prompt as the model saw it"), h("div.prose", { tabindex: 0 }, rendered)],
   ];
 }
 
 function detail(episode) {
   const { group, set } = episode;
-  const place = state.found.indexOf(episode);
+  const place = state.found.findIndex(one => isSame(one, episode));
   const step = (text, by) => plain(text, () => pick(state.found[place + by]), { disabled: !state.found[place + by] });
   const steps = place >= 0 && [step("Previous", -1), step("Next", 1)];
   const compare = plain(state.beside?.episode === episode ? "Put away" : "Compare", () => keep(episode));
@@ -343,15 +397,16 @@ function detail(episode) {
   const card = h(
     "div.card",
     h("div.chart-head", h("h3", [set.label, ...names].join(" · ")), h("div.chart-tools", compare, steps)),
-    fields(factsOf(episode)),
+    Page.definitions(factsOf(episode), "fields"),
     episode.failure && h("p.notice", h("b", "No score. "), episode.failure),
     prompt(group),
     h("h4", episode.turns ? "Turns" : "Answer"),
     Tokens.view(episode),
     Spans.lanes(episode),
-    figures.length > 0 && [h("h4", "Scores and metrics"), fields(figures)],
+    figures.length > 0 && [h("h4", "Scores and metrics"), Page.definitions(figures, "fields")],
   );
-  return isAlone ? [card] : [card, siblings(group, episode)];
+  const same = Attempts.card(show => attemptsAt(group.task, show), (...place) => (location.hash = addressOf(...place)));
+  return [card, !isAlone && siblings(group, episode), same].filter(Boolean);
 }
 
 function advantageBar(value, largest) {
@@ -393,22 +448,21 @@ function siblings(group, current) {
   );
 }
 
-// --- picker
+// --- place
 function drawStrategies() {
   const { strategies } = state.stage;
-  const chosen = view.strategy.value;
   const options = [["", "any strategy"], ...strategies.map(one => [`s:${one}`, one]), ["none", "no strategy"]];
   view.strategy.replaceChildren(...options.map(([value, text]) => h("option", { value }, text)));
-  view.strategy.value = chosen;
+  view.strategy.value = Address.get("strategy");
+  if (!view.strategy.value) view.strategy.value = "";
   view.strategy.hidden = !strategies.length;
 }
 
 function setStage(name, place, episode) {
   const stage = stageOf(name);
   if (stage !== state.stage) {
+    if (state.stage) for (const field of ["strategy", "group"]) Address.set(field, (fields[field].value = ""));
     state.stage = stage;
-    state.all = false;
-    view.strategy.value = view.group.value = "";
     drawStrategies();
   }
   view.stage.value = name;
@@ -419,68 +473,50 @@ function setPlace(place, episode = null) {
   const { sets, task } = state.stage;
   const isSeries = task !== "evaluate" && task !== "collect" && sets.length > 1;
   state.set = place;
+  state.shown = PAGE;
   view.step.max = sets.length - 1;
   view.step.value = place;
   view.stepLabel.textContent = view.step.ariaValueText = sets[place].label;
-  view.all.checked = state.all;
-  drawPicker();
-  view.stepControl.hidden = !isSeries;
-  view.allControl.hidden = !isSeries || (live !== null && sets.length > MOST_FETCHED);
+  view.stepControl.hidden = view.allControl.hidden = !isSeries;
   view.parts.hidden = isSeries || sets.length < 2;
-  const part = (one, at) => Page.chip(one.label, () => setPlace(at), { ariaPressed: String(at === place) });
+  const part = (one, at) => Page.chip(one.label, () => browse(state.stage.stage, at), { ariaPressed: String(at === place) });
   view.parts.replaceChildren(...(view.parts.hidden ? [] : sets.map(part)));
   refresh(false, episode);
 }
 
-// Show a step that the reader chose.
-function browse(place) {
-  state.all = false;
+// Show a place that the reader chose.
+function browse(stage, place) {
+  if (place !== undefined) view.all.checked = false;
+  view.all.dispatchEvent(new Event("input"));
   touched = true;
-  setPlace(place);
+  setStage(stage, place);
 }
 
-function toggleAll() {
-  state.all = view.all.checked;
-  drawPicker();
-  refresh();
-}
-
-// Steps with their mean rewards; the curves have those of steps that were not read yet.
-function ratedSteps({ stage, sets }) {
-  const columns = live && Data.training.find(one => one.stage === stage)?.columns;
-  const rewards = columns?.reward && new Map(columns.step.map((step, place) => [step, columns.reward[place]]));
-  const rated = sets.map(set => [set.step, rewards ? rewards.get(set.step) : set.mean_reward]);
-  return rated.filter(([, reward]) => isNumber(reward));
-}
-
-function drawPicker() {
-  const { stage } = state;
-  const rated = ratedSteps(stage);
-  if (rated.length < 4) return view.picker.replaceChildren();
-  const chart = Charts.lines({
-    key: "picker",
-    title: `Mean reward of the ${live ? "" : "included "}steps of ${stage.stage}; click a step to read its episodes`,
-    height: 104,
-    x: { name: "step", integer: true },
-    marker: state.all ? undefined : stage.sets[state.set].step,
-    y: { format: value => Format.number(value, 3), ticks: 2 },
-    series: [{ name: "mean reward", x: rated.map(([step]) => step), y: rated.map(([, reward]) => reward), color: 1 }],
-    pick: step => browse(nearest(stage, step)),
-  });
-  return view.picker.replaceChildren(chart);
-}
-
-// The place of the step of a stage that is nearest to this one.
-function nearest({ sets }, step) {
-  const far = sets.map(set => Math.abs(set.step - step));
-  return far.indexOf(Math.min(...far));
-}
-
+// Show the step that is nearest to this one, as a place to come back from.
 function open(name, step) {
-  state.all = false;
-  touched = true;
-  setStage(name, nearest(stageOf(name), step));
-  document.getElementById("episodes").scrollIntoView();
+  const { sets } = stageOf(name);
+  const far = sets.map(set => Math.abs(set.step - step));
+  location.hash = addressOf(name, sets[far.indexOf(Math.min(...far))].label);
+}
+
+// Tell the attempts at a task in all stages: those in this file, or those that the server finds.
+async function attemptsAt(task, show) {
+  if (live) {
+    let [known, before] = [[], 0];
+    return listen("tasks", "attempts", { task }, news => {
+      if (news.searched <= before) known = []; // the connection was lost, and the server begins again
+      before = news.searched;
+      known.push(...news.attempts);
+      show({ ...news, attempts: known });
+    });
+  }
+  const pairs = index.stages.filter(stage => stage.task !== "collect").flatMap(stage => stage.sets.map(set => [stage, set]));
+  const attempts = [];
+  for (const [stage, set] of pairs) {
+    const members = (await load(set, stage)).filter(one => one.group.task === task);
+    if (members.length) attempts.push({ stage: stage.stage, label: set.label, step: set.step, members });
+  }
+  return show({ attempts, searched: pairs.length, of: pairs.length });
 }
 
 function section() {
@@ -493,15 +529,15 @@ function section() {
     "Episodes",
     index.lead,
     h("div.toolbar", h("label.control", "Stage", view.stage), view.parts, view.stepControl, view.allControl, sort),
-    view.picker,
     view.matrix,
     h("div.toolbar", view.search, view.reward, view.strategy, view.finish, view.group, tokens),
     h("div.browser", list, view.detail),
   );
   const first = index.stages.findLast(one => one.task === "rl") || last(index.stages);
-  if (!follow()) setStage(first.stage);
-  addEventListener("hashchange", follow);
+  for (const [name, field] of Object.entries({ ...fields, all: view.all })) Address.keep(name, field);
+  if (!showAddress()) setStage(first.stage);
+  addEventListener("hashchange", showAddress);
   return element;
 }
 
-globalThis.Episodes = { add, has, open, section };
+globalThis.Episodes = { add, has, isRight, open, section };

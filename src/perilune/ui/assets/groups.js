@@ -1,6 +1,5 @@
-// The matrix of groups: one strip for each task, one cell for each sample, coloured by its reward.
+// The matrix of groups: one strip for each group, one cell for each sample, coloured by its reward.
 const MOST = 96; // strips before the reader asks for more
-let order = "as sampled"; // of the strips, for all steps
 
 const rewards = group => group.members.map(one => one.reward).filter(one => one !== null);
 const mean = group => sum(rewards(group)) / (rewards(group).length || 1);
@@ -11,6 +10,9 @@ const ORDERS = {
   "lowest reward first": (a, b) => mean(a) - mean(b),
   "highest reward first": (a, b) => mean(b) - mean(a),
 };
+const select = Page.select("Order of groups", Object.keys(ORDERS), () => redraw());
+let redraw = () => {}; // the matrix that is shown
+Address.keep("groups", select);
 
 const isDead = group => new Set(rewards(group)).size < 2;
 
@@ -41,9 +43,9 @@ function matrix(episodes, pick) {
   const [low, high] = [Math.min(0, ...scores), Math.max(1, ...scores)];
   const body = h("div.strips", { tabindex: 0, role: "group", "aria-label": "Groups; arrow keys move, Enter reads" });
   const more = Page.plain(`Show all ${Format.integer(groups.length)} groups`, () => draw(Infinity));
-  const select = Page.select("Order of groups", Object.keys(ORDERS), () => draw(MOST, (order = select.value)), order);
   function draw(most) {
-    const sorted = ORDERS[order] ? groups.toSorted(ORDERS[order]) : groups;
+    const order = ORDERS[select.value];
+    const sorted = order ? groups.toSorted(order) : groups;
     body.replaceChildren(...sorted.slice(0, most).map(group => strip(group, low, high, pick)));
     body.querySelector(".cell").tabIndex = 0;
     more.hidden = sorted.length <= most;
@@ -52,7 +54,8 @@ function matrix(episodes, pick) {
     const row = document.activeElement.parentElement.querySelectorAll(".cell").length;
     Page.moveFocus(event, ".cell", { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row });
   });
-  draw(MOST);
+  redraw = () => draw(MOST);
+  redraw();
   const dead = `${Format.integer(groups.filter(isDead).length)} dead: equal rewards, no gradient`;
   const title = h("h4", `${Format.integer(groups.length)} groups by reward`);
   return [h("div.chart-head", title, h("span.muted", dead), h("label.control.last", "Order", select)), body, more];
@@ -63,4 +66,4 @@ function mark(holder, episode) {
   for (const cell of holder.querySelectorAll(".cell")) cell.ariaCurrent = cell.episode === episode ? "true" : null;
 }
 
-globalThis.Groups = { matrix, mark };
+globalThis.Groups = { matrix, mark, strip };

@@ -1,11 +1,8 @@
 // The first page: the experiments of a home, newest first, each with its health, state and curve.
 const STATES = ["active", "failed", "cancelled", "succeeded", "queued", "waiting"];
 const chosen = new Set(); // ids of experiments to compare
-const given = new URLSearchParams(location.search);
-const wanted = STATES.includes(given.get("state")) ? given.get("state") : "";
 const search = h("input", { type: "search", placeholder: "Search name, override, stage", "aria-label": "Search", oninput: draw });
-search.value = given.get("q") || "";
-const state = Page.select("State", [["", "any state"], ...STATES], draw, wanted);
+const state = Page.select("State", [["", "any state"], ...STATES], draw);
 const compare = h("a.plain", { hidden: true });
 const count = h("span.muted", { role: "status" });
 const list = h("ol.experiments");
@@ -94,16 +91,13 @@ function draw() {
   if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
   count.textContent = `${Format.integer(shown.length)} of ${Format.integer(Data.experiments.length + Data.older)} experiments`;
   empty.hidden = Data.experiments.length > 0;
-  const url = new URL(location.href);
-  for (const [name, { value }] of [["q", search], ["state", state]])
-    if (value) url.searchParams.set(name, value);
-    else url.searchParams.delete(name);
-  history.replaceState(null, "", url);
 }
 
 const toolbar = h("div.toolbar", search, state, count, compare);
 document.getElementById("main").append(h("h1.small", { id: "top" }, "Experiments"), toolbar, empty, list);
 draw();
+Address.keep("q", search);
+Address.keep("state", state);
 Page.finish(Data.home);
 
 new EventSource("/events").addEventListener("list", event => {

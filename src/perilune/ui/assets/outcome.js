@@ -4,46 +4,6 @@ const { section, part, table } = Page;
 const tiles = (...nodes) => h("div.tiles.two", nodes);
 
 // --- evaluations
-const colorOf = measure => ({ "pass@1": 1, greedy: 3 })[measure] || 2;
-const passes = [...new Set(Data.evaluations.flatMap(evaluation => Object.keys(evaluation.measures)))]
-  .filter(name => name !== "greedy")
-  .sort((a, b) => a.slice(5) - b.slice(5));
-const measures = [...new Set([passes[0], last(passes), "greedy"])].filter(name =>
-  Data.evaluations.some(evaluation => evaluation.measures[name]),
-);
-
-// [mean, low, high] of each point as the columns of a series.
-const spread = values => {
-  const column = place => values.map(value => (value ? value[place] : null));
-  return { y: column(0), low: column(1), high: column(2) };
-};
-
-function climbChart() {
-  if (!Data.evaluations.length) return null;
-  const place = new Map(Data.evaluations.map((evaluation, index) => [evaluation.stage, index]));
-  const series = measures.map(name => ({
-    name,
-    x: [...Data.evaluations.keys()],
-    ...spread(Data.evaluations.map(evaluation => evaluation.measures[name])),
-    color: colorOf(name),
-    points: true,
-    hollow: name !== "pass@1",
-    dash: name !== "pass@1",
-  }));
-  return Charts.lines({
-    key: "climb",
-    title: "Held-out accuracy at each evaluation",
-    note: "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from resampling tasks.",
-    height: 240,
-    edges: Data.comparisons.map(comparison => [place.get(comparison.before), place.get(comparison.after)]),
-    x: { categories: Data.evaluations.map(evaluation => evaluation.label) },
-    y: { ...SHARE, ticks: 5 },
-    series,
-    valueLabels: true,
-    quietLegend: true,
-  });
-}
-
 const within = ([mean, low, high]) => [
   Format.percent(mean),
   low !== null && h("small", `${(100 * low).toFixed(1)} to ${(100 * high).toFixed(1)}`),
@@ -53,7 +13,7 @@ function evaluationsTable() {
   const asked = row => `${row.stage === row.label ? "" : `${row.stage} · `}${row.tasks} tasks × ${row.samples}`;
   const columns = [
     ["Evaluation", row => [row.label, h("small", asked(row))], "header"],
-    ...measures.map(name => [name, row => (row.measures[name] ? within(row.measures[name]) : "–")]),
+    ...Data.measures.map(name => [name, row => (row.measures[name] ? within(row.measures[name]) : "–")]),
     ["Mean tokens", row => Format.number(row.mean_length, 3)],
     ["Truncated", row => Format.percent(row.truncated)],
     ["Failures", row => Format.integer(row.failures)],
@@ -63,43 +23,10 @@ function evaluationsTable() {
   return table(columns, Data.evaluations, "Evaluations in stage order");
 }
 
-// One chart of paired differences for each pair of evaluations, all on one scale.
-function differences(compared) {
-  const bounds = compared.flatMap(one => Object.values(one.differences).flatMap(([, low, high]) => [low, high]));
-  const [lowest, highest] = [Math.min(0, ...bounds), Math.max(0, ...bounds)];
-  const pad = 0.06 * Math.max(0.05, highest, -lowest);
-  const x = {
-    domain: [lowest && lowest - pad, highest && highest + pad],
-    format: Format.points,
-    tick: value => minus(`${Number((100 * value).toFixed(2))}`),
-    label: "points",
-    zero: true,
-  };
-  const row = (name, [mean, low, high]) => ({
-    label: name,
-    value: `${Format.points(mean)}  [${Format.points(low)}, ${Format.points(high)}]`,
-    marks: [
-      { whisker: [low, high], color: colorOf(name) },
-      { dot: mean, color: colorOf(name) },
-    ],
-    details: [{ name: "95% interval", value: `${Format.points(mean)} points, ${Format.points(low)} to ${Format.points(high)}` }],
-  });
-  return compared.map(({ after_label: after, before_label: before, tasks, differences: found }) =>
-    Charts.rows({
-      key: "differences",
-      title: `${after} minus ${before}`,
-      note: `${tasks} shared tasks, paired.`,
-      x,
-      rows: measures.filter(name => found[name]).map(name => row(name, found[name])),
-    }),
-  );
-}
-
 function evaluations() {
   if (!Data.evaluations.length) return null;
-  const isPaired = comparison => Object.keys(comparison.differences).length > 0;
-  const forest = differences(Data.comparisons.filter(isPaired));
-  const unpaired = Data.comparisons.filter(comparison => !isPaired(comparison));
+  const forest = Data.differences.map(Charts.figure);
+  const unpaired = Data.comparisons.filter(comparison => !Object.keys(comparison.differences).length);
   const hint = "Paired differences, task by task. An interval that excludes zero is a significant change.";
   return section(
     "evaluations",
@@ -154,69 +81,10 @@ function tree() {
   return [part("Stages", "Each stage stands below the one whose checkpoint it starts from."), below("")];
 }
 
-// --- what climbed
-function waterfall({ contributions, accuracy: [before, after], before_label, after_label }) {
-  const [fromShare, fromAccuracy] = ["from_share", "from_accuracy"].map(part => sum(contributions.map(one => one[part])));
-  const middle = before + fromShare;
-  const low = Math.min(0, before, middle, after);
-  const end = (label, value, color) => ({
-    label,
-    value: Format.percent(value),
-    strong: true,
-    marks: [{ bar: [0, value], color }],
-    details: [{ name: "pass@1", value: Format.percent(value) }],
-  });
-  const effect = (label, value, from, color, part) => ({
-    label,
-    value: `${Format.points(value)} points`,
-    marks: [{ bar: [from, from + value], color: value < 0 ? 2 : color }],
-    details: contributions.map(one => ({ name: one.strategy, value: `${Format.points(one[part])} points` })),
-  });
-  return Charts.rows({
-    key: "waterfall",
-    title: "Change of pass@1 by strategy",
-    note: "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change in its accuracy times its mean share. Their sum is the whole difference.",
-    rowHeight: 46,
-    x: { domain: [low, Math.max(before, middle, after) * 1.04], ...PERCENT, zero: true },
-    rows: [
-      end(before_label, before, 7),
-      effect("choice of strategy", fromShare, before, 5, "from_share"),
-      effect("accuracy within", fromAccuracy, middle, 3, "from_accuracy"),
-      end(after_label, after, 1),
-    ],
-  });
-}
-
-// Before and after of one figure of each strategy.
-function dumbbell({ contributions, before_label, after_label }, title, field) {
-  const row = ({ strategy, [field]: [from, to] }) => ({
-    label: strategy,
-    value: `${Format.percent(from)} → ${Format.percent(to)}`,
-    marks: [
-      from !== null && to !== null ? { bar: [from, to], color: 1, thin: true } : {},
-      { dot: from, color: 7, hollow: true },
-      { dot: to, color: 1 },
-    ],
-    details: [
-      { name: before_label, value: Format.percent(from) },
-      { name: after_label, value: Format.percent(to) },
-    ],
-  });
-  const legend = [
-    { name: before_label, color: 7, hollow: true },
-    { name: after_label, color: 1 },
-  ];
-  return Charts.rows({ key: field, title, legend, x: SHARE, rows: contributions.map(row) });
-}
-
 function climb() {
-  const comparison = Data.climb;
-  if (!comparison || !comparison.contributions.length) return null;
-  const dumbbells = [
-    dumbbell(comparison, "How often each strategy is chosen", "share"),
-    dumbbell(comparison, "How often each strategy is right", "accuracy"),
-  ];
-  return section("climb", "What changed", Data.headline.explanation, tiles(waterfall(comparison), h("div.stack", dumbbells)));
+  const [waterfall, ...dumbbells] = Data.contributions.map(Charts.figure);
+  if (!waterfall) return null;
+  return section("climb", "What changed", Data.headline.explanation, tiles(waterfall, h("div.stack", dumbbells)));
 }
 
 // --- difficulty, length, odds
@@ -282,4 +150,4 @@ function forgetting() {
   );
 }
 
-globalThis.Outcome = { climbChart, evaluations, climb, forgetting, tasksSection };
+globalThis.Outcome = { evaluations, climb, forgetting, tasksSection };

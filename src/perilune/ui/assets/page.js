@@ -79,8 +79,12 @@ const AXES = {
   share: SHARE,
   rate: { format: Format.percent, tick: value => `${Math.round(100 * value)}%` },
   log: { log: true },
+  points: { format: Format.points, tick: value => minus(String(Number((100 * value).toFixed(2)))) },
+  load: { format: value => `${Format.number(value, 3)}%` },
+  bytes: { format: Format.bytes },
 };
 const CLOCK = { time: true, format: Format.seconds, tick: value => (value ? Format.seconds(value) : "0") };
+AXES.clock = CLOCK;
 
 const Page = (() => {
   const lead = text => text && h("p.lead", text);
@@ -122,6 +126,10 @@ const Page = (() => {
     return next;
   }
 
+  // The messages of a prompt or a conversation.
+  const messages = (said, isNamed = true) =>
+    h("div.prose", { tabindex: 0 }, said.map(({ role, content }) => [isNamed && h("span.role", role), h("span", content), "\n"]));
+
   function copyable(text) {
     const block = h("pre", { tabindex: 0 }, text);
     const copy = chip("Copy", async () => {
@@ -138,7 +146,8 @@ const Page = (() => {
   }
 
   const isGiven = ([, value]) => !isNothing(value) && value !== "";
-  const definitions = pairs => h("dl.keyvalue", pairs.filter(isGiven).map(([key, value]) => [h("dt", key), h("dd", value)]));
+  const definitions = (pairs, kind = "keyvalue") =>
+    h(`dl.${kind}`, pairs.filter(isGiven).map(([key, value]) => h("div", h("dt", key), h("dd", value))));
 
   // --- page chrome
   function theme() {
@@ -188,7 +197,64 @@ const Page = (() => {
     navigation();
   }
 
-  return { section, part, table, chip, plain, select, moveFocus, copyable, definitions, finish };
+  return { section, part, table, chip, plain, select, moveFocus, messages, copyable, definitions, finish };
+})();
+
+// What the reader has set is in the query of the address: a copy of the address shows the same view, and so does
+// going back. "#" is the name of the fragment.
+const Address = (() => {
+  const PAUSE = 150; // milliseconds between two writes: browsers refuse more than 200 in 30 seconds
+  const restorers = [];
+  const changes = new Map(); // that are not written yet
+  let [written, timer, place] = [-PAUSE, 0, ""];
+
+  const get = name => changes.get(name) ?? new URLSearchParams(location.search).get(name) ?? "";
+
+  function set(name, value) {
+    changes.set(name, value);
+    place = location.hash;
+    clearTimeout(timer);
+    const wait = written + PAUSE - performance.now();
+    if (wait <= 0) write();
+    else timer = setTimeout(write, wait);
+  }
+
+  function write() {
+    const url = new URL(location.href);
+    for (const [name, value] of changes)
+      if (name === "#") url.hash = location.hash === place ? value : location.hash; // unless a link was followed
+      else if (value) url.searchParams.set(name, value);
+      else url.searchParams.delete(name);
+    changes.clear();
+    written = performance.now();
+    history.replaceState(null, "", url);
+  }
+
+  // Keep the value of a field under a name, unless it is the value that the field has now.
+  function keep(name, field) {
+    const key = field.type === "checkbox" ? "checked" : "value";
+    const usual = field[key];
+    field.addEventListener("input", () => set(name, field[key] === usual ? "" : String(field[key])));
+    restore(() => {
+      const [shown, wanted] = [field[key], get(name)];
+      field[key] = wanted || usual;
+      if (wanted && field[key] !== wanted && key === "value") field[key] = usual; // it is not offered here
+      if (field[key] !== shown) (field.oninput || field.onchange)();
+    });
+    return field;
+  }
+
+  // Call a function now, and whenever the reader goes back or follows a link.
+  function restore(show) {
+    restorers.push(show);
+    show();
+  }
+
+  addEventListener("popstate", () => {
+    changes.clear();
+    for (const show of restorers) show();
+  });
+  return { get, set, keep, restore };
 })();
 
 const Data = JSON.parse(document.getElementById("report-data").textContent);

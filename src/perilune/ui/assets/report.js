@@ -5,7 +5,7 @@ const mono = (text, title) => h("span.mono", { title }, text || "–");
 
 function hero() {
   const { experiment, headline } = Data;
-  const chart = Outcome.climbChart() || Course.mainChart();
+  const chart = Data.climb_chart ? Charts.figure(Data.climb_chart) : Course.mainChart();
   return h(
     "div.hero",
     { id: "top" },

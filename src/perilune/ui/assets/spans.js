@@ -26,9 +26,8 @@ function lane(span, total) {
 }
 
 function conversation({ name, id, messages }) {
-  const said = messages.map(one => [h("span.role", one.role), h("span", one.content), "\n"]);
   const title = h("summary", `${name} ${id}`, h("span.muted", `${messages.length} messages`));
-  return h("details", title, h("div.prose", { tabindex: 0 }, said));
+  return h("details", title, Page.messages(messages));
 }
 
 // Lanes and the conversations of sub-agents; null for an episode without.

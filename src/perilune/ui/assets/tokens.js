@@ -1,6 +1,5 @@
 // An answer token by token, coloured by what is known of each token.
 const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
-let chosen = "probability"; // how the reader wants tokens coloured, for all episodes
 
 const isMasked = (episode, place) => Boolean(episode.masked?.[place]);
 
@@ -120,15 +119,18 @@ function view(episode) {
   const holder = h("div.tokens", meaning, content);
   const key = h("p.heat-key");
   const modes = Object.keys(MODES).filter(mode => MODES[mode].has(episode));
-  const select = Page.select("Colour of tokens", modes, () => draw((chosen = select.value)), modes.includes(chosen) ? chosen : modes[0]);
-  function draw(mode) {
+  const choose = () => draw(Address.set("colour", select.value));
+  const asked = Address.get("colour");
+  const select = Page.select("Colour of tokens", modes, choose, modes.includes(asked) ? asked : modes[0]);
+  function draw() {
+    const mode = select.value;
     for (const [place, element] of elements.entries())
       if (!isMasked(episode, place)) paint(element, ...MODES[mode].of(episode, place));
     const samples = MODES[mode].key?.(episode) || SIGNS;
     const painted = samples.map(([text, ...tint]) => paint(h("span.token", text), ...tint));
     key.replaceChildren("Colour: ", modes.length > 1 ? select : "probability under the policy", ...painted);
   }
-  draw(select.value);
+  draw();
   readable(holder, elements, place => [`token ${place + 1} of ${pieces.length}`, details(episode, pieces[place][0], place)]);
   return [holder, key];
 }

@@ -18,13 +18,15 @@ from perilune.ui.attempt import Attempt
 from perilune.ui.collect import collect
 from perilune.ui.comparison import SCRIPTS as COMPARISON_SCRIPTS
 from perilune.ui.comparison import comparison_document
-from perilune.ui.episode_sets import read_set
+from perilune.ui.episode_sets import read_set, source_named
 from perilune.ui.episodes import Source
 from perilune.ui.experiment import view_in_home
 from perilune.ui.live.access import Access
+from perilune.ui.live.episode_index import Indexes
 from perilune.ui.live.listing import Listing
+from perilune.ui.live.search import Filters, attempts_at, search
 from perilune.ui.live.watch import Event, Offsets, Watch, offsets_of
-from perilune.ui.report import LIVE_SCRIPTS, document_of, render, render_page
+from perilune.ui.report import LIVE_SCRIPTS, document_of, plain, render, render_page
 
 EVERY = 0.5  # seconds between two looks at the files
 MOST_STREAMS = 64
@@ -47,7 +49,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     app.add_exception_handler(PeriluneError, _refused)
     app.state.closing = False
     footer = f"Perilune {perilune.__version__} reads {control.home.root} and changes nothing."
-    listing, streams = Listing(control), asyncio.Semaphore(MOST_STREAMS)
+    listing, indexes, streams = Listing(control), Indexes(), asyncio.Semaphore(MOST_STREAMS)
 
     @app.get("/", response_class=HTMLResponse)
     def index(last: Last = MOST_EXPERIMENTS) -> str:
@@ -79,11 +81,24 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     def document(kind: Kind, target: str) -> JSONResponse:
         return JSONResponse(document_of(collect(view_in_home(control, target), embed=False)))
 
-    @app.get("/{kind}/{target}/episodes/{stage}/{name}")
-    def episodes(kind: Kind, target: str, stage: str, name: str) -> JSONResponse:
+    def sources_of(target: str) -> list[Source]:
         stages = view_in_home(control, target).stages
-        sources = [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
-        return JSONResponse(read_set(sources, stage, name))
+        return [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
+
+    @app.get("/{kind}/{target}/episodes/{stage}/{name}")
+    def episodes(kind: Kind, target: str, stage: str, name: str, episode: str = "") -> JSONResponse:
+        return JSONResponse(read_set(sources_of(target), stage, name, episode))
+
+    @app.get("/{kind}/{target}/episodes/{stage}", response_model=None)
+    def found(
+        request: Request, kind: Kind, target: str, stage: str, filters: Annotated[Filters, Query()]
+    ) -> StreamingResponse:
+        source = source_named(stage, sources_of(target))
+        return _told(request, search(source, indexes.of(source), filters), streams)
+
+    @app.get("/{kind}/{target}/attempts", response_model=None)
+    def attempts(request: Request, kind: Kind, target: str, task: str) -> StreamingResponse:
+        return _told(request, attempts_at(task, sources_of(target), indexes.of), streams)
 
     @app.get("/{kind}/{target}/events", response_model=None)
     def events(
@@ -112,6 +127,20 @@ def _stream(
                 for event in await run_in_threadpool(lambda: list(poll())):
                     yield event.encode()
                 await asyncio.sleep(EVERY)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _told(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
+    """Server-sent events: each of `news`, until the last or until the reader leaves."""
+
+    async def events() -> AsyncIterator[str]:
+        async with streams:
+            while not request.app.state.closing and not await request.is_disconnected():
+                found = await run_in_threadpool(next, news, None)
+                if found is None:
+                    return
+                yield f"data: {json.dumps(plain(found))}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 

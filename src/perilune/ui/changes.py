@@ -1,0 +1,156 @@
+"""Charts of what changed between evaluations."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from perilune.ui.comparisons import Comparison, Evaluation
+from perilune.ui.figures import Figure
+from perilune.ui.headline import percent, points
+
+GREEDY = "greedy"
+
+
+def shown_measures(evaluations: Sequence[Evaluation]) -> list[str]:
+    """The measures to show of all evaluations: pass@k of the lowest and the highest k, and greedy."""
+    found = {name for one in evaluations for name in one.measures}
+    passes = sorted(found - {GREEDY}, key=lambda name: int(name.removeprefix("pass@")))
+    return [name for name in dict.fromkeys([*passes[:1], *passes[-1:], GREEDY]) if name in found]
+
+
+def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Comparison]) -> Figure | None:
+    """All evaluations, each joined to that of the checkpoint before."""
+    if not evaluations:
+        return None
+    place = {one.stage: index for index, one in enumerate(evaluations)}
+    series = []
+    for name in shown_measures(evaluations):
+        bounds = [one.measures.get(name, (None, None, None)) for one in evaluations]
+        y, low, high = zip(*bounds, strict=True)
+        other = name != "pass@1"
+        look = {"color": _color(name), "points": True, "hollow": other, "dash": other}
+        series.append({"name": name, "x": list(place.values()), "y": y, "low": low, "high": high, **look})
+    return {
+        "kind": "lines",
+        "key": "climb",
+        "title": "Held-out accuracy at each evaluation",
+        "note": "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from "
+        "resampling tasks.",
+        "height": 240,
+        "edges": [(place[one.before], place[one.after]) for one in comparisons],
+        "x": {"categories": [one.label for one in evaluations]},
+        "y": {"as": "share", "ticks": 5},
+        "series": series,
+        "valueLabels": True,
+        "quietLegend": True,
+    }
+
+
+def differences(comparisons: Sequence[Comparison], measures: Sequence[str]) -> list[Figure]:
+    """One chart of paired differences for each pair of evaluations, all on one scale."""
+    paired = [one for one in comparisons if one.differences]
+    bounds = [end for one in paired for found in one.differences.values() for end in (found.low, found.high)]
+    lowest, highest = min(bounds, default=0.0), max(bounds, default=0.0)
+    pad = 0.06 * max(0.05, highest, -lowest)
+    domain = (min(0.0, lowest - pad * (lowest < 0)), max(0.0, highest + pad * (highest > 0)))
+
+    def row(name: str, mean: float, low: float, high: float) -> Figure:
+        ends = f"{points(low)} to {points(high)}"
+        return {
+            "label": name,
+            "value": f"{points(mean)}  [{points(low)}, {points(high)}]",
+            "marks": [
+                {"whisker": (low, high), "color": _color(name)},
+                {"dot": mean, "color": _color(name)},
+            ],
+            "details": [{"name": "95% interval", "value": f"{points(mean)} points, {ends}"}],
+        }
+
+    return [
+        {
+            "kind": "rows",
+            "key": "differences",
+            "title": f"{one.after_label} minus {one.before_label}",
+            "note": f"{one.tasks} shared tasks, paired.",
+            "x": {"as": "points", "domain": domain, "label": "points", "zero": True},
+            "rows": [row(name, *one.differences[name]) for name in measures if name in one.differences],
+        }
+        for one in paired
+    ]
+
+
+def contributions(climb: Comparison | None) -> list[Figure]:
+    """The change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
+    if climb is None or not climb.contributions:
+        return []
+    shares = [one.share for one in climb.contributions]
+    accuracies = [one.accuracy for one in climb.contributions]
+    return [
+        _waterfall(climb),
+        _dumbbell(climb, shares, "share", "How often each strategy is chosen"),
+        _dumbbell(climb, accuracies, "accuracy", "How often each strategy is right"),
+    ]
+
+
+def _waterfall(climb: Comparison) -> Figure:
+    before, after = climb.accuracy
+    shares = {one.strategy: one.from_share for one in climb.contributions}
+    accuracies = {one.strategy: one.from_accuracy for one in climb.contributions}
+    middle = before + math.fsum(shares.values())
+
+    def end(label: str, value: float, color: int) -> Figure:
+        details = [{"name": "pass@1", "value": percent(value)}]
+        marks = [{"bar": (0, value), "color": color}]
+        return {"label": label, "value": percent(value), "strong": True, "marks": marks, "details": details}
+
+    def effect(label: str, parts: Mapping[str, float], start: float, color: int) -> Figure:
+        value = math.fsum(parts.values())
+        return {
+            "label": label,
+            "value": f"{points(value)} points",
+            "marks": [{"bar": (start, start + value), "color": 2 if value < 0 else color}],
+            "details": [{"name": name, "value": f"{points(part)} points"} for name, part in parts.items()],
+        }
+
+    return {
+        "kind": "rows",
+        "key": "waterfall",
+        "title": "Change of pass@1 by strategy",
+        "note": "Share effect: change in a strategy's share times its mean accuracy. Accuracy effect: change "
+        "in its accuracy times its mean share. Their sum is the whole difference.",
+        "rowHeight": 46,
+        "x": {
+            "as": "percent",
+            "domain": (min(0.0, before, middle, after), max(before, middle, after) * 1.04),
+            "zero": True,
+        },
+        "rows": [
+            end(climb.before_label, before, 7),
+            effect("choice of strategy", shares, before, 5),
+            effect("accuracy within", accuracies, middle, 3),
+            end(climb.after_label, after, 1),
+        ],
+    }
+
+
+def _dumbbell(
+    climb: Comparison, pairs: Sequence[tuple[float | None, float | None]], key: str, title: str
+) -> Figure:
+    """Before and after of one figure of each strategy."""
+    legend = [
+        {"name": climb.before_label, "color": 7, "hollow": True},
+        {"name": climb.after_label, "color": 1},
+    ]
+
+    def row(name: str, sides: tuple[float | None, float | None]) -> Figure:
+        texts = ["–" if value is None else percent(value) for value in sides]
+        bar = [{"bar": sides, "color": 1, "thin": True}] if None not in sides else []
+        dots = [{"dot": value, **look} for value, look in zip(sides, legend, strict=True)]
+        details = [{"name": look["name"], "value": text} for look, text in zip(legend, texts, strict=True)]
+        return {"label": name, "value": " → ".join(texts), "marks": [*bar, *dots], "details": details}
+
+    rows = [row(one.strategy, sides) for one, sides in zip(climb.contributions, pairs, strict=True)]
+    return {"kind": "rows", "key": key, "title": title, "legend": legend, "x": {"as": "share"}, "rows": rows}
+
+
+def _color(measure: str) -> int:
+    return {"pass@1": 1, GREEDY: 3}.get(measure, 2)

@@ -1,0 +1,123 @@
+"""Charts of the load of the machine while the stages ran."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.ui.attempt import Attempt, Columns
+from perilune.ui.curves import rounded
+from perilune.ui.figures import Figure
+
+MOST_POINTS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Load in percent and bytes, on a time axis with the stages one after another."""
+
+    note: str
+    figures: list[Figure]
+
+
+def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
+    """Hardware samples of all stages one after another, or None without samples.
+
+    Long recordings are averaged over equal slices of time. A row without values separates two stages, so that
+    no line joins them.
+    """
+    per_stage = max(2, MOST_POINTS // max(1, len(stages)))
+    rows: list[dict[str, float | None]] = []
+    bands: list[Mapping[str, Any]] = []
+    begin = 0.0
+    sliced = 1
+    for name, attempt in stages:
+        timed = (row for row in attempt.hardware if isinstance(row.get("time"), int | float))
+        samples = sorted(timed, key=lambda row: float(row["time"]))
+        first = samples[0]["time"] if samples else 0.0
+        length = attempt.seconds or (samples[-1]["time"] - first if samples else 0.0)
+        size = max(1, math.ceil(len(samples) / per_stage))
+        sliced = max(sliced, size)
+        for start in range(0, len(samples), size):
+            part = samples[start : start + size]
+            readings = columns_of_samples([_readings(row) for row in part])
+            at = begin + math.fsum(row["time"] - first for row in part) / len(part)
+            rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
+        bands.append({"name": name, "begin": begin, "end": begin + length})
+        begin += length
+        rows.append({"seconds": begin})
+    columns = columns_of_samples(rows)
+    if len(columns) < 2:
+        return None
+    note = "Sampled once a second while each run was active" + (
+        f"; each point is the mean of up to {sliced} samples." if sliced > 1 else "."
+    )
+    return Hardware(note, _figures(rounded(columns), bands))
+
+
+def _figures(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """The charts of these columns, without those that have no data."""
+    gpus = [name.removesuffix("_utilisation") for name in columns if name.endswith("_utilisation")]
+    load: Figure = {"as": "load", "domain": (0, 112)}
+
+    def chart(key: str, title: str, note: str, y: Figure, names: Sequence[tuple[str, str, int]]) -> Figure:
+        series = [
+            {"name": name, "x": columns["seconds"], "y": columns[column], "color": color}
+            for column, name, color in names
+            if column in columns
+        ]
+        x = {"as": "clock", "label": "time in stages, end to end", "name": "at"}
+        look = {"kind": "lines", "group": "hardware", "height": 200, "showLegend": True, "bands": bands}
+        return {**look, "key": key, "title": title, "note": note, "x": x, "y": y, "series": series}
+
+    def of_gpus(reading: str) -> list[tuple[str, str, int]]:
+        return [(f"{name}_{reading}", name, place % 8 + 1) for place, name in enumerate(gpus)]
+
+    charts = [
+        chart(
+            "cpu",
+            "Processor",
+            "Percent of all cores. Includes other work of the machine.",
+            load,
+            [("process_cpu", "this run", 1), ("cpu", "whole machine", 7)],
+        ),
+        chart(
+            "memory",
+            "Memory",
+            "Resident memory of the processes of the run, and the memory that the machine used in total.",
+            {"as": "bytes"},
+            [("rss", "this run", 1), ("memory", "whole machine", 7)],
+        ),
+        chart("gpu", "GPU use", "", load, of_gpus("utilisation")),
+        chart("gpu-memory", "GPU memory", "", {"as": "bytes"}, of_gpus("memory")),
+    ]
+    return [one for one in charts if one["series"]]
+
+
+def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
+    cores = len(row.get("cpu_per_core") or ()) or None
+    tree = row.get("tree") or {}
+    if not tree.get("processes"):  # before or after the run
+        tree = {}
+    busy = tree.get("cpu_percent")
+    readings = {
+        "cpu": row.get("cpu_percent"),
+        "process_cpu": busy / cores if busy is not None and cores else None,
+        "rss": tree.get("rss"),
+        "memory": row.get("memory_used"),
+    }
+    for gpu in row.get("gpus") or ():
+        readings[f"gpu{gpu['index']}_utilisation"] = gpu.get("utilisation")
+        readings[f"gpu{gpu['index']}_memory"] = gpu.get("memory_used")
+    return readings
+
+
+def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
+    """Columns of the values that at least one row has."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

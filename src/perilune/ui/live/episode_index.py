@@ -1,0 +1,208 @@
+"""What a search needs of the episodes of a stage: each file is read once, without texts and tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from perilune.data.episodes_file import read_columns
+from perilune.errors import RequestError
+from perilune.ui.attempt import Attempt
+from perilune.ui.episode_sets import steps_of
+from perilune.ui.episodes import Source, files_of
+
+COLUMNS = ["episode_id", "group_id", "task_id", "reward", "failure", "finish_reason", "metrics", "logprobs"]
+STRATEGY = "strategy/"  # begins the names of metrics
+UNKNOWN = np.nan
+MOST_INDEXES = 16
+MOST_LATER = 64  # files before their outlines are joined
+
+
+class EpisodeSet(NamedTuple):
+    """A file of episodes: its label on the page, its step, and its name without suffix."""
+
+    label: str
+    step: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outline:
+    """Some episodes, one element each, in order of step.
+
+    Attributes:
+        files: places of their files in order of step.
+        rows: their own places in the file.
+        tasks: numbers in `EpisodeIndex.tasks`.
+        strategies: numbers in `EpisodeIndex.strategies`.
+        logprob: mean log-prob of the policy's tokens. What is not known is NaN.
+    """
+
+    files: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    ids: pa.Array
+    groups: pa.Array
+    tasks: NDArray[np.int32]
+    strategies: NDArray[np.int32]
+    reward: NDArray[np.float64]
+    advantage: NDArray[np.float64]
+    length: NDArray[np.int32]
+    logprob: NDArray[np.float32]
+    failed: NDArray[np.bool_]
+    finish: NDArray[np.str_]
+
+    def at(self, chosen: NDArray[Any]) -> Outline:
+        """The outline of the chosen episodes: their places, or a mask."""
+        places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        columns = (getattr(self, one.name) for one in fields(self))
+        return Outline(*(one.take(places) for one in columns))
+
+    @staticmethod
+    def joined(parts: Sequence[Outline]) -> Outline:
+        """These outlines as one."""
+        columns = ([getattr(part, one.name) for part in parts] for one in fields(Outline))
+        return Outline(
+            *(
+                pa.concat_arrays(column) if isinstance(column[0], pa.Array) else np.concatenate(column)
+                for column in columns
+            )
+        )
+
+
+class EpisodeIndex:
+    """The outlines of the episode files of one attempt, read when first needed.
+
+    A million episodes take about 200 MB.
+
+    Attributes:
+        tasks: number of a task by its id.
+        strategies: number of a set of strategies.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.tasks: dict[str, int] = {}
+        self.strategies: dict[frozenset[str], int] = {}
+        self._attempt = attempt
+        self._joined: Outline | None = None  # of the first files
+        self._count = 0  # of them
+        self._later: list[Outline | None] = []  # of the files after them
+        self._unreadable: list[int] = []
+        self._lock = Lock()  # requests come in threads
+
+    def path(self, name: str) -> Path:
+        """The file of this name."""
+        return (self._attempt.root or Path()) / "artifacts" / "episodes" / f"{name}.parquet"
+
+    def read(self, sets: Sequence[EpisodeSet], done: int) -> tuple[Outline | None, int]:
+        """The next outline after `done` files, and how many files are done then: joined files come together.
+
+        The files of an attempt are the same at each call; new ones come at the end.
+        """
+        with self._lock:
+            if done == 0 and len(self._later) > MOST_LATER:
+                self._join()
+            if done < self._count:
+                outline = self._joined
+                if outline is not None and done:  # joined by another search meanwhile
+                    outline = outline.at(outline.files >= done)
+                return outline, self._count
+            while len(self._later) <= done - self._count:
+                self._later.append(self._outline(sets, self._count + len(self._later)))
+            return self._later[done - self._count], done + 1
+
+    def unreadable(self, done: int) -> int:
+        """How many of the first `done` files could not be read."""
+        return bisect_left(self._unreadable, done)
+
+    def _join(self) -> None:
+        known = [one for one in (self._joined, *self._later) if one is not None]
+        self._joined = Outline.joined(known) if known else None
+        self._count += len(self._later)
+        self._later = []
+
+    def _outline(self, sets: Sequence[EpisodeSet], place: int) -> Outline | None:
+        try:
+            table = read_columns(self.path(sets[place].name), [*COLUMNS, "loss_mask"]).combine_chunks()
+        except RequestError:
+            self._unreadable.append(place)
+            return None
+        if not len(table) or table.num_columns <= len(COLUMNS):
+            return None
+        column = {name: table[name].chunk(0) for name in table.column_names}
+        advantage, strategies = self._metrics(column["metrics"])
+        length, logprob = _lengths(column["logprobs"], column["loss_mask"])
+        return Outline(
+            files=np.full(len(table), place, np.int32),
+            rows=np.arange(len(table), dtype=np.int32),
+            ids=column["episode_id"],
+            groups=column["group_id"],
+            tasks=self._numbers(column["task_id"]),
+            strategies=strategies,
+            reward=pc.fill_null(column["reward"], UNKNOWN).to_numpy(),
+            advantage=advantage,
+            length=length,
+            logprob=logprob,
+            failed=pc.not_equal(pc.fill_null(column["failure"], ""), "").to_numpy(zero_copy_only=False),
+            finish=np.array(column["finish_reason"].to_pylist(), "U7"),
+        )
+
+    def _numbers(self, tasks: pa.Array) -> NDArray[np.int32]:
+        names = tasks.to_pylist()
+        return np.array([self.tasks.setdefault(name, len(self.tasks)) for name in names], np.int32)
+
+    def _metrics(self, metrics: pa.MapArray) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """The advantages, and the numbers of the sets of strategies."""
+        rows = np.repeat(np.arange(len(metrics)), np.diff(metrics.offsets.to_numpy()))
+        names, values = metrics.keys, metrics.items.to_numpy(zero_copy_only=False)
+        advantage = np.full(len(metrics), UNKNOWN)
+        is_advantage = pc.equal(names, "advantage").to_numpy(zero_copy_only=False)
+        advantage[rows[is_advantage]] = values[is_advantage]
+        used = pc.starts_with(names, STRATEGY).to_numpy(zero_copy_only=False) & (values > 0)
+        found: list[set[str]] = [set() for _ in range(len(metrics))]
+        for place in np.flatnonzero(used):
+            found[rows[place]].add(names[place].as_py().removeprefix(STRATEGY))
+        numbers = [self.strategies.setdefault(frozenset(one), len(self.strategies)) for one in found]
+        return advantage, np.array(numbers, np.int32)
+
+
+class Indexes:
+    """The indexes of the attempts that were searched last."""
+
+    def __init__(self) -> None:
+        self._found: dict[Path | None, EpisodeIndex] = {}
+
+    def of(self, source: Source) -> EpisodeIndex:
+        """The index of a stage's attempt."""
+        index = self._found.pop(source.attempt.root, None) or EpisodeIndex(source.attempt)
+        self._found[source.attempt.root] = index  # the latest is last
+        while len(self._found) > MOST_INDEXES:
+            self._found.pop(next(iter(self._found)), None)
+        return index
+
+
+def _lengths(logprobs: pa.ListArray, masks: pa.ListArray) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Number of tokens, and the mean log-prob of those that the policy sampled."""
+    offsets = logprobs.offsets.to_numpy()
+    own = masks.values.to_numpy(zero_copy_only=False).astype(np.float64)
+    total = np.concatenate([[0.0], np.cumsum(logprobs.values.to_numpy() * own)])
+    count = np.concatenate([[0.0], np.cumsum(own)])
+    mean = np.diff(total[offsets]) / np.maximum(1.0, np.diff(count[offsets]))
+    return np.diff(offsets).astype(np.int32), mean.astype(np.float32)
+
+
+def sets_of(source: Source) -> Iterator[EpisodeSet]:
+    """The episode files of a stage, in order of step."""
+    if source.task == "evaluate":
+        yield from (EpisodeSet(one.label, one.step, one.path.stem) for one in files_of(source))
+        return
+    for step in steps_of(source.attempt):
+        yield EpisodeSet(f"step {step}", step, f"step-{step:06d}")

@@ -1,0 +1,256 @@
+"""Searches all episodes of a stage, and finds the attempts at one task; tells on the way what it found."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+
+from perilune.data.episodes_file import read_columns
+from perilune.ui.episodes import RIGHT, Source
+from perilune.ui.live.episode_index import EpisodeIndex, EpisodeSet, Outline, sets_of
+from perilune.ui.turns import ASSISTANT, shortened
+
+TELL_EVERY = 0.3  # seconds
+MOST_TEXT = 400  # characters of an answer in a row
+TEXTS = ["text", "messages", "failure", "task_id", "episode_id"]
+
+Mask = NDArray[np.bool_]
+Index = Callable[[Source], EpisodeIndex]
+
+
+class Filters(BaseModel):
+    """What a reader looks for, as the fields of the page name it. All words of `q` must occur."""
+
+    q: str = Field("", max_length=400)
+    reward: Literal["any", "right", "partial", "wrong", "failed"] = "any"
+    strategy: str = ""
+    finish: str = ""
+    group: str = ""
+    least: float = 0
+    most: float = float("inf")
+    sort: Literal["", "reward", "-reward", "-advantage", "length", "-length", "logprob"] = ""
+    rows: int = Field(60, ge=1, le=5000)
+
+
+def search(source: Source, index: EpisodeIndex, filters: Filters) -> Iterator[dict[str, Any]]:
+    """Search the files in order of step.
+
+    Yields:
+        `rows` of the list, the first of all that were `found`; the files `searched` so far, `of` how many in
+        all, and how many were `unreadable`. The last has searched all.
+    """
+    sets = list(sets_of(source))
+    found: list[Outline] = []
+    known: dict[tuple[int, int], dict[str, Any]] = {}
+    clock = _Clock()
+    for part, searched in _parts(sets, index, filters):
+        if part is not None and len(part.rows):
+            found.append(part)
+        if searched == len(sets) or clock.is_time():
+            rows = _rows(sets, index, _first(found, filters), known)
+            done = {"searched": searched, "of": len(sets), "unreadable": index.unreadable(searched)}
+            yield {"rows": rows, "found": sum(len(one.rows) for one in found), **done}
+
+
+def _parts(
+    sets: Sequence[EpisodeSet], index: EpisodeIndex, filters: Filters
+) -> Iterator[tuple[Outline | None, int]]:
+    """The episodes that fit, part by part, and how many files were searched."""
+    words = filters.q.split()
+    outline, done = None, 0
+    while done < len(sets):
+        before = done
+        outline, done = index.read(sets, done)
+        if outline is not None:
+            outline = outline.at(_matching(outline, index, filters))
+        if not words or outline is None:
+            yield outline, done
+            continue
+        starts = np.searchsorted(outline.files, np.arange(before, done + 1))
+        for place, (start, end) in enumerate(pairwise(starts.tolist()), before):
+            part = None
+            if start < end:
+                mine = outline.at(np.arange(start, end))
+                part = mine.at(_with_words(index.path(sets[place].name), words)[mine.rows])
+            yield part, place + 1
+    if not sets:
+        yield None, 0
+
+
+def attempts_at(task: str, sources: Sequence[Source], index_of: Index) -> Iterator[dict[str, Any]]:
+    """The episodes of one task in all stages.
+
+    Yields:
+        `attempts`, one for each step that asked the task and was not told before, the files `searched` so
+        far, and `of` how many. The last has searched all.
+    """
+    listed = [(source, index_of(source), list(sets_of(source))) for source in sources]
+    total = sum(len(sets) for *_, sets in listed)
+    searched = 0
+    attempts: list[dict[str, Any]] = []
+    clock = _Clock()
+    for source, index, sets in listed:
+        done = 0
+        while done < len(sets):
+            before = done
+            outline, done = index.read(sets, done)
+            searched += done - before
+            if outline is not None:
+                found = outline.at(outline.tasks == index.tasks.get(task, -1))
+                attempts += _attempts(source.stage, sets, found)
+            if searched == total or clock.is_time():
+                yield {"attempts": attempts, "searched": searched, "of": total}
+                attempts = []
+    if not total:
+        yield {"attempts": [], "searched": 0, "of": 0}
+
+
+def _attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
+    """One entry for each step."""
+    members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
+    for place, group in groupby(members, key=lambda one: one[0]):
+        shown = [{"id": name, "reward": reward} for _, name, reward in group]
+        yield {"stage": stage, "label": sets[place].label, "step": sets[place].step, "members": shown}
+
+
+class _Clock:
+    """Says when it is time to tell more."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + TELL_EVERY
+
+    def is_time(self) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + TELL_EVERY
+        return True
+
+
+def _matching(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
+    """Which episodes fit, whatever their words."""
+    fits = _by_reward(outline, filters.reward)
+    fits &= (outline.length >= filters.least) & (outline.length <= filters.most)
+    if filters.finish:
+        fits &= outline.finish == filters.finish
+    if filters.strategy:
+        name = filters.strategy.removeprefix("s:")
+        wanted = [
+            number
+            for names, number in list(index.strategies.items())
+            if (name in names if filters.strategy != "none" else not names)
+        ]
+        fits &= np.isin(outline.strategies, wanted)
+    if filters.group:
+        fits &= pc.equal(outline.groups, filters.group).to_numpy(zero_copy_only=False)
+    return fits
+
+
+def _by_reward(outline: Outline, kind: str) -> Mask:
+    reward = outline.reward
+    match kind:
+        case "right":
+            return reward >= RIGHT
+        case "partial":
+            return (reward > 0) & (reward < RIGHT)
+        case "wrong":
+            return reward <= 0
+        case "failed":
+            return outline.failed.copy()
+    return np.ones(len(reward), np.bool_)
+
+
+def _with_words(path: Path, words: Sequence[str]) -> Mask:
+    """Whether all words occur in the texts, ids or failure of an episode of the file, in any case."""
+    table = read_columns(path, TEXTS).combine_chunks()
+    messages = table["messages"].chunk(0)
+    owners = np.repeat(np.arange(len(table)), np.diff(messages.offsets.to_numpy()))
+    contents = pc.struct_field(messages.values, "content")
+    fits = np.ones(len(table), np.bool_)
+    for word in words:
+        has = np.zeros(len(table), np.bool_)
+        has[owners[_contains(contents, word)]] = True
+        for name in TEXTS:
+            if name != "messages":
+                has |= _contains(table[name].chunk(0), word)
+        fits &= has
+    return fits
+
+
+def _contains(texts: pa.Array, word: str) -> Mask:
+    found = pc.match_substring(texts, word, ignore_case=True)
+    return pc.fill_null(found, False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _first(found: Sequence[Outline], filters: Filters) -> Outline | None:
+    """The first episodes in the wanted order; what is not known comes last."""
+    if not found:
+        return None
+    if not filters.sort:
+        some = list(accumulate(len(one.rows) for one in found))
+        needed = bisect_left(some, filters.rows) + 1
+        return Outline.joined(found[:needed]).at(np.arange(min(filters.rows, some[-1])))
+    name = filters.sort.removeprefix("-")
+    keys = np.concatenate([getattr(one, name) for one in found])
+    order = np.argsort(-keys if filters.sort.startswith("-") else keys, kind="stable")[: filters.rows]
+    starts = np.cumsum([0, *(len(one.rows) for one in found)])
+    owners = np.searchsorted(starts, order, side="right") - 1
+    chosen = [
+        found[owner].at(np.array([place - starts[owner]])) for owner, place in zip(owners, order, strict=True)
+    ]
+    return Outline.joined(chosen)
+
+
+def _rows(
+    sets: Sequence[EpisodeSet],
+    index: EpisodeIndex,
+    chosen: Outline | None,
+    known: dict[tuple[int, int], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Rows of the list; `known` has those that were read before."""
+    if chosen is None:
+        return []
+    keys = list(zip(chosen.files.tolist(), chosen.rows.tolist(), strict=True))
+    missing = [at for at, key in enumerate(keys) if key not in known]
+    for place, group in groupby(sorted(missing, key=lambda at: keys[at]), key=lambda at: keys[at][0]):
+        for at, row in _read_rows(sets[place], index, chosen, list(group)):
+            known[keys[at]] = row
+    return [known[key] for key in keys]
+
+
+def _read_rows(
+    one: EpisodeSet, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    strategies = {number: sorted(names) for names, number in list(index.strategies.items())}
+    texts = read_columns(index.path(one.name), TEXTS).take(chosen.rows[list(wanted)]).to_pylist()
+    for at, text in zip(wanted, texts, strict=True):
+        opening = [message["content"] for message in _opening(text["messages"])]
+        yield (
+            at,
+            {
+                "step": one.step,
+                "id": text["episode_id"],
+                "group": {"id": chosen.groups[at].as_py(), "task": text["task_id"]},
+                "prompt": shortened("\n".join(opening).strip().rpartition("\n")[2], MOST_TEXT),
+                "text": shortened(text["text"] or "", MOST_TEXT),
+                "failure": text["failure"] or "",
+                "reward": float(chosen.reward[at]),
+                "advantage": float(chosen.advantage[at]),
+                "length": int(chosen.length[at]),
+                "finish": str(chosen.finish[at]),
+                "strategies": strategies.get(int(chosen.strategies[at]), []),
+            },
+        )
+
+
+def _opening(messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+    """The messages before the first answer."""
+    roles = [message["role"] for message in messages]
+    return messages[: roles.index(ASSISTANT)] if ASSISTANT in roles else messages
