@@ -19,6 +19,14 @@ from perilune.errors import RequestError
 from perilune.redaction import redact_document
 
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
+BOM = b"\xef\xbb\xbf"  # of UTF-8
+COMPRESSED = (
+    b"\x1f\x8b",
+    b"\x28\xb5\x2f\xfd",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"PK\x03\x04",
+)  # gzip, zstd, bzip2, xz, zip
 
 
 def home_directory() -> Path:
@@ -74,6 +82,15 @@ def strict_json(data: bytes) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def format_problem(head: bytes) -> tuple[str, str] | None:
+    """What is wrong with a text file that begins with `head`, and the remedy; None if it may be UTF-8."""
+    if head.startswith(COMPRESSED):
+        return "is compressed", "decompress it, for example with gunzip; save a spreadsheet as CSV"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    return None
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from perilune.data.sources import find_source, first_row, read_rows
+from perilune.data.stream import LONGEST_LINE, stream_bytes
 from perilune.errors import RequestError
 from perilune.files import write_json
 
@@ -121,10 +122,34 @@ def test_a_bad_table_is_one_error_with_its_place(content: bytes, said: str, row:
     assert said in caught.value.what and caught.value.where == f"{path} row {row}"
 
 
-def test_a_compressed_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
-    with pytest.raises(RequestError, match="is compressed"):
-        list(read_rows(tmp_path / "a.jsonl.gz"))
+@pytest.mark.parametrize("header", ["question,answer", "2 + 3?,5", '"2, 3","5"', "2 + 3"])
+def test_a_table_whose_first_line_names_no_column_says_so(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text(f"{header}\n4 + 4?,8\n")
+    with pytest.raises(RequestError, match="the first line names no column") as caught:
+        list(read_rows(path))
+    assert caught.value.where == f"{path}:1" and header in caught.value.what
+    assert "prompt,completion" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed"),
+        ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16"),
+    ],
+)
+def test_a_file_that_is_not_utf_8_text_is_named(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(RequestError, match=said) as caught:
+        list(read_rows(tmp_path / "a.jsonl"))
+    assert caught.value.remedy
+
+
+def test_a_line_that_is_too_long_by_its_line_end_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"a" * LONGEST_LINE + b'\n{"text": "b"}\n')
+    assert [(number, bool(problem)) for number, _, problem in stream_bytes(path)] == [(1, True), (2, False)]
 
 
 def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:
@@ -141,6 +166,24 @@ def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:
         (clean / name).write_text("{}\n")
     assert find_source(clean) == clean / "train.jsonl"
     assert find_source(as_dictionary(tmp_path / "splits")) == tmp_path / "splits" / "train"
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["a", "b", "test"], ["a", "b"]),
+        (["a", "validation-00000-of-00001", "my_test", "eval.set"], ["a"]),
+        (["train-0", "train-1", "a", "test"], ["train-0", "train-1"]),
+        (["sums.train", "sums.dev"], ["sums.train"]),
+        (["contest", "latest"], ["contest", "latest"]),
+    ],
+)
+def test_a_folder_trains_on_no_file_that_is_named_for_evaluation(
+    names: list[str], read: list[str], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    assert [row.value["text"] for row in read_rows(tmp_path)] == read
 
 
 def test_null_columns_and_fields_count_as_missing(tmp_path: Path) -> None:
@@ -211,7 +254,11 @@ def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such file"):
         find_source(tmp_path / "none")
-    with pytest.raises(RequestError, match="no data files"):
+    with pytest.raises(RequestError, match="no data files") as caught:
+        find_source(tmp_path)
+    assert "*.jsonl, *.json, *.csv" in caught.value.remedy
+    as_lines(tmp_path / "test.jsonl")
+    with pytest.raises(RequestError, match=r"only held-out files.*test\.jsonl"):
         find_source(tmp_path)
     as_lines(tmp_path / "a.jsonl")
     as_parquet(tmp_path / "a.parquet")

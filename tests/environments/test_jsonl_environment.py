@@ -1,5 +1,6 @@
 """Tasks in files of JSON Lines: what is accepted, what is broken, and what a bundle holds of them."""
 
+import gzip
 import json
 import logging
 import shutil
@@ -80,6 +81,41 @@ def test_a_folder_is_all_its_files(tmp_path):
     written(folder / "a.jsonl", rows(20))
     section = written(folder / "b.jsonl", rows(20, start=50)) | {"path": str(folder)}
     assert sum(make_environment(section).settings().values()) == 40
+
+
+def test_a_folder_with_a_file_for_evaluation_asks_which_it_is(tmp_path):
+    written(tmp_path / "train.jsonl", rows(20))
+    section = written(tmp_path / "test.jsonl", rows(20, start=50)) | {"path": str(tmp_path)}
+    with pytest.raises(RequestError, match=r"a file for evaluation: test\.jsonl") as raised:
+        make_environment(section)
+    assert "heldout: {path: FOLDER/test.jsonl}" in raised.value.remedy
+    files = {"path": str(tmp_path / "train.jsonl"), "heldout": {"path": str(tmp_path / "test.jsonl")}}
+    assert make_environment(section | files).settings() == {"train": 20, "heldout": 20}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    section = written(path, rows(40))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert sum(make_environment(section).settings().values()) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said", "remedy"),
+    [
+        ("sums.jsonl.gz", gzip.compress(b'{"prompt": "1?"}\n', mtime=0), "is compressed", "gunzip"),
+        ("sums.jsonl", '{"prompt": "1?"}'.encode("utf-16"), "is UTF-16", "iconv"),
+        ("sums.csv", b"prompt,answer\n1?,2\n", "a CSV file, not JSON Lines", "read_csv('sums.csv')"),
+        ("sums.json", b'\n[{"prompt": "1?", "answer": 2}]', "a JSON list, not JSON Lines", "read_json("),
+        ("sums.parquet", b"PAR1", "a Parquet file, not JSON Lines", "read_parquet("),
+    ],
+)
+@pytest.mark.parametrize("broken", ["stop", "drop"])
+def test_a_file_of_another_format_is_refused_as_a_whole(tmp_path, name, data, said, remedy, broken):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(RequestError, match=said) as raised:
+        make_environment({"id": "jsonl", "path": str(tmp_path / name), "broken_rows": broken})
+    assert remedy in raised.value.remedy and raised.value.where == str(tmp_path / name)
 
 
 def test_a_row_costs_a_few_bytes_however_long_it_is(tmp_path):

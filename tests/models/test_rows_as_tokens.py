@@ -125,11 +125,23 @@ def test_rows_that_teach_nothing_are_named(tmp_path: Path) -> None:
     assert reader.warnings() == ["an empty answer in 2 of 4 rows, first chats.jsonl:2"]
     assert RowReader(Tokenizer.characters(), 64).noted() == {}
 
-    compared = [{"prompt": "a", "chosen": "b", "rejected": worse} for worse in ("c", "b")]
+    compared = [{"prompt": "a", "chosen": "b", "rejected": worse} for worse in ("c", "b", "")]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in compared))
     reader = RowReader(Tokenizer.characters(), 64)
-    assert reader.check(pairs, pairs=True, validation=0.999)[1] == 2  # one prompt
-    assert reader.noted() == {"warnings": ["two equal answers in 1 of 2 rows, first pairs.jsonl:2"]}
+    assert reader.check(pairs, pairs=True) == (3, 0)
+    assert reader.warnings() == [
+        "two equal answers in 1 of 3 rows, first pairs.jsonl:2",
+        "an empty answer in 1 of 3 rows, first pairs.jsonl:3",
+    ]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_split_that_leaves_nothing_to_train_on_stops_the_plan(pairs: bool, tmp_path: Path) -> None:
+    path, row = tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
+    path.write_text(3 * (json.dumps(row) + "\n"))  # rows with one prompt are on one side
+    with pytest.raises(RequestError, match=r"holds out 3 of 3 rows and leaves 0 to train on") as caught:
+        RowReader(Tokenizer.characters(), 64).check(path, pairs=pairs, validation=0.999)
+    assert caught.value.where == str(path) and "more prompts" in caught.value.remedy
 
 
 def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) -> None:
@@ -138,7 +150,7 @@ def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) 
     with pytest.raises(RequestError) as caught:
         RowReader(characters, 16).check(path, pairs=False)
     assert (
-        caught.value.what == "the row has 31 tokens, and the model has 16 positions; 1 more rows are too long"
+        caught.value.what == "the row has 31 tokens, and the model has 16 positions; 1 more row is too long"
     )
     assert caught.value.where == f"{path}:2"
     with pytest.raises(RequestError, match="max_length is 8"):

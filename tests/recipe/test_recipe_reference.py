@@ -147,6 +147,11 @@ def test_every_option_in_the_table_of_trl_has_a_hint() -> None:
         ("sft.gradient_accumulation_steps=4", "batch_size"),
         ("sft.report_to=wandb", "tracking: ["),
         ("sft.packing=true", "leave it out"),
+        ("rl.top_p=0.9", "leave it out: training samples from the whole distribution"),
+        ("rl.ref_model_sync_steps=64", "leave it out: the reference is the checkpoint"),
+        ("rl.scale_rewards=false", "algorithm: dr_grpo"),  # not the nearest name, process_rewards
+        ("sft.eval_steps=10", "eval: {every: 10"),  # not steps
+        ("sft.warmup_ratio=0.1", "warmup, in steps"),
     ],
 )
 def test_an_option_without_a_key_of_ours_is_answered_with_what_to_write(written: str, ours: str) -> None:

@@ -117,7 +117,8 @@ def _answered(row: Row, name: str) -> Example:
     if isinstance(prompt, str) and isinstance(value[name], str):
         return PlainText(prompt, value[name])
     if not (isinstance(prompt, list) and isinstance(value[name], list)):
-        what = f"columns 'prompt' and '{name}' must both be text or both be lists of messages"
+        kinds = " and ".join(type(one).__name__ for one in (prompt, value[name]))
+        what = f"columns 'prompt' and '{name}' must both be text or both be lists of messages, not {kinds}"
         raise RequestError(what, where=row.place)
     opening, turns = (_messages(value, one, row.place) for one in ("prompt", name))
     if opening and opening[-1]["role"] == "assistant":
@@ -229,5 +230,5 @@ def _unknown(row: Row, task: str, expected: str, other: str) -> RequestError:
     return RequestError(
         f"task {task} needs the columns {expected}; this row has {found}",
         where=row.place,
-        remedy=f"task: {other} reads such rows" if other else "rename the columns",
+        remedy=f"task: {other} reads such rows" if other else "rename the columns; a null counts as missing",
     )

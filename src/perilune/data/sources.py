@@ -5,6 +5,7 @@ Rows are read in order and one batch at a time, so memory does not grow with the
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,13 +14,14 @@ from typing import Any
 
 from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
-from perilune.files import open_regular, read_json, read_regular, strict_json
+from perilune.files import BOM, format_problem, open_regular, read_json, read_regular, strict_json
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
+TRAIN = frozenset({"train", "training"})  # words in file names, as `datasets` reads them
+HELD_OUT = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
 BATCH = 256  # rows of a columnar file in memory at a time
 HEAD = 8  # bytes that tell a columnar file
-BOM = b"\xef\xbb\xbf"  # of UTF-8
 LONGEST_FIELD = 1 << 24  # characters of a CSV field
 
 # The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
@@ -54,9 +56,8 @@ def find_source(path: Path) -> Path:
         RequestError: when there is nothing to read.
     """
     if not path.exists():
-        raise RequestError(
-            "no such file or folder", where=str(path), remedy="check the path; Perilune downloads no data"
-        )
+        remedy = "check the path; Perilune downloads no data, so load it with `datasets` and save_to_disk"
+        raise RequestError("no such file or folder", where=str(path), remedy=remedy)
     if path.is_dir():
         own = [path / name for name in OWN_FILES if (path / name).is_file()]
         if own:
@@ -90,19 +91,34 @@ def _split_of(folder: Path) -> Path:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a source, in order; those named train* alone if there are any."""
+    """The files of a source, in order; in a folder, those for training."""
     if not path.is_dir():
         return [path]
     if (path / "state.json").is_file():
         return _saved_files(path)
     found = [file for folder in (path, path / "data") for file in _data_files(folder)]
-    chosen = [file for file in found if file.name.startswith("train")] or found
+    if not found:
+        kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
+        raise RequestError("the folder has no data files", where=str(path), remedy=f"add one of: {kinds}")
+    chosen = [file for file in found if _words(file) & TRAIN or file.name.startswith("train")]
+    chosen = chosen or [file for file in found if not is_held_out(file)]
     if not chosen:
-        raise RequestError("the folder has no data files", where=str(path), remedy=f"one of {SUFFIXES}")
+        names = ", ".join(file.name for file in found)[:300]
+        what = f"the folder has only held-out files, by their names: {names}"
+        raise RequestError(what, where=str(path), remedy="name one file to train on it")
     if len({file.suffix for file in chosen}) > 1:
         what = f"the folder has files of several kinds: {', '.join(file.name for file in chosen)[:300]}"
         raise RequestError(what, where=str(path), remedy="name one file")
     return chosen
+
+
+def is_held_out(file: Path) -> bool:
+    """Whether the name of a file says that it is for evaluation, as test-00000-of-00001.parquet does."""
+    return bool(_words(file) & HELD_OUT) and not _words(file) & TRAIN
+
+
+def _words(file: Path) -> set[str]:
+    return set(re.split(r"[-._ 0-9]+", file.name.lower()))
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -131,9 +147,14 @@ def _rows(file: Path) -> Iterator[Row]:
         starts = opened.read(4096).removeprefix(BOM).lstrip()
     if starts.startswith(b"["):
         return _array_rows(file)
-    if starts.startswith(b"\x1f\x8b"):
-        raise RequestError("is compressed", where=str(file), remedy="decompress it with gunzip")
+    if problem := format_problem(head):
+        raise RequestError(problem[0], where=str(file), remedy=problem[1])
     delimiter = _delimiter(starts)
+    if delimiter is None and file.suffix in (".csv", ".tsv"):
+        what = f"the first line names no column that Perilune reads: {_first_line(starts)[:200]}"
+        raise RequestError(
+            what, where=f"{file}:1", remedy="name the columns there, such as prompt,completion"
+        )
     return _line_rows(file) if delimiter is None else _csv_rows(file, delimiter)
 
 
@@ -145,7 +166,8 @@ def _line_rows(file: Path) -> Iterator[Row]:
         try:
             value = strict_json(raw.removeprefix(BOM))
         except ValueError as error:
-            raise RequestError(f"not valid JSON: {error}", where=place) from None
+            remedy = "write one object in each line, or one list of objects, in UTF-8"
+            raise RequestError(f"not valid JSON: {error}", where=place, remedy=remedy) from None
         yield _row(place, value)
 
 
@@ -160,12 +182,15 @@ def _array_rows(file: Path) -> Iterator[Row]:
 
 def _delimiter(starts: bytes) -> str | None:
     """The delimiter of a CSV file, whose header names a column that is read; None for another file."""
-    header = starts.splitlines()[:1]
+    header = _first_line(starts)
     for delimiter in () if starts.startswith(b"{") else (",", "\t", ";"):
-        names = csv.reader([line.decode(errors="replace") for line in header], delimiter=delimiter)
-        if COLUMNS.intersection(next(names, [])):
+        if COLUMNS.intersection(next(csv.reader([header], delimiter=delimiter), [])):
             return delimiter
     return None
+
+
+def _first_line(starts: bytes) -> str:
+    return b"".join(starts.splitlines()[:1]).decode(errors="replace")
 
 
 def _csv_rows(file: Path, delimiter: str) -> Iterator[Row]:

@@ -53,9 +53,10 @@ def stream_bytes(file: Path) -> Iterator[tuple[int, bytes, str]]:
             while raw := lines.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(raw) > LONGEST_LINE:
-                    while (rest := lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                        pass
-                    yield number, raw[:200], f"longer than {LONGEST_LINE:,} bytes"
+                    start = raw[:200]
+                    while raw and not raw.endswith(b"\n"):
+                        raw = lines.readline(LONGEST_LINE)
+                    yield number, start, f"longer than {LONGEST_LINE:,} bytes"
                 elif raw.strip():
                     yield number, raw.rstrip(b"\r\n"), ""
     except OSError as error:

@@ -17,7 +17,8 @@ def training_sentence(summary: Mapping[str, Any]) -> str:
     """The main figures of `training_figures`; empty for a stage without them."""
     said, held = _main(_changes(summary)), _main(_held_out(summary))
     said += " (first to last steps)" if said else ""
-    return f"{said}; on {summary['validation_pairs']:,} held-out pairs {held}" if held else said
+    count = summary.get("validation_pairs", 0)
+    return f"{said}; on {count:,} held-out pair{'' if count == 1 else 's'} {held}" if held else said
 
 
 def _main(figures: Mapping[str, str]) -> str:

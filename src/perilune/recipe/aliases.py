@@ -76,6 +76,17 @@ _EPOCHS = "steps, which is epochs x rows / batch_size; --plan prints the number 
 _BATCH = "batch_size, the rows of a whole step; in rl, prompts x samples. token_budget limits the memory"
 _PACKED = "leave it out: rows are packed without padding, and the loss is on the assistant's messages"
 _SAMPLER = "leave it out: Perilune has its own sampling engine"
+_WHOLE = (
+    "leave it out: training samples from the whole distribution, because the learner's log-probs would not be"
+    " those of a truncated one; temperature is possible"
+)
+_REFERENCE = (
+    "leave it out: the reference is the checkpoint that the stage starts from; to renew it, chain two stages"
+)
+_EVALUATION = "eval: {every: 10, tasks: 64}"
+_BEST = "eval: {every: 10, best: heldout/pass@1, output: best}"
+_NO_DROPOUT = "leave it out: there is no dropout, because the policy that samples would be another one"
+_NONE = "leave it out: Perilune has no such option"
 ADVICE: Mapping[str, str] = {
     "epsilon": _CLIP,
     "epsilon_high": _CLIP,
@@ -91,7 +102,35 @@ ADVICE: Mapping[str, str] = {
     "gradient_accumulation_steps": _BATCH,
     "packing": _PACKED,
     "assistant_only_loss": _PACKED,
+    "completion_only_loss": _PACKED,
+    "padding_free": _PACKED,
     "use_vllm": _SAMPLER,
+    "vllm_mode": _SAMPLER,
+    "vllm_gpu_memory_utilization": _SAMPLER,
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"), _WHOLE),
+    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"), _REFERENCE),
+    **dict.fromkeys(("eval_strategy", "eval_steps"), _EVALUATION),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), _BEST),
+    **dict.fromkeys(("lora_dropout", "disable_dropout"), _NO_DROPOUT),
+    **dict.fromkeys(("eos_token", "pad_token", "optimizers", "label_smoothing", "reference_free"), _NONE),
+    "scale_rewards": "algorithm: dr_grpo, which does not divide by the standard deviation, as grpo does",
+    "max_prompt_length": "leave it out: prompts are never truncated",
+    "warmup_ratio": "warmup, in steps",
+    "generation_batch_size": "prompts x samples, the answers of a step; updates_per_batch splits them",
+    "steps_per_generation": "updates_per_batch",
+    "num_generations_eval": "eval: {samples: 4}",
+    "quantization_config": "lora: {base: int8}",
+    "load_in_4bit": "lora: {base: int8}",
+    "load_in_8bit": "lora: {base: int8}",
+    "fp16": "precision: bfloat16",
+    "rpo_alpha": "nll",
+    "logging_steps": "leave it out: every step is logged",
+    "log_completions": "leave it out: every answer is recorded; `perilune report` shows them",
+    "seed": "seed, a key of the recipe beside stages",
+    "run_name": "name, a key of the recipe beside stages",
+    "dataset_text_field": "leave it out: the column is named text",
+    "chat_template_path": "model: {chat_template: template.jinja}, a key of the recipe beside stages",
+    "push_to_hub": "leave it out: `perilune model export` writes the model",
     "report_to": "tracking: [tensorboard, wandb, mlflow], a key of the recipe beside stages",
     "output_dir": "leave it out: runs are in ~/.perilune, and `perilune model export` writes the model",
     "resume_from_checkpoint": "leave it out: the same command resumes the run",

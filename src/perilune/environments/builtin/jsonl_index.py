@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from perilune.data.sources import is_held_out
 from perilune.environments.core.matching import Match, unmatchable_reason
 from perilune.environments.core.protocol import Message, Split
 from perilune.errors import RequestError
-from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json
+from perilune.files import BOM, canonical_json, format_problem, open_regular, sha256_bytes, strict_json
 from perilune.frozen import Frozen
 
 LONGEST_LINE = 16 << 20  # bytes; a longer line is invalid
@@ -172,6 +173,8 @@ def indexed(path: str, match: Match | None, broken: Broken, held_out: HeldOut) -
     """
     paths = [path] if held_out.path is None else [held_out.path, path]
     files = tuple(tuple(_files(Path(one))) for one in paths)
+    if Path(path).is_dir() and held_out.path is None and held_out.column is None:
+        _refuse_held_out(files[0])
     versions = tuple((one.stat().st_mtime_ns, one.stat().st_size) for some in files for one in some)
     return _indexed(files, versions, match, broken, held_out)
 
@@ -235,17 +238,29 @@ def _files(path: Path) -> Iterator[Path]:
         raise RequestError("no such file or folder", where=str(path))
 
 
+def _refuse_held_out(files: Iterable[Path]) -> None:
+    """Refuse to train on a file of a folder whose name says that it is for evaluation."""
+    for file in files:
+        if is_held_out(file):
+            remedy = f"name files: path: FOLDER/train.jsonl, heldout: {{path: FOLDER/{file.name}}}"
+            raise RequestError(
+                f"the folder has a file for evaluation: {file.name}", where=str(file.parent), remedy=remedy
+            )
+
+
 def _rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[tuple[int, int, Row]]:
     """Valid rows, each with its line number and byte offset."""
     try:
         with open_regular(file) as lines:
+            _check_format(file, lines.read(4096))
+            lines.seek(0)
             number = offset = 0
             while raw := lines.readline(LONGEST_LINE + 1):
                 number, begin, offset = number + 1, offset, offset + len(raw)
                 place = f"{file}:{number}"
                 if len(raw) > LONGEST_LINE:
-                    while (rest := lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                        pass
+                    while raw and not raw.endswith(b"\n"):
+                        raw = lines.readline(LONGEST_LINE)
                     offset = lines.tell()
                     rejected.add(place, f"longer than {LONGEST_LINE:,} bytes")
                 elif raw.strip():
@@ -259,14 +274,34 @@ def _rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[t
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
 
 
+def _check_format(file: Path, starts: bytes) -> None:
+    """Refuse a file of another format as a whole, since each of its lines is invalid.
+
+    Raises:
+        RequestError: naming the format.
+    """
+    if problem := format_problem(starts):
+        raise RequestError(problem[0], where=str(file), remedy=problem[1])
+    formats = (
+        (starts.startswith(b"PAR1"), "parquet", "a Parquet file"),
+        (starts.removeprefix(BOM).lstrip().startswith(b"["), "json", "a JSON list"),
+        (file.suffix in (".csv", ".tsv"), "csv", "a CSV file"),
+    )
+    for is_it, kind, what in formats:
+        if not is_it:
+            continue
+        remedy = f"pandas.read_{kind}({file.name!r}).to_json('rows.jsonl', orient='records', lines=True)"
+        raise RequestError(f"is {what}, not JSON Lines", where=str(file), remedy=f"convert it: {remedy}")
+
+
 def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
     """Parse a line.
 
     Raises:
-        BrokenRowError: if it is not a valid row.
+        InvalidRowError: if it is not a valid row.
     """
     try:
-        row = strict_json(raw)
+        row = strict_json(raw.removeprefix(BOM))
     except ValueError as error:
         raise InvalidRowError(f"not JSON: {error}") from None
     if not isinstance(row, dict):

@@ -12,7 +12,7 @@ from perilune.data.examples import Conversation
 from perilune.data.records import is_validation
 from perilune.data.sources import read_rows
 from perilune.errors import RequestError
-from perilune.tasks.supervised.tokens import RowReader, split_name
+from perilune.tasks.supervised.tokens import RowReader, split_name, uneven_split
 
 
 class Demonstrations:
@@ -65,12 +65,7 @@ class Demonstrations:
         self._ends, self._prompts = ends, prompts
         self._trained = sorted({*range(len(ends) - 1)} - {*held})
         if not self._trained or (validation and not held):
-            raise RequestError(
-                f"of {len(self._places)} rows, validation: {validation:g} holds out {len(held)} and leaves"
-                f" {len(self._trained)} to train on",
-                where="validation",
-                remedy="change validation, or use rows with more prompts",
-            )
+            raise uneven_split(len(self._places), len(held), validation, str(path))
         self.held_out = [self.episode(index) for index in held]
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from perilune.data.sources import read_rows
 from perilune.errors import RequestError
 from perilune.learn.batch import Pair
 from perilune.tasks.supervised.demonstrations import batch_indices
-from perilune.tasks.supervised.tokens import RowReader, Tokens
+from perilune.tasks.supervised.tokens import RowReader, Tokens, uneven_split
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,12 @@ class PreferenceData:
                 chosen = _episode((*ids, "chosen"), seed, better, scores[0])
                 rejected = _episode((*ids, "rejected"), seed, worse, scores[1])
                 (held if is_validation(pair.task_id, validation) else train).append((chosen, rejected))
+        if not train and not held:
+            raise RequestError(
+                "there are no pairs to train on", where=str(paths[0]), remedy="make more pairs"
+            )
         if not train:
-            raise RequestError("no pair is left to train on", where=str(paths[0]), remedy="make more pairs")
+            raise uneven_split(len(held), len(held), validation, str(paths[0]))
         return cls(train, held, seed)
 
     def batch(self, step: int, size: int) -> list[Pair]:

@@ -116,6 +116,8 @@ class RowReader:
                     self.rows -= 1  # a pair is one row
                     if better.token_ids == worse.token_ids:
                         self.useless.setdefault(EQUAL, []).append(row.place)
+                    elif has_empty_answer(pair.chosen) or has_empty_answer(pair.rejected):
+                        self.useless.setdefault(EMPTY, []).append(row.place)
                     yield row, pair, better, worse
         self._refuse_long_rows()
 
@@ -143,6 +145,8 @@ class RowReader:
         if not total:
             why = " because all are too long" if self.dropped else ""
             raise RequestError(f"there are no rows to train on{why}", where=str(path))
+        if total == self.rows and (held == total or (validation and not held and not pairs)):
+            raise uneven_split(total, held, validation, str(path))
         return total, held
 
     @property
@@ -210,6 +214,15 @@ class RowReader:
 
 def _rows(count: int) -> str:
     return f"{count:,} row{'s' * (count != 1)}"
+
+
+def uneven_split(rows: int, held: int, validation: float, where: str) -> RequestError:
+    """The error for a split whose one side is empty."""
+    return RequestError(
+        f"validation: {validation:g} holds out {held} of {_rows(rows)} and leaves {rows - held} to train on",
+        where=where,
+        remedy="change validation, or use rows with more prompts; rows with one prompt are on one side",
+    )
 
 
 def split_name(example: Example, tokens: Tokens) -> str:
