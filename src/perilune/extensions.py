@@ -27,6 +27,11 @@ METRIC_GROUP = "perilune.metrics"
 REWARD_GROUP = "perilune.rewards"
 TEACHER_GROUP = "perilune.teachers"
 
+NOT_INSTALLED = (
+    "install that package into Perilune's environment; only the named file becomes part of the bundle, so it"
+    " cannot import files next to it"
+)
+
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
 
 
@@ -84,14 +89,10 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
         if isinstance(error, KeyboardInterrupt):
             raise
         line = next((f":{one.lineno}" for one in reversed(_frames(error)) if one.filename == file), "")
-        missing = isinstance(error, ModuleNotFoundError)
         raise RequestError(
             f"cannot load {file}{line}: {type(error).__name__}: {error}",
             where=where,
-            remedy="install that package into Perilune's environment; only the named file becomes part of the"
-            " bundle, so it cannot import files next to it"
-            if missing
-            else "",
+            remedy=NOT_INSTALLED if isinstance(error, ModuleNotFoundError) else "",
         ) from None
 
 

@@ -76,6 +76,14 @@ def half(completions, **columns):
     return [0.5]
 
 def wants(nothing_that_exists): ...
+
+made = (lambda worth: lambda completions, **columns: [worth])(0.5)
+
+def a_number(completions):
+    return 1.0
+
+def argues(completions):
+    raise ValueError("the argument is not JSON")
 """
 RL = {
     "name": "rl",
@@ -156,6 +164,30 @@ def test_reward_functions_are_tried_when_the_recipe_is_planned(tmp_path: Path) -
     derive(load_recipe(recipe(tmp_path, rewards={"half": {"function": "pay.py:half"}})))
 
 
+def test_a_reward_function_may_be_assigned_and_its_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "pay.py").write_text("\ufeff" + REWARD, encoding="utf-8")
+    derive(load_recipe(recipe(tmp_path, rewards={"made": {"function": "pay.py:made"}})))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a_number", "reward function 'r' returned float 1.0, not a list of one reward"),
+        ("argues", "reward function 'r' raised ValueError: the argument is not JSON"),
+    ],
+)
+def test_a_reward_function_that_fails_on_an_answer_is_a_warning_of_the_plan(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    loaded = load_recipe(recipe(tmp_path, rewards={"r": {"function": f"pay.py:{name}"}}))
+    (stage,) = derive(loaded, check=True)
+    assert stage["derived"]["warning 1"].endswith(
+        f"fails to score the answer '0' to its first task: {reason}"
+    )
+    (stage,) = derive(load_recipe(recipe(tmp_path, rewards={"r": {"function": "pay.py:half"}})), check=True)
+    assert "warning 1" not in stage["derived"]
+
+
 KEYS = {
     "environment": lambda file: {"environment": {"id": file}},
     "algorithm": lambda file: {"stage": {**RL, "algorithm": file}},
@@ -181,6 +213,8 @@ def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: s
     with pytest.raises(RequestError, match=what) as caught:
         derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
     assert file.partition(".")[0] in str(caught.value) and "Traceback" not in str(caught.value)
+    if file.startswith("lost"):
+        assert "install that package" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +226,11 @@ def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: s
         ("algorithm", "method.py:Narrow", "weight_group that does not take the episodes and the context"),
         ("teacher", "teacher.py:Mute", "not a teacher"),
         ("metric", "figure.py:two", "must be a function of the episodes: missing a required argument"),
-        ("reward", "pay.py:wants", "missing 1 required positional argument"),
+        (
+            "reward",
+            "pay.py:wants",
+            "missing a required argument: 'nothing_that_exists'.*columns: .*completions",
+        ),
     ],
 )
 def test_a_wrong_signature_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:

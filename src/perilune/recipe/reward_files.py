@@ -128,12 +128,8 @@ def read_code(reference: str, base: Path, path: KeyPath) -> str:
     key = ".".join(map(str, path))
     file = (base / Path(place).expanduser()).absolute()
     try:
-        text = read_regular(file, LARGEST).decode("utf-8")
-        defined = [
-            one.name
-            for one in ast.parse(text, str(file)).body
-            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        ]
+        text = read_regular(file, LARGEST).decode("utf-8-sig")
+        defined = [name for one in ast.parse(text, str(file)).body for name in _names(one)]
     except RequestError as error:
         raise ProblemsError(
             [Problem(path, f"{key}: {file} cannot be read: {error.what}", error.remedy)]
@@ -150,5 +146,20 @@ def read_code(reference: str, base: Path, path: KeyPath) -> str:
         raise ProblemsError([Problem(path, f"{key}: {file} is not valid Python: {error}")]) from None
     if attribute not in defined:
         what = f"{key}: {file} does not define '{attribute}'"
-        raise ProblemsError([Problem(path, what, nearest(attribute, defined))])
+        remedy = nearest(attribute, defined) if defined else "define it there"
+        raise ProblemsError([Problem(path, what, remedy)])
     return text
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module defines: def, class, assignment or `from` import."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=targets):
+            return [one.id for one in targets if isinstance(one, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.ImportFrom(names=names):
+            return [one.asname or one.name for one in names]
+    return []

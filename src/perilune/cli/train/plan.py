@@ -77,6 +77,7 @@ def _try_reward_functions(recipe: Recipe) -> None:
     """
     from perilune.cli.data.audit import environments_of
     from perilune.environments.core.registry import REWARDS
+    from perilune.environments.core.rewards import CANNOT_CALL
 
     for section in environments_of(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
@@ -86,7 +87,7 @@ def _try_reward_functions(recipe: Recipe) -> None:
             task = next(iter(make_environment(section).tasks("train", recipe.seed)), None)
             with Scorer(section) as scorer:
                 (outcome,) = scorer.score([] if task is None else [(task, Transcript("0"))]) or (None,)
-            if isinstance(outcome, Failure) and "argument" in outcome.reason:
+            if isinstance(outcome, Failure) and outcome.reason.startswith(CANNOT_CALL):
                 raise RequestError(
                     outcome.reason,
                     where=REWARDS,

@@ -136,9 +136,12 @@ def _require_terms(job: Job) -> None:
 
 
 def _verifier_warnings(job: Job) -> Iterator[str]:
-    """Score one answer in an environment whose code the user wrote: its `score` may raise."""
+    """Score one answer where the user's own code scores: it may raise, or return what is no reward."""
     for section in part_sections(job.environment).values() or (job.environment,):
-        if names_file(section["id"]) and (reason := _failure(canonical_json(section), job.seed)):
+        functions = any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values())
+        if (functions or names_file(section["id"])) and (
+            reason := _failure(canonical_json(section), job.seed)
+        ):
             yield f"{section['id']} fails to score the answer '0' to its first task: {reason}"
 
 

@@ -29,10 +29,16 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.wrapping import Wrapping
 from perilune.errors import RequestError
-from perilune.extensions import REWARD_GROUP
+from perilune.extensions import NOT_INSTALLED, REWARD_GROUP
 
 VERIFIER = "verifier"  # the term that holds the environment's own reward
 GOLD = "gold"  # the metric that keeps that reward when training optimizes another one
+
+CANNOT_CALL = "cannot call the reward function"  # begins the reason of such a failure
+CONFINED = (
+    "functions run confined: without files, network, processes and libraries that load native code late, such"
+    " as torch. An environment of your own with `confined = False` may use them"
+)
 
 Function = Callable[..., Any]
 
@@ -120,7 +126,14 @@ class WeightedRewards(Wrapping, SingleTurn):
             "completions": [transcript.text if is_text else [answer]],
         }
         try:
-            returned = function(**_accepted(function, columns))
+            given = _accepted(function, columns)
+            inspect.signature(function).bind(**given)
+        except (TypeError, ValueError) as error:
+            return Failure(
+                VERIFIER, f"{CANNOT_CALL} {name!r}: {error}; columns: {', '.join(sorted(columns))}"
+            )
+        try:
+            returned = function(**given)
             if inspect.isawaitable(returned):
                 self._loop = self._loop or asyncio.new_event_loop()
                 returned = self._loop.run_until_complete(returned)
@@ -164,10 +177,15 @@ def _load_function(name: str, section: Mapping[str, Any]) -> Function:
             exec(compile(section["source"], place, "exec"), names)  # noqa: S102 - the process is confined
             function = names[attribute]
     except BaseException as error:
+        remedy = "write module:function of an installed package, or file.py:function next to the recipe"
+        if isinstance(error, ImportError):
+            remedy = NOT_INSTALLED
+        elif isinstance(error, PermissionError):
+            remedy = CONFINED
         raise RequestError(
             f"cannot load {section['function']!r}: {type(error).__name__}: {error}",
             where=f"rewards.{name}.function",
-            remedy="write module:function of an installed package, or file.py:function next to the recipe",
+            remedy=remedy,
         ) from None
     if not callable(function):
         raise RequestError(f"{section['function']!r} is not callable", where=f"rewards.{name}.function")
