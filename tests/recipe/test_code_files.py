@@ -36,6 +36,23 @@ class Idle:
 
 class Hungry(Echo):
     def __init__(self, spec, more): pass
+
+class Scoreless(SingleTurn):
+    def tasks(self, split, seed): ...
+
+class NoTasks(Echo):
+    def tasks(self, split, seed): return None
+
+class Seedless(Echo):
+    def tasks(self, split): return iter(())
+
+class Loose(Echo):
+    def tasks(self, split, seed):
+        yield {"prompt": "1?"}
+
+class Unwritable(Echo):
+    def tasks(self, split, seed):
+        yield Task("1", ({"role": "user", "content": "1?"},), {"answer": object()})
 """
 ALGORITHM = """
 from typing import Literal
@@ -222,6 +239,11 @@ def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: s
     [
         ("environment", "world.py:Idle", "not an environment: it has no tasks, score"),
         ("environment", "world.py:Hungry", "cannot make world.py:Hungry: TypeError"),
+        ("environment", "world.py:Scoreless", "not an environment: it has no score"),
+        ("environment", "world.py:NoTasks", "NoTasks cannot make tasks: TypeError: 'NoneType'"),
+        ("environment", "world.py:Seedless", "Seedless cannot make tasks: TypeError"),
+        ("environment", "world.py:Loose", "Loose cannot make tasks: TypeError: tasks yields dict, not Task"),
+        ("environment", "world.py:Unwritable", "cannot make tasks: TypeError: Object of type object"),
         ("algorithm", "method.py:Other", "not a subclass of"),
         ("algorithm", "method.py:Narrow", "weight_group that does not take the episodes and the context"),
         ("teacher", "teacher.py:Mute", "not a teacher"),
@@ -235,7 +257,7 @@ def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: s
 )
 def test_a_wrong_signature_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:
     with pytest.raises(RequestError, match=what):
-        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
+        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))), check=True)
 
 
 def test_an_option_that_an_algorithm_lacks_names_its_options(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ BAD = {  # (text replaced, by what): where, what is said
     ),
     ("stages:", "stagse:"): (":5:", "stagse is not a known key (and 1 more)", "'stages'"),
     ("name: dinner\n", ""): (":1:", "name is missing", ""),
-    (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "at least 1 item"),
+    (DINNER[DINNER.index("stages") :], "stages: []"): (":5:", "stages", "is empty"),
     (DINNER[DINNER.index("stages") :], "stages: cake"): (":5:", "stages must be a list", ""),
     (DINNER[DINNER.index("stages") :], "stages: [cake]"): (":5:", "a stage is a mapping", ""),
     (DINNER, "- a\n"): (":1:", "a recipe is a mapping", ""),

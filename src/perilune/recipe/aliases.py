@@ -122,6 +122,7 @@ ADVICE: Mapping[str, str] = {
     "quantization_config": "lora: {base: int8}",
     "load_in_4bit": "lora: {base: int8}",
     "load_in_8bit": "lora: {base: int8}",
+    **dict.fromkeys(("task_type", "bias", "use_rslora", "use_dora", "modules_to_save"), _NONE),
     "fp16": "precision: bfloat16",
     "rpo_alpha": "nll",
     "logging_steps": "leave it out: every step is logged",

@@ -136,6 +136,10 @@ def _problem(
 def _wrong_value(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
     message = _IN_YAML.get(message, message)
+    if detail["type"] == "too_short":
+        message = (
+            "is empty" if not detail["input"] else f"needs at least {detail['ctx']['min_length']} entries"
+        )
     if isinstance(detail["input"], dict | list):
         return Problem(full, f"{key}: {message}" if key else message)
     given = detail["input"]

@@ -49,7 +49,11 @@ class JsonlEnvironment(SingleTurn):
         """Validate every row once. Scoring does not need the files."""
         for split, rows in self._index().splits.items():
             if not len(rows):
-                raise RequestError(f"{self.spec.path} has no {split} rows", where="environment.heldout")
+                raise RequestError(
+                    f"{self.spec.path} has no {'held-out' if split == 'heldout' else 'training'} rows",
+                    where="environment.heldout",
+                    remedy="use more rows, another share, or heldout: {path: test.jsonl}",
+                )
 
     @staticmethod
     def has_verdict(section: Mapping[str, Any]) -> bool:

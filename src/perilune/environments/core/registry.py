@@ -12,7 +12,7 @@ those of `Spec` without `id`.
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from perilune.environments.core import managed_context, prompting
 from perilune.environments.core.episode_settings import KEY, EpisodeSettings
 from perilune.environments.core.managed_context import ContextSettings, ManagedContext
+from perilune.environments.core.own_tasks import explained_tasks
 from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
@@ -238,9 +239,11 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     except Exception as error:
         if not names_file(spec.get("id")):
             raise
-        raise _not_made(spec["id"], error) from None
+        raise _not_made(spec["id"], factory, error) from None
     if names_file(spec.get("id")):
         _require_protocol(environment, spec["id"])
+        if hasattr(environment, "__dict__"):
+            vars(environment)["tasks"] = explained_tasks(environment.tasks, spec["id"])
     if checked and hasattr(environment, "check_files"):
         environment.check_files()
     for bound in ("max_turns", "max_tokens"):
@@ -269,7 +272,9 @@ def _with_sections(environment: Environment, spec: Mapping[str, Any]) -> Environ
     return environment
 
 
-def _not_made(name: str, error: Exception) -> RequestError:
+def _not_made(name: str, factory: Any, error: Exception) -> RequestError:
+    if lacking := getattr(factory, "__abstractmethods__", None):
+        return _no_environment(name, sorted(lacking))
     return RequestError(
         f"cannot make {name}: {type(error).__name__}: {error}",
         where="environment.id",
@@ -282,11 +287,15 @@ def _require_protocol(environment: Any, name: str) -> None:
     lacking = [method for method in ("tasks", "score") if not callable(getattr(environment, method, None))]
     lacking += [] if isinstance(getattr(environment, "id", None), str) else ["id"]
     if lacking:
-        raise RequestError(
-            f"{name} is not an environment: it has no {', '.join(lacking)}",
-            where="environment.id",
-            remedy="derive it from perilune.environments.SingleTurn or MultiTurn",
-        )
+        raise _no_environment(name, lacking)
+
+
+def _no_environment(name: str, lacking: Sequence[str]) -> RequestError:
+    return RequestError(
+        f"{name} is not an environment: it has no {', '.join(lacking)}",
+        where="environment.id",
+        remedy="define it in the class, which derives from perilune.environments.SingleTurn or MultiTurn",
+    )
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
