@@ -1,5 +1,7 @@
 """What `perilune run --plan` refuses or warns about."""
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from perilune.cli.train.plan import derive
+from perilune.cli.train.plan_checks import check_weights
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe
@@ -109,3 +112,43 @@ def test_a_learning_rate_far_from_the_default_is_a_warning(tmp_path: Path, lr: s
     stages = {stage["name"]: stage["derived"] for stage in derive(loaded(tmp_path, lr=lr))}
     assert stages["sft"]["warning"].startswith(text)
     assert "warning" not in stages["rl"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A recipe with a pretrained model of its own, whose files a test then breaks."""
+    from perilune.models.checkpoints.loading import new_model, save_checkpoint
+    from perilune.models.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.characters()
+    save_checkpoint(tmp_path / "mine", new_model("tiny", tokenizer, seed=0), tokenizer)
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "mine.yaml").write_text(
+        "name: mine\nmodel: {path: mine}\n"
+        "stages: [{name: sft, task: sft, checkpoint: model, data: chats.jsonl, steps: 1}]\n"
+    )
+    return tmp_path / "mine"
+
+
+def edit(file: Path, **keys: Any) -> None:
+    file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda mine: (mine / "model.safetensors").unlink(), "no file model.safetensors"),
+        (lambda mine: os.truncate(mine / "model.safetensors", 100_000), "not a safetensors file"),
+        (lambda mine: (mine / "model.safetensors").rename(mine / "pytorch_model.bin"), "is a pickle"),
+        (lambda mine: edit(mine / "config.json", num_hidden_layers=5), "layers.3.* is missing"),
+        (lambda mine: edit(mine / "config.json", hidden_size=192), "requires .98, 192."),
+        (lambda mine: edit(mine / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    ],
+)
+def test_weights_that_do_not_fit_stop_a_run_before_it_begins(folder: Path, damage: Any, what: str) -> None:
+    derive(load_recipe(folder.parent / "mine.yaml"))
+    check_weights.cache_clear()
+    damage(folder)
+    with pytest.raises(RequestError, match=what) as caught:
+        derive(load_recipe(folder.parent / "mine.yaml"))
+    assert caught.value.where.startswith(f"stages.sft: {folder}")

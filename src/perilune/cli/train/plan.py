@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
 from perilune.cli.output import shown
-from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts
+from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts, check_weights
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import MODEL, job_for
 from perilune.recipe.tokenizers import foreign_character
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ def derive(recipe: Recipe, template: Template | None = None, *, check: bool = Fa
             check_heldout(job)
             if check:
                 figures |= {f"warning {index}": text for index, text in enumerate(check_job(job), 1)}
-            for need in figures.values():
-                if template is None and isinstance(need, MemoryNeed):
-                    require_memory(need, job.resources)
+            needs = [need for need in figures.values() if isinstance(need, MemoryNeed)]
+            for need in needs if template is None else ():
+                require_memory(need, job.resources)
+            if needs and MODEL in stage.consumes.values() and (path := job.model.get("path")):
+                check_weights(path)
         except RequestError as error:
             where = f"stages.{stage.name}" + (f": {error.where}" if error.where else "")
             raise RequestError(error.what, where=where, remedy=error.remedy) from None

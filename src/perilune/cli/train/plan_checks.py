@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
@@ -53,6 +55,22 @@ def _require_tokens(lacking: str | None) -> None:
 
     if lacking is not None:
         raise RequestError(f"the model's tokenizer has {lacking}", where="model", remedy=ANY_TEXT)
+
+
+@cache
+def check_weights(path: str) -> None:
+    """Compare the weight files of a pretrained model with its config.json, from their headers.
+
+    Raises:
+        RequestError: naming the file that is missing or broken, or the tensor that does not fit. A model that
+            transformers computes is checked when it is loaded.
+    """
+    from perilune.models.checkpoints.loading import checked_headers
+    from perilune.models.config.reader import UnsupportedModelError
+    from perilune.models.decoder import Decoder
+
+    with suppress(UnsupportedModelError):
+        checked_headers(Decoder, Path(path))
 
 
 def check_heldout(job: Job) -> None:

@@ -12,6 +12,7 @@ from perilune.errors import RequestError
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
 from perilune.models.config.family import Family
 from perilune.models.config.layer_kinds import (
+    MOST_LAYERS,
     DeltaRule,
     Experts,
     Latent,
@@ -267,6 +268,8 @@ class DecoderConfig:
         _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers, options = read.integer("num_hidden_layers"), family.options
+        if layers > MOST_LAYERS:
+            raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
         latent = read_latent(read, options) if "kv_lora_rank" in options else None
         delta = read_delta(read, family, layers) if "linear_num_value_heads" in options else None
         head_dim = read.integer("head_dim", hidden_size // max(heads, 1))

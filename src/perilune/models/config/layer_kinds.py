@@ -7,7 +7,7 @@ from typing import Any
 from perilune.models.config.family import Family
 from perilune.models.config.reader import Reader
 
-MOST_LAYERS = 10_000  # most layers that are listed one by one
+MOST_LAYERS = 10_000
 
 
 def not_positive(owner: object, names: Collection[str], prefix: str = "") -> str | None:
@@ -249,8 +249,6 @@ def read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
     Raises:
         RequestError: when `no_rope_layers` does not have one entry per layer.
     """
-    if layers > MOST_LAYERS:
-        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
     rotated = read.integers("no_rope_layers")
     if not rotated:
         every = read.count("no_rope_layer_interval", 4)
@@ -262,8 +260,6 @@ def read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
 
 def read_experts(read: Reader, family: Family, layers: int) -> Experts:
     """The mixture of experts of a model with `layers` layers."""
-    if layers > MOST_LAYERS:
-        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS} with experts")
     method = "noaux_tc" if family.correction else "greedy"
     read.reject("topk_method", method, f"the implemented choice of experts is {method}")
     # Transformers 5 also writes num_local_experts.
