@@ -199,7 +199,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(RequestError, match=r"no such file|has no \*.jsonl"):
             make_environment({"id": "jsonl", "path": str(path)})
-    with pytest.raises(RequestError, match=r"no (train|heldout) rows"):
+    with pytest.raises(RequestError, match=r"no (training|held-out) rows"):
         make_environment(written(tmp_path / "one.jsonl", rows(2)))
     bytes_ = tmp_path / "bytes.jsonl"
     bytes_.write_bytes(b'{"prompt": "\xff"}\n')
