@@ -77,6 +77,11 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
     (damaged / "attempts" / "1" / "artifacts" / "metrics.jsonl").write_text("")
     code, _, err = perilune("collect", "one")
     assert code == 1 and "artifacts/metrics.jsonl has changed" in err
+    for content in ("{}", "{"):  # another summary, and half of one
+        (damaged / "attempts" / "1" / "artifacts" / "summary.json").write_text(content)
+        code, out, _ = perilune("show", "one")
+        assert code == 0
+        assert f"  error      artifacts: damaged or missing; `perilune verify {damaged.name}`" in out
 
 
 def test_what_a_task_prints_cannot_command_the_terminal(perilune: Command, control: Control) -> None:

@@ -339,6 +339,13 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
     """Everything recorded about a run: its attempts, events, conditions, summary and paths."""
     with control.store.snapshot() as session:
         experiment = session.get_one(Experiment, run.experiment_id)
+    summary, damage = _summary(control, run)
+    conditions: list[dict[str, Any]] = [
+        {"about": one.about, "message": one.message, "since": one.since}
+        for one in control.reconciler.conditions.all(run.id)
+    ]
+    if damage:
+        conditions.append({"about": "artifacts", "message": damage, "since": None})
     return {
         **_columns(run),
         "experiment": experiment.name,
@@ -348,16 +355,25 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
             {**_columns(attempt), "container": _container(control, attempt)}
             for attempt in attempts_of(control, run.id)
         ],
-        "conditions": [
-            {"about": one.about, "message": one.message, "since": one.since}
-            for one in control.reconciler.conditions.all(run.id)
-        ],
+        "conditions": conditions,
         "events": [
             {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
             for row in events_after(control, run_id=run.id)
         ],
-        "summary": dict(control.summary(run)),
+        "summary": summary,
     }
+
+
+def _summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
+    """The run's summary, and what is wrong with its artifacts."""
+    summary: dict[str, Any] = {}
+    try:
+        summary = dict(control.summary(run))
+        intact = run.state != RunState.SUCCEEDED or control.intact(run)
+    except RequestError:
+        intact = False
+    remedy = f"`perilune verify {run.id}` lists them, and `perilune run` runs the stage again"
+    return summary, "" if intact else f"damaged or missing; {remedy}"
 
 
 def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
