@@ -17,8 +17,9 @@ from perilune.bundle.archive import pack, unpack
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.shared_files import SharedFiles
-from perilune.bundle.storage import place
+from perilune.bundle.storage import place, storage_errors
 from perilune.bundle.verify import verify
+from perilune.errors import RequestError
 from perilune.files import sha256_file
 
 NOBODY = 65534
@@ -172,3 +173,11 @@ def test_a_killed_freeze_leaves_no_bundle(tmp_path: Path, in_child: InChild) -> 
     assert in_child(die_before_publishing, lambda: freeze(make_job(), inputs, tmp_path / "b")) == ""
     assert not (tmp_path / "b").exists()
     freeze(make_job(), inputs, tmp_path / "b")
+
+
+def test_a_failed_rename_names_its_target(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RequestError) as caught, storage_errors("write the report", tmp_path):
+        (tmp_path / "file").rename(tmp_path / "folder")
+    assert caught.value.where == str(tmp_path / "folder")

@@ -149,8 +149,11 @@ def test_cancelling_stops_every_arm(control: Control, tmp_path: Path) -> None:
         loaded = load_recipe(path, [f"last.steps={steps}"])
         runner.submit(open_experiment(control, loaded), loaded)
     wait_for(lambda: runner.look() and any(run.state == "active" for run in runs(control)), "an active run")
-    runner.cancel()
-    assert [run.state for run in runs(control)] == ["cancelled"]  # both arms share it
+    stopping = runner.request_cancel()
+    (run,) = runs(control)  # both arms share it
+    assert (run.state, run.desired, stopping) == ("active", "cancelled", [run.id])  # whoever dies now
+    runner.cancel(stopping)
+    assert [run.state for run in runs(control)] == ["cancelled"]
     assert all(state.is_over and not state.succeeded for state in runner.look().values())
 
 

@@ -46,7 +46,8 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         unknown = (error.strerror or str(error), "check the disk")
         reason, remedy = _REMEDIES.get(error.errno or 0, unknown)
-        where = error.filename if isinstance(error.filename, str) else str(path)
+        name = error.filename2 or error.filename  # of a rename, the target
+        where = name if isinstance(name, str) else str(path)
         raise RequestError(f"cannot {doing}: {reason}", where=where, remedy=remedy) from error
 
 

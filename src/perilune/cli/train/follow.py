@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from perilune.cli.console import StageProgress, stage_progress
@@ -13,7 +13,7 @@ from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import duration
 from perilune.control.runs import progress as events
 from perilune.control.runs.experiments import advance, stage_plans
-from perilune.control.runs.requests import cancel, request_experiment_cancel
+from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.placements.upload import read_sent
@@ -130,23 +130,33 @@ def upload_progress(home: Home, view: StageProgress) -> Iterator[Callable[[str, 
         watcher.join()
 
 
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C in the block."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def _interrupt(control: Control, experiment: str, running: events.StageStarted, view: StageProgress) -> None:
     """Cancel the stage that this command started; leave a stage that it joined."""
     stage, run_id = running.stage, running.run_id
     if running.attached:
         view.say(f"{stage} continues; to stop it: perilune cancel {run_id}")
         return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the request is recorded
     try:
-        if run_id not in request_experiment_cancel(control, experiment):
-            return  # the run has just ended, or another experiment needs it too
+        with interrupts_ignored():  # until the request is recorded
+            if run_id not in request_experiment_cancel(control, experiment):
+                return  # the run has just ended, or another experiment needs it too
+            request_cancel(control, run_id)
     except RequestError:
         return  # every stage has just ended
-    finally:
-        signal.signal(signal.SIGINT, handler)
     try:
         view.say(f"stopping {stage}; press Ctrl-C again to exit now")
-        cancel(control, run_id)
+        with suppress(RequestError):  # it has just ended
+            cancel(control, run_id)
         view.ended(stage, "failed", "stopped")
         view.say("stopped; the same command resumes from the last checkpoint")
     except KeyboardInterrupt:

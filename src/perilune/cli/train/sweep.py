@@ -328,8 +328,7 @@ class _Run:
                 for warning in self.trackers.warnings(LAST_SECONDS):
                     self.view.say(warning)
             except KeyboardInterrupt:
-                self.view.say("stopping the sweep; the same command continues it")
-                self.runner.cancel()
+                self._stop()
                 raise
         self._print(time.monotonic() - began, as_json=as_json)
         if self.failed:
@@ -338,6 +337,20 @@ class _Run:
                 where=f"sweep {self.sweep.name}",
                 remedy="perilune explain EXPERIMENT says why; the same command retries them",
             )
+
+    def _stop(self) -> None:
+        """Stop all runs of the sweep; a second Ctrl-C leaves them to the next command."""
+        from perilune.cli.train.follow import interrupts_ignored
+
+        with interrupts_ignored():  # until the requests are recorded
+            stopping = self.runner.request_cancel()
+        try:
+            self.view.say("stopping the sweep; press Ctrl-C again to exit now")
+            self.runner.cancel(stopping)
+            self.view.say("stopped; the same command continues the sweep")
+        except KeyboardInterrupt:
+            self.view.say("its runs are still stopping; `perilune reconcile` completes it")
+            raise
 
     def _submit(self, settings: Settings, recipes: dict[tuple[Settings, int], Recipe]) -> None:
         """Submit an arm with all its seeds, and record it first."""

@@ -196,16 +196,25 @@ class SweepRunner:
         self.live = [one for one in self.live if not states[one].is_over]
         return states
 
-    def cancel(self) -> None:
-        """Stop what is live. Runs that experiments outside the sweep need continue."""
+    def request_cancel(self) -> list[str]:
+        """Request that everything live stops; returns the ids of the runs to stop.
+
+        Runs that experiments outside the sweep need continue.
+        """
         stopping: list[str] = []
         for experiment in self.live:
             with contextlib.suppress(RequestError):  # it has just ended
                 stopping += request_experiment_cancel(self.control, experiment)
-        for act in (request_cancel, cancel):  # ask all of them before waiting for the first
-            for run_id in stopping:
-                with contextlib.suppress(PeriluneError):
-                    act(self.control, run_id)
+        for run_id in stopping:
+            with contextlib.suppress(RequestError):
+                request_cancel(self.control, run_id)
+        return stopping
+
+    def cancel(self, stopping: Sequence[str]) -> None:
+        """Stop the runs that `request_cancel` returned, and wait for their ends."""
+        for run_id in stopping:
+            with contextlib.suppress(PeriluneError):
+                cancel(self.control, run_id)
 
     def _refuse(self, experiment_id: str, error: PeriluneError) -> None:
         """Give up an experiment whose next stage cannot start; the same command tries it again."""
