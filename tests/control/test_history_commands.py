@@ -67,7 +67,8 @@ def test_the_end_is_explained_and_is_the_exit_code_of_wait(
     assert perilune("wait", "drill")[0] == code
     told = explain(control, only_run(control).id)
     if kind:
-        assert f"counts as {kind}: at most 0 retries" in told.because[-1]
+        assert f"counts as {kind}: at most 0 retries" in " ".join(told.because)
+        assert (told.because[-1] == "its remedy: write another") == (how == "request")
         assert told.commands[0].startswith("perilune logs")
     else:
         assert told.because == ("attempt 1 succeeded", "its artifacts are complete and intact")

@@ -14,6 +14,7 @@ from perilune.control.runs.current_submission import BLOCKED, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
 from perilune.control.runs.queue import Turn, pause_left, turn_of
+from perilune.control.runs.stage_failures import REMEDY
 from perilune.execution.observation import Observation
 from perilune.execution.placements.upload import SENT
 from perilune.execution.processes import Presence
@@ -129,7 +130,9 @@ def _explain(control: Control, run: Run) -> Explanation:
             budget = getattr(control.reconciler.placements.policy_of(run_id), kind, None)
             why = f"{run.cause} counts as {kind}: at most {budget} retries, and this was failure {used}"
             commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
-            return Explanation(run.state, (*history, why), "nothing, unless you retry it", commands)
+            remedy = run.message.partition(f"\n{REMEDY}")[2]
+            facts = (*history, why, *([f"its remedy: {remedy}"] if remedy else []))
+            return Explanation(run.state, facts, "nothing, unless you retry it", commands)
         case RunState.CANCELLED:
             why = "cancellation was requested" + (", if necessary without proof" if run.forced else "")
             ahead = "nothing, unless you retry it"
