@@ -79,7 +79,7 @@ INLINE void delta_token(
     for (i = 0; i < size; i++)
         UNROLL for (int j = 0; j < vectors; j++) {
             int64_t at = (i * vectors + j) * LANES;
-            vec value = splat(decay) * load(state + at) + splat(k[i]) * change[j];
+            vec value = round_now(splat(decay) * load(state + at)) + splat(k[i]) * change[j];
             store(after + at, value);
             out[j] += splat(q[i]) * value;
         }

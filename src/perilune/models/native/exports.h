@@ -199,7 +199,7 @@ static void rms_norm_backward_part(const struct rows *r, int64_t from, int64_t t
         for (int64_t i = 0; i < r->size; i += LANES) {
             vec n = load(x + i) * factor, g = load(dy + i);
             store(dw + i, load(dw + i) + n * g);
-            store(dx + i, factor * (load(w + i) * g - n * mean));
+            store(dx + i, factor * (round_now(load(w + i) * g) - n * mean));
         }
     }
 }

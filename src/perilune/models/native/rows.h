@@ -29,7 +29,7 @@ INLINE void rotate_row(
 {
     for (int64_t i = 0; i < half; i += LANES) {
         vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i) * splat(direction);
-        vec low = a * c - b * s, high = b * c + a * s;
+        vec low = round_now(a * c) - b * s, high = round_now(b * c) + a * s;
         store(out + i, low);
         store(out + half + i, high);
     }

@@ -53,6 +53,17 @@ INLINE word load_words(const void *p) { return *(const word_in_memory *)p; }
 INLINE vec blend(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 INLINE vec larger(vec a, vec b) { return blend(a > b, a, b); }
 
+/* x, rounded. In a b - c d a compiler may fuse either product with the difference; this one it cannot. */
+INLINE vec round_now(vec x)
+{
+#ifdef __aarch64__
+    __asm__("" : "+w"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
+
 /* first, first + 1, ... */
 INLINE ivec count_from(int64_t first)
 {
