@@ -72,6 +72,26 @@ def test_shapes_and_reasons() -> None:
     assert len({tuple(one.token_ids) for one in groups[0]}) > 1
 
 
+@pytest.mark.parametrize("more", [{}, {"top_logprobs": 110}, {"temperature": 0.0, "min_p": 0.01}], ids=str)
+def test_rows_of_the_embedding_that_are_no_tokens_are_not_sampled(more: dict[str, Any]) -> None:
+    params = SamplingParams(**{"max_tokens": 12, "temperature": 9.0} | more)
+    asked = prompts([3, 9])
+    assert {int(t) for group in Engine(DECODER).sample(asked, 20, SamplingParams(12, 9.0)) for one in group
+            for t in one.token_ids} & set(range(50, 98))  # fmt: skip
+    engine = Engine(DECODER)
+    engine.limit_tokens(50)
+    groups = engine.sample(asked, 20, params)
+    for prompt, (one, *_) in zip(asked, groups, strict=True):
+        ids = torch.tensor([*prompt.token_ids, *one.token_ids])
+        hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
+        logits = DECODER.logits(hidden[-13:-1])[:, :50]
+        expected = log_distribution(logits, params.temperature)[torch.arange(12), ids[-12:]]
+        assert one.logprobs == pytest.approx(expected.detach().numpy(), abs=1e-5) or "min_p" in more
+    assert all(one.token_ids.max() < 50 for group in groups for one in group)
+    likely = [token for group in groups for one in group for at in one.top_logprobs or () for token, _ in at]
+    assert set(likely) <= set(range(50)) and bool(likely) == ("top_logprobs" in more)
+
+
 def test_no_prompts_and_no_samples() -> None:
     params = SamplingParams(max_tokens=3)
     assert Engine(DECODER).sample([], 4, params) == []

@@ -103,6 +103,7 @@ class Engine:
         self._block_size = block_size = int(getattr(runner, "block_size", BLOCK))
         self._token_budget = max(token_budget, 2 * slots)
         self._tokenizer = tokenizer
+        self._token_count: int | None = None
         num_blocks = 1 + blocks_for(cache_tokens or default_cache_tokens(decoder.config, slots), block_size)
         self._num_blocks = tuple(
             window_blocks(window, num_blocks, slots=slots, token_budget=self._token_budget, size=block_size)
@@ -148,6 +149,10 @@ class Engine:
         self._outputs.register(entry, collection, stream=stream)
         self._scheduler.add(entry)
         return entry
+
+    def limit_tokens(self, count: int) -> None:
+        """Sample only ids below `count`: embeddings of published models often have more rows than tokens."""
+        self._token_count = count
 
     def record_routes(self) -> None:
         """Return the routes of a mixture of experts with each sample; to be called before the first one.
@@ -651,6 +656,13 @@ class Engine:
                 return
 
     def _run(self, step: Step) -> Tensor:
+        """The logits of a step, -inf for ids that are no tokens."""
+        logits = self._timed_run(step)
+        if self._token_count is not None:
+            logits[:, self._token_count :] = -torch.inf
+        return logits
+
+    def _timed_run(self, step: Step) -> Tensor:
         if self._offload is None:
             return self._runner.run(step.batch)
         began = perf_counter()

@@ -95,6 +95,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         tokenizer=tokenizer,
         runner=_openvino(settings) or fastest_runner,
     )
+    engine.limit_tokens(tokenizer.vocab_size)
     if settings.offload_memory or settings.offload_disk:
         memory, disk = round(settings.offload_memory * 2**30), round(settings.offload_disk * 2**30)
         engine.offload(OffloadSettings(memory, disk))
