@@ -1,5 +1,6 @@
 """Text that comes token by token: whole characters, and nothing of a stop text, wherever tokens are cut."""
 
+import copy
 import time
 from itertools import chain
 
@@ -98,6 +99,33 @@ def test_pieces_of_any_tokens_are_their_text(kind: str, data: st.DataObject) -> 
         assert whole.startswith(shown)
     one.finish()
     assert shown + one.take(last=True) == one.text == whole
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_a_continued_text_keeps_its_first_space(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind].continuing()
+    if kind != "byte fallback":
+        assert tokenizer is TOKENIZERS[kind]
+        return
+    text = data.draw(st.text(alphabet=" aé漢b\n", max_size=8))
+    tokens = TOKENIZERS[kind].encode(text.replace(" ", "▁"))
+    assert tokenizer.decode(tokens) == text
+    one = TextStream(tokenizer, [])
+    for token in tokens:
+        one.push(token)
+    one.finish()
+    assert one.text == text
+
+
+def test_a_token_that_begins_a_word_has_a_space() -> None:
+    metaspace = copy.deepcopy(fallback_tokenizer(decoders.Replace("▁", " "))._backend)
+    metaspace.decoder = decoders.Metaspace()
+    for tokenizer in (TOKENIZERS["byte fallback"], Tokenizer(metaspace, {"eos_token": "<eos>"})):
+        token = tokenizer._backend.token_to_id("▁a")
+        assert (tokenizer.decode([token, token]), tokenizer.token_text(token)) == ("a a", " a")
+        assert tokenizer.continuing().decode([token, token]) == " a a"
 
 
 def test_characters_come_as_soon_as_they_are_whole() -> None:

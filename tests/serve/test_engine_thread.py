@@ -1,21 +1,31 @@
 """The engine in a thread of its own: what readers get, whatever they and the engine do."""
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from served import CONTEXT
+from tokenizers import decoders
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, Request, SamplingParams
 from perilune.engine.select_runner import fastest_runner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError, WorkFailedError
+from perilune.models.checkpoints.loading import save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
+from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.engine_thread import EngineThread, Stream
+from perilune.serve.exchange import Exchange
+from perilune.serve.metrics import Metrics
+from perilune.serve.schema import ChatBody, CompletionBody
+from perilune.serve.server import _service
+from perilune.serve.settings import Settings
 
 
 def make(**changes: Any) -> Decoder:
@@ -58,6 +68,53 @@ def within(engine: Engine, work: Callable[[EngineThread], Awaitable[None]]) -> E
 
     asyncio.run(main())
     return thread
+
+
+def test_the_server_samples_tokens_only_and_continues_texts(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", make(vocab_size=110), Tokenizer.characters())
+    service, _ = _service(Settings(tmp_path / "m", name="m"), print)
+    engine: Any = service.thread._engine
+    (group,) = engine.sample([Prompt([5], (0, 0, 0))], 20, SamplingParams(20, temperature=30.0))
+    assert max(one.token_ids.max() for one in group) == 97
+
+    chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
+    opened = {"add_generation_prompt": False, "continue_final_message": True}
+    bodies = [CompletionBody(model="m", prompt="1"), ChatBody(**chat), ChatBody(**chat, **opened)]
+    asked = [service._requests(body, [[5]], 4, 0, None)[0] for body in bodies]
+    assert [request.continues_text for request in asked] == [True, False, True]
+    service.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_continued_text_keeps_its_first_space(stream: bool) -> None:
+    backend = copy.deepcopy(Tokenizer.characters()._backend)
+    steps = [decoders.Replace("e", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = Tokenizer(backend, {"eos_token": "<eos>"})
+    engine = Engine(DECODER, slots=2, cache_tokens=512, tokenizer=tokenizer)
+    likely = {tokenizer.encode("e")[0]: 100.0}
+    for continues, text in ((False, " " * 3), (True, " " * 4)):
+        params = SamplingParams(4, logit_bias=likely)
+        engine.add(Request([5], params, continues_text=continues), stream=stream)
+        found = ""
+        while engine.unfinished:
+            found += "".join(delta.text for delta in engine.step())
+        assert found == text
+
+
+def test_cached_tokens_of_all_prompts_are_counted() -> None:
+    engine = Engine(DECODER, slots=4, cache_tokens=1024)
+    first, second = (5, *range(10, 42)), (6, *range(10, 58))
+    engine.sample([Prompt(list(one), (0, 0, 0)) for one in (first, second)], 1, SamplingParams(1))
+
+    async def ask_again(thread: EngineThread) -> None:
+        stream = await thread.submit([ask(2, n=2, prompt=one) for one in (first, second)], in_pieces=False)
+        answer: Any = None
+        exchange = Exchange(stream, answer, Metrics(), 0.0)
+        assert len(await exchange._collected()) == 4
+        assert (exchange.usage.cached, exchange.usage.prompt) == (32 + 48, 33 + 49)
+
+    within(engine, ask_again)
 
 
 def expected(request: Request) -> list[tuple[list[int], list[float]]]:

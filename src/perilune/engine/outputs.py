@@ -115,6 +115,7 @@ class OutputProcessor:
         self, sequences: Sequences, tokenizer: Tokenizer | None, routes: RouteStore | None = None
     ) -> None:
         self._sequences, self._tokenizer, self._routes = sequences, tokenizer, routes
+        self._continuing = None if tokenizer is None else tokenizer.continuing()
         self.entries: dict[int, Entry] = {}
         self.pending: list[Delta] = []
         self.failures: dict[int, PeriluneError] = {}
@@ -147,7 +148,7 @@ class OutputProcessor:
             entry = self._sequences.entries[row]
             if row not in self._tracked and entry is not None and entry.id in self._streams:
                 with self._failing(row):
-                    self._tracked[row] = TrackedSample.begin(entry.request, self._tokenizer)
+                    self._tracked[row] = TrackedSample.begin(entry.request, self._tokenizer_of(entry.request))
             tracked = self._tracked.get(row)
             if tracked is not None and tracked.constraint is not None:
                 mask = np.zeros(mask_words(self._sequences.vocab_size), dtype=np.int32)
@@ -300,12 +301,15 @@ class OutputProcessor:
             routes[: sequences.prompt_length[row] - 1] = self._routes.missing
         return routes
 
+    def _tokenizer_of(self, request: Request) -> Tokenizer | None:
+        return self._continuing if request.continues_text else self._tokenizer
+
     def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
         """A whole sample as one delta."""
-        text = one.text
-        if text is None and self._tokenizer is not None:
+        text, tokenizer = one.text, self._tokenizer_of(entry.request)
+        if text is None and tokenizer is not None:
             tokens = one.token_ids.tolist()
-            text = self._tokenizer.decode(tokens[: len(tokens) - (one.finish_reason == "stop")])
+            text = tokenizer.decode(tokens[: len(tokens) - (one.finish_reason == "stop")])
         return Delta(
             entry.id,
             int(self._sequences.sample[row]),

@@ -150,6 +150,8 @@ class Request:
         constraint: a grammar that the samples must match.
         returns_in: seconds until the next request of its session is expected, for example because a tool is
             running; 0 if unknown. The prefix cache keeps the session longer, and no sample depends on it.
+        continues_text: the text of the samples continues that of the prompt, so a space at its beginning
+            stays. Sentencepiece tokenizers drop that of a text of its own.
         inputs: replace the embeddings of the tokens; the input of a token must be known before the step that
             computes it. Such a request has one sample and shares no prefix. Only `TorchRunner` supports it.
     """
@@ -163,6 +165,7 @@ class Request:
     adapter: str | None = None
     constraint: Constraint | None = None
     returns_in: float = 0.0
+    continues_text: bool = False
     inputs: InputEmbeddings | None = None
 
 

@@ -307,6 +307,7 @@ class Service:
         room = self.prompts.tokens_left(max(map(len, prompts)), max_tokens, param)
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
+        continues = not isinstance(body, ChatBody) or body.continue_final_message
         adapter = self.adapter_of(body.model)  # again: it may have been unloaded
         return [
             # Each prompt of a request has its own random numbers.
@@ -318,6 +319,7 @@ class Service:
                 constraint=constraint,
                 adapter=adapter,
                 returns_in=body.returns_in,
+                continues_text=continues,
             )
             for place, prompt in enumerate(prompts)
         ]

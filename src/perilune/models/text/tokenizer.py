@@ -193,16 +193,35 @@ class Tokenizer:
 
     def showing(self, marks: Sequence[str]) -> Tokenizer:
         """The same tokenizer, but `decode` keeps these special tokens; those it does not have are ignored."""
-        document = json.loads(self._backend.to_str())
+        document = json.loads(self._decoder.to_str())
         hidden = [one for one in document["added_tokens"] if one["special"] and one["content"] in marks]
         if not hidden:
             return self
         for token in hidden:
             token["special"] = False
-        shown = copy.copy(self)
-        shown.__dict__.pop("boundaries", None)
-        shown._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
-        return shown
+        return self._decoding_as(document)
+
+    def continuing(self) -> Tokenizer:
+        """The same tokenizer, but `decode` keeps a space at the beginning: the tokens continue a text.
+
+        Sentencepiece begins each word with a space, and drops that of the first word of a text.
+        """
+        kept = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
+        backend = self._decoder
+        decoder = {"type": ""} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        steps = [step for step in decoder.get("decoders", [decoder]) if step["type"] in kept]
+        if not steps:
+            return self
+        for step in steps:
+            step.update(kept[step["type"]])
+        return self._decoding_as({**json.loads(backend.to_str()), "decoder": decoder})
+
+    def _decoding_as(self, document: Mapping[str, Any]) -> Tokenizer:
+        """The same tokenizer, which decodes as the tokenizer.json in `document` says."""
+        other = copy.copy(self)
+        other.__dict__.pop("boundaries", None)
+        other._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
+        return other
 
     def limited(self, size: int) -> Tokenizer:
         """The tokenizer of a model with `size` embeddings, without the special tokens that have none.
@@ -278,9 +297,13 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token; the name of a control token."""
-        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        """The text of a single token, with its space if it begins a word; the name of a control token."""
+        text: str = self._continued.decode([token_id], skip_special_tokens=False)
         return text
+
+    @cached_property
+    def _continued(self) -> tokenizers.Tokenizer:
+        return self.continuing()._decoder
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
