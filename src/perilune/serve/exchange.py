@@ -57,6 +57,7 @@ class Exchange:
         self._prompts = [request.token_ids for request in stream.requests]
         self.usage = Usage(sum(map(len, self._prompts)))
         self._begun: set[int] = set()  # choices with a first event
+        self._cached = [0] * len(self._prompts)  # tokens of each prompt found in the prefix cache
 
     async def document(self, request: Request) -> Response:
         """The response in one document.
@@ -104,9 +105,12 @@ class Exchange:
         deltas = await self._stream.next()
         if deltas and self._stream.in_pieces and not self.usage.completion:
             self._metrics.first_token(self._began)
-        for _, delta in deltas:
+        each = self._stream.requests[0].n
+        for choice, delta in deltas:
             self.usage.completion += len(delta.token_ids)
-            self.usage.cached = max(self.usage.cached, delta.cached_tokens)
+            prompt = choice // each
+            self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
+        self.usage.cached = sum(self._cached)
         return deltas
 
     def close(self) -> None:
