@@ -13,8 +13,10 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
+from perilune.files import read_json
 from perilune.models import fetch
 from perilune.models.adapters.lora import narrow_part
+from perilune.models.checkpoints import folder as checkpoints_folder
 from perilune.models.checkpoints import loading
 from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
 from perilune.models.checkpoints.stored import open_checkpoint
@@ -45,6 +47,15 @@ def edit_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
 
 def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_the_configuration_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(
+        checkpoints_folder, "read_json", lambda file: read.append(file.name) or read_json(file)
+    )
+    load_decoder(folder)
+    assert sorted(read) == ["config.json", "generation_config.json"]
 
 
 def shard(folder: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Access to the files of a checkpoint folder, and to no file outside it."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from perilune.errors import RequestError
@@ -46,14 +47,28 @@ class CheckpointFolder:
             raise RequestError("is a Git LFS pointer, not the file itself", where=str(file), remedy=remedy)
         return file
 
+    @cached_property
+    def config(self) -> Reader:
+        """The content of config.json.
+
+        Raises:
+            RequestError: when it is missing or malformed.
+        """
+        return self._read("config.json")
+
+    def _read(self, name: str) -> Reader:
+        file = self.file(name)
+        return Reader(read_json(file), str(file))
+
     def end_tokens(self) -> tuple[int, ...]:
         """The end-of-sequence tokens in config.json and generation_config.json.
 
         Raises:
             RequestError: when a file is malformed.
         """
-        files = [self.file(name) for name in ("config.json", "generation_config.json")]
-        readers = [Reader(read_json(file), str(file)) for file in files if file.is_file()]
+        readers = [self.config] if self.file("config.json").is_file() else []
+        generation = "generation_config.json"
+        readers += [self._read(generation)] if self.file(generation).is_file() else []
         return tuple(dict.fromkeys(end for read in readers for end in read.integers("eos_token_id")))
 
     def weight_files(self) -> list[Path]:

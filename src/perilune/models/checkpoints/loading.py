@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from perilune.errors import RequestError
-from perilune.files import fsync_directory, read_json, write_json
+from perilune.files import fsync_directory, write_json
 from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_kinds, narrow_part
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
 from perilune.models.checkpoints.quantised import unquantised_tensors
@@ -215,7 +215,7 @@ def _config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
             where=str(folder.path),
             remedy="merge it into its base model and save the result: PeftModel.merge_and_unload()",
         )
-    read = Reader(read_json(file), str(file))
+    read = folder.config
     config = DecoderConfig.from_hf(read.raw, where=read.where)
     return config.replace(eos_token_ids=folder.end_tokens()), read
 

@@ -16,11 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from perilune.errors import RequestError
-from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.tensors import Stored, stored_tensors
 from perilune.models.config.quantisation import Quantisation, read_quantisation
-from perilune.models.config.reader import Reader
 
 _BLOCK = 32  # numbers that share a scale in MXFP4
 _BIAS = 127  # of the exponent in its scale
@@ -58,8 +56,7 @@ def unquantised_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
         RequestError: as `stored_tensors` and `read_quantisation`; naming a tensor whose scales are missing,
             or have another shape or dtype.
     """
-    file = folder.file("config.json")
-    quantisation = read_quantisation(Reader(read_json(file), str(file)))
+    quantisation = read_quantisation(folder.config)
     stored = stored_tensors(folder)
     if quantisation is None:
         return stored
