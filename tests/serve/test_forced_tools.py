@@ -184,6 +184,29 @@ def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
         assert response.model_dump()["tool_choice"] == choice
 
 
+def test_a_streamed_response_has_the_arguments_while_they_are_generated(client: openai.OpenAI) -> None:
+    flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
+    asked = {
+        "model": "m",
+        "input": "warm?",
+        "tools": flat,
+        "tool_choice": "required",
+        "max_output_tokens": 600,
+    }
+    seeded: Any = asked | {"extra_body": {"seed": 3}}
+    whole = client.responses.create(**seeded)
+    events = list(client.responses.create(**seeded, stream=True))
+    deltas = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
+    done = [one.arguments for one in events if one.type == "response.function_call_arguments.done"]
+    assert len(deltas) > 2 * len(done) > 0
+    assert "".join(deltas) == "".join(done)
+    assert done == [item.arguments for item in whole.output if item.type == "function_call"]
+    assert events[-1].response.output == [
+        item.model_copy(update={"id": other.id, "call_id": other.call_id})
+        for item, other in zip(whole.output, events[-1].response.output, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [

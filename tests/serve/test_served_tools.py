@@ -403,7 +403,7 @@ def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Se
     ("body", "status", "message"),
     [
         ({"input": []}, 400, "input: List should have at least 1 item"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, 400, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, 400, "tools is missing"),
         ({"text": {"verbosity": "low"}}, 400, "verbosity is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input"),
