@@ -20,6 +20,7 @@ LONE = {  # half of a surrogate pair, which UTF-8 cannot encode
     "llama3_json": '{"name": "add", "parameters": {"a": "\\ud800"}}',
     "pythonic": r'[add(a="\ud800")]',
 }
+TAGGED = "<tool_call><function=add><parameter=a>1</function></tool_call>"
 COMMON = ["<think>", "</think>", " ", "\n", "text", "{", "}", "[", "]", "(", '"', "\\", "é", ";"]
 MARKS = {
     "hermes": [CALL, "<tool_call>", "</tool_call>", "<tool", "<"],
@@ -40,6 +41,24 @@ MARKS = {
         "<|py",
         "; ",
         '{"name": ',
+    ],
+    "qwen3_coder": [
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>",
+        "<function=add>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+        "</tool_call>",
+    ],
+    "glm45": [
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "<tool_call>",
+        "add",
+        "<arg_key>a</arg_key>",
+        "<arg_value>1</arg_value>",
+        "</tool_call>",
+        "</tool",
     ],
     "pythonic": ["[add(a=1), sub(b='(]')]", "[add(", "a=1", "'", ")]", "[f()]", "[1]", ", "],
 }
@@ -106,6 +125,17 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
         ("pythonic", "[add(**x)]", "[add(**x)]", []),
         ("pythonic", "[add(**{'a': 1})]", "[add(**{'a': 1})]", []),
         ("pythonic", "See [add(a=1)]", "See [add(a=1)]", []),
+        ("qwen3_coder", "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
+         "x\n<y>\n</parameter>\n<parameter=c>\nTrue\n</parameter>\n</function>\n</tool_call>", "I add.",
+         [("add", {"a": 1, "b": "x\n<y>", "c": True})]),
+        ("qwen3_coder", "<tool_call><function=add></function></tool_call>" + CALL, "",
+         [("add", {}), ("add", {"a": 1})]),
+        ("qwen3_coder", TAGGED, TAGGED, []),
+        ("glm45", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>[1, null]</arg_value>\n"
+         "<arg_key>b</arg_key>\n<arg_value>it's</arg_value>\n</tool_call>", "",
+         [("add", {"a": [1, None], "b": "it's"})]),
+        ("glm45", "<tool_call>add</tool_call>" + CALL, "", [("add", {}), ("add", {"a": 1})]),
+        ("glm45", "<tool_call>add 1</tool_call>", "<tool_call>add 1</tool_call>", []),
         ("hermes", LONE["hermes"], LONE["hermes"], []),
         ("llama3_json", LONE["llama3_json"], LONE["llama3_json"], []),
         ("pythonic", LONE["pythonic"], LONE["pythonic"], []),
@@ -123,6 +153,26 @@ def test_a_call_that_is_deep_or_long_is_content(text: str) -> None:
 
 def test_arguments_that_are_no_json_are_written_as_they_are() -> None:
     assert FORMATS["pythonic"].write([("f", "[1"), ("g", '{"a": null}')]) == "[f([1), g(a=None)]"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
+def test_the_schema_says_which_arguments_are_strings(kind: str) -> None:
+    properties = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"type": "object"}}
+    form = FORMATS[kind].reading({"f": {"properties": properties}})
+    given = {"a": "007", "b": None, "c": {"d": "</arg>"}, "e": 1.5, "g": "text"}
+    text = form.write([("f", json.dumps(given))])
+    ((_, arguments),) = PartsReader(calls=form).feed(text, last=True).calls
+    assert json.loads(arguments) == given
+
+
+@pytest.mark.parametrize("inner", ["<parameter=a>", "</parameter><parameter=a>", "<arg_key>a", "a" + " " * 9])
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
+def test_malformed_tags_take_linear_time(kind: str, inner: str) -> None:
+    before, after = ("<function=f>", "</function>") if kind == "qwen3_coder" else ("f\n", "")
+    text = f"<tool_call>{before}{inner * 20_000}{after}</tool_call>"
+    began = time.process_time()
+    assert read([text], calls=kind).content == text
+    assert time.process_time() - began < 1
 
 
 def test_many_malformed_calls_take_linear_time() -> None:
@@ -158,6 +208,8 @@ def test_written_calls_are_read(kind: str) -> None:
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|start_header_id|>ipython ... {{ '<|python_tag|>' }}", "llama3_json"),
         ("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}", "llama3_json"),
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("<tool_call>{name}\n<arg_key>", "glm45"),
         ("in the format of [func_name1(params_name1=params_value1...), func_name2(params)]", "pythonic"),
     ],
 )

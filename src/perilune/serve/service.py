@@ -197,7 +197,8 @@ class Service:
 
     def parts_of(self, body: ChatBody) -> Callable[..., PartsReader] | None:
         """Makes what splits the answer of a chat; None if all of it is content."""
-        calls = self.model.tool_format if body.usable_tools else None
+        schemas = {tool.function.name: tool.function.parameters for tool in body.tools}
+        calls = self.model.tool_format.reading(schemas) if body.usable_tools else None
         if calls is None and not self.model.reasoning:
             return None
         forced = bool(body.forced_functions)

@@ -134,7 +134,7 @@ class Settings:
         Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
     ] = False
     tool_format: Annotated[
-        Literal["auto", "hermes", "mistral", "llama3_json", "pythonic"],
+        Literal["auto", "hermes", "mistral", "llama3_json", "pythonic", "qwen3_coder", "glm45"],
         Option(help="How the model writes tool calls. auto finds it in the chat template."),
     ] = "auto"
     embeddings: Annotated[

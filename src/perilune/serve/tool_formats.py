@@ -5,10 +5,16 @@
                   [TOOL_CALLS]f[ARGS]{"a": 1}                                     Mistral from version 11
     llama3_json   {"name": "f", "parameters": {"a": 1}}                           Llama 3.1 to 3.3
     pythonic      [f(a=1), g(b="x")]                                              Llama 3.2 and 4
+    qwen3_coder   <tool_call><function=f><parameter=a>1</parameter></function>    Qwen3-Coder, Qwen3.5
+                  </tool_call>
+    glm45         <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>        GLM 4.5
+                  </tool_call>
 
-The names are those of vLLM's tool parsers. In the last two formats, a call is recognised only at the
+The names are those of vLLM's tool parsers. In `llama3_json` and `pythonic`, a call is recognised only at the
 beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
 """
+
+from __future__ import annotations
 
 import ast
 import json
@@ -22,7 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 from perilune.data.tool_calls import ToolCall, describe_tools, write_call
 
-ToolFormatName = Literal["hermes", "mistral", "llama3_json", "pythonic"]
+ToolFormatName = Literal["hermes", "mistral", "llama3_json", "pythonic", "qwen3_coder", "glm45"]
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schemas of the arguments of functions, by name."""
 
 NAME = r"[\w.:/-]{1,64}"  # of a function
 MOST_CALLS = 128  # of a message
@@ -138,6 +146,10 @@ class ToolFormat(ABC):
     def is_of(self, template: str) -> bool:
         """Whether a chat template shows calls in this format."""
 
+    def reading(self, schemas: Schemas) -> ToolFormat:
+        """The format for calls of these functions."""
+        return self
+
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         """A system message with a description of tools at its end."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -150,7 +162,7 @@ class ToolFormat(ABC):
 
 
 class Hermes(ToolFormat):
-    name = "hermes"
+    name: ToolFormatName = "hermes"
     _open, _close = marks = ("<tool_call>", "</tool_call>")
     spelling = Spelling("", f'{_open}\n{{"name": "', '", "arguments": ', f"}}\n{_close}", "\n", "")
 
@@ -173,6 +185,96 @@ class Hermes(ToolFormat):
 
     def is_of(self, template: str) -> bool:
         return self._open in template
+
+
+class Tagged(Hermes):
+    """A format in which arguments are texts between tags. The schema of a function says which are strings.
+
+    Forced calls are spelled as in Hermes, which the format reads too.
+
+    Attributes:
+        call, argument: expressions of a call, with its name and its arguments, and of one argument.
+        mark: a text by which chat templates show the format.
+        texts: around the name of a call, its arguments, and the name and the value of an argument.
+    """
+
+    call: re.Pattern[str]
+    argument: re.Pattern[str]
+    mark: str
+    texts: tuple[str, ...]
+
+    def __init__(self, schemas: Schemas | None = None) -> None:
+        self._schemas = schemas or {}
+
+    def reading(self, schemas: Schemas) -> ToolFormat:
+        return type(self)(schemas)
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        found = super().read(text, brackets)
+        if found is None or found.calls:
+            return found
+        inner = text[len(self._open) : found.length - len(self._close)]
+        call = self.call.fullmatch(inner)
+        arguments = None if call is None else self._arguments(call[2])
+        if call is None or arguments is None:
+            return found
+        schema = self._schemas.get(call[1], {}).get("properties")
+        kinds = schema if isinstance(schema, Mapping) else {}
+        given = {name: _typed(value, kinds.get(name)) for name, value in arguments}
+        return Found(found.length, _canonical([(call[1], given)]))
+
+    def _arguments(self, text: str) -> list[tuple[str, str]] | None:
+        """Names and values, read one after the other so that the time is linear; None if one is malformed."""
+        found, at = [], 0
+        while at < len(text):
+            argument = self.argument.match(text, at)
+            if argument is None:
+                return None
+            found.append((argument[1], argument[2]))
+            at = argument.end()
+        return found
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        before, after, begin, between, end, closing = self.texts
+        written = []
+        for name, arguments in calls:
+            value = _json(arguments)
+            texts = [
+                f"{begin}{key}{between}{one if isinstance(one, str) else json.dumps(one)}{end}"
+                for key, one in (value.items() if isinstance(value, dict) else ())
+            ]
+            written.append(f"{self._open}{before}{name}{after}{''.join(texts)}{closing}{self._close}")
+        return "\n".join(written)
+
+    def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
+        return ToolFormat.describe(self, tools, system)
+
+    def is_of(self, template: str) -> bool:
+        return self.mark in template
+
+
+class Qwen3Coder(Tagged):
+    name = "qwen3_coder"
+    mark = "<function="
+    call = re.compile(rf"\s*<function=({NAME})>\s*(.*?)</function>\s*", re.DOTALL)
+    argument = re.compile(r"<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+    texts = ("\n<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n")
+    usage = (
+        "To call one, write <tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter>"
+        "</function></tool_call>."
+    )
+
+
+class Glm45(Tagged):
+    name = "glm45"
+    mark = "<arg_key>"
+    call = re.compile(rf"\s*({NAME})\s*((?:<arg_key>.*)?)", re.DOTALL)
+    argument = re.compile(r"<arg_key>([^<]{1,256})</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+    texts = ("", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
+    usage = (
+        "To call one, write <tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value>"
+        "</tool_call>."
+    )
 
 
 class Mistral(ToolFormat):
@@ -283,7 +385,9 @@ class Pythonic(ToolFormat):
         return "[func_name1(" in template  # of the instructions that Meta gives for this format
 
 
-FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (Hermes(), Mistral(), Pythonic(), Llama3Json())}
+FORMATS: Mapping[str, ToolFormat] = {
+    one.name: one for one in (Qwen3Coder(), Glm45(), Hermes(), Mistral(), Pythonic(), Llama3Json())
+}
 _DETECTED = (NamedMistral(), *FORMATS.values())
 
 
@@ -308,6 +412,18 @@ def _json(text: str) -> Any:
         return json.loads(text, parse_float=lambda number: max(min(float(number), most), -most))
     except (ValueError, RecursionError):
         return None
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value of an argument that is written as text: JSON, unless its schema says that it is a string."""
+    kinds = schema.get("type", []) if isinstance(schema, Mapping) else []
+    if "string" in kinds and not ("null" in kinds and text == "null"):
+        return text
+    literals = {"True": True, "False": False, "None": None, "null": None}
+    if text in literals:
+        return literals[text]
+    value = _json(text)
+    return text if value is None else value
 
 
 def _list(value: Any) -> list[Any]:
