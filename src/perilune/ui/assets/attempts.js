@@ -49,7 +49,7 @@ function drawn({ attempts, searched, of }, go) {
 
 // `gather` tells the attempts to a function, `go` opens one of them.
 function card(gather, go) {
-  const body = h("div");
+  const body = h("div.stack");
   const ontoggle = () => {
     Address.set("task", details.open ? "open" : "");
     if (details.open) gather(found => body.replaceChildren(...drawn(found, go)));

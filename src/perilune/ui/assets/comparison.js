@@ -46,15 +46,23 @@ function forest(key, title, format, intervalOf, { note, zero }) {
 }
 
 function arms() {
-  const seed = one => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`); const columns = [
-  ["Arm", ([arm, place]) => [arm.label, h("small", mark(place))], "header"], [Data.metric, ([arm]) => (arm.figure ?
-  within(arm.figure) : "–")], ["By seed", ([arm]) => arm.seeds.map(seed), "text"], ["Difference from the baseline",
-  ([arm]) => (arm.difference ? arm.difference.text : "–"), "text"], ...Data.keys.map((key, index) => [key, ([arm]) =>
-  h("span.mono", arm.settings[index])]), ]; const note = "95% intervals, not corrected. With few seeds the interval is
-  over tasks, and supports no claim about settings."; const intervalOf = arm => arm.difference?.interval; return
-  section( "arms", "Arms", "Only the settings that differ. Differences are paired by seed and corrected for the number
-  of arms (Holm).", table(columns, Data.arms.map((arm, place) => [arm, place]), "Arms"), Data.arms.some(intervalOf) &&
-  forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note }), );
+  const seed = one => h("small", `${one.seed}: ${one.figure ? shown(one.figure[0]) : one.problem}`);
+  const columns = [
+    ["Arm", ([arm, place]) => [arm.label, h("small", mark(place))], "header"],
+    [Data.metric, ([arm]) => (arm.figure ? within(arm.figure) : "–")],
+    ["By seed", ([arm]) => arm.seeds.map(seed), "text"],
+    ["Difference from the baseline", ([arm]) => (arm.difference ? arm.difference.text : "–"), "text"],
+    ...Data.keys.map((key, index) => [key, ([arm]) => h("span.mono", arm.settings[index])]),
+  ];
+  const note = "95% intervals, not corrected. With few seeds the interval is over tasks, and supports no claim about settings.";
+  const intervalOf = arm => arm.difference?.interval;
+  return section(
+    "arms",
+    "Arms",
+    "Only the settings that differ. Differences are paired by seed and corrected for the number of arms (Holm).",
+    table(columns, Data.arms.map((arm, place) => [arm, place]), "Arms"),
+    Data.arms.some(intervalOf) && forest("differences", "Difference from the baseline", change, intervalOf, { zero: true, note }),
+  );
 }
 
 const chartOf = ({ stage, metric, title, curves: found }) =>
