@@ -89,13 +89,12 @@ INLINE void tile_bfloat16(
             for (int j = 0; j < vectors; j++)
                 acc[r][j] = (vec)_mm512_dpbf16_ps((__m512)acc[r][j], (__m512bh)outputs[j], value);
 #else
-            uint32_t pair[2] = {(uint32_t)x[r * stride + k] << 16, (uint32_t)x[r * stride + k + 1] << 16};
-            float value[2];
-            memcpy(value, pair, sizeof pair);
-            UNROLL for (int j = 0; j < vectors; j++) {
-                acc[r][j] += splat(value[0]) * (vec)(outputs[j] << 16);
-                acc[r][j] += splat(value[1]) * (vec)(outputs[j] & 0xffff0000u);
-            }
+            uint32_t bits;
+            memcpy(&bits, x + r * stride + k, 4);
+            word pair = bits + (word){0};
+            vec first = (vec)(pair << 16), second = (vec)(pair & 0xffff0000u);
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += first * (vec)(outputs[j] << 16);
+            UNROLL for (int j = 0; j < vectors; j++) acc[r][j] += second * (vec)(outputs[j] & 0xffff0000u);
 #endif
         }
     }
