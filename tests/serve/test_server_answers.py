@@ -416,7 +416,9 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
         reader, writer = await raw(document)
         received = b""
         while b"[DONE]" not in received:
-            received += await reader.read(64 if len(received) < 1024 else 1 << 16)
+            more = await reader.read(64 if len(received) < 1024 else 1 << 16)
+            assert more, f"the server closed the connection after {received[-200:]!r}"
+            received += more
             await asyncio.sleep(0.01)
         writer.close()
         events = [line for line in received.splitlines() if line.startswith(b"data: {")]

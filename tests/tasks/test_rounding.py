@@ -95,3 +95,11 @@ def test_an_evaluation_rounds_when_it_is_told_to(tmp_path: Path) -> None:
     exact, rounded = of_first_token
     assert (exact != rounded).any()
     np.testing.assert_allclose(rounded, exact, atol=0.2)
+
+
+def test_an_evaluation_can_sample_from_the_likeliest_tokens_alone(tmp_path: Path) -> None:
+    played = run_task(tmp_path, "evaluate", tasks=4, samples=3, sampling={"top_k": 1})
+    greedy = episodes(played, "greedy.parquet").set_index("task_id")
+    for row in episodes(played).itertuples():
+        assert row.token_ids.tolist() == greedy.token_ids[row.task_id].tolist()
+        assert not np.any(row.logprobs)  # of the only token that was left

@@ -78,7 +78,7 @@ _PACKED = "leave it out: rows are packed without padding, and the loss is on the
 _SAMPLER = "leave it out: Perilune has its own sampling engine"
 _WHOLE = (
     "leave it out: training samples from the whole distribution, because the learner's log-probs would not be"
-    " those of a truncated one; temperature is possible"
+    " those of a truncated one; temperature is possible; evaluate has sampling: {top_p: 0.9}"
 )
 _REFERENCE = (
     "leave it out: the reference is the checkpoint that the stage starts from; to renew it, chain two stages"

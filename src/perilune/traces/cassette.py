@@ -80,6 +80,9 @@ class Sampling(Frozen):
     temperature: float
     stop_token_ids: tuple[int, ...]
     positions: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 class Source(Frozen):

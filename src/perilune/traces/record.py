@@ -7,7 +7,7 @@ of an opponent, a reward model, clocks and networks inside a tool.
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -33,6 +33,7 @@ class Origin:
         environment: the environment section, with paths that exist here.
         section: the same as the recipe has it, which goes into the cassette.
         system: system message before every prompt.
+        options: top_p, top_k and min_p, if the stage has them.
         tokenizer, checkpoint: digests, see `Cassette`.
     """
 
@@ -49,6 +50,7 @@ class Origin:
     tokenizer: str
     checkpoint: str | None
     system: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: 
         temperature=origin.temperature,
         stop_token_ids=origin.stop_token_ids,
         positions=origin.positions,
+        **origin.options,
     )
     stop = tuple(getattr(part_of(environment, task), "stop_texts", ()))
     versions = {int(one) for episode in members for one in episode.policy_version[episode.loss_mask]}

@@ -139,7 +139,14 @@ class Replayer:
         seed, tokenizer = first.sampling.key[0], self.tokenizer_of(first.tokenizer)
         worker = TapedWorker(engine, tokenizer, self._scorer(first), environment, seed, until=until)
         sampling = first.sampling
-        params = SamplingParams(sampling.max_tokens, sampling.temperature, sampling.stop_token_ids)
+        params = SamplingParams(
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.stop_token_ids,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        )
         sessions = Sessions(worker.scorer.processes, environment)
         opened = sessions.open([(one.task.task(), session_seed(one.sampling.key)) for one in cassettes])
         for one, session in zip(cassettes, opened, strict=True):

@@ -122,6 +122,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | 
         tokenizer=digest,
         checkpoint=next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None),
         system=_system(job),
+        options=job.spec.get("sampling") or {},
     )
 
 

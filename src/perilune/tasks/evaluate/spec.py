@@ -1,12 +1,31 @@
 """The fields of an evaluate stage."""
 
-from typing import Annotated, Literal
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
+from perilune.frozen import Frozen
 from perilune.tasks.stage.own_metrics import OwnMetricsField
 from perilune.tasks.stage.sampling import EngineField, RecordingSpec
+
+if TYPE_CHECKING:
+    from perilune.engine.request import SamplingParams
+
+
+class SamplingOptions(Frozen):
+    """Which tokens an evaluation samples from."""
+
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability; 1: all"
+    )
+    top_k: int = Field(0, ge=0, description="sample from this many of the likeliest tokens; 0: all")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="leave out tokens below this share of the likeliest one's probability"
+    )
 
 
 class EvaluateSpec(RecordingSpec):
@@ -17,6 +36,9 @@ class EvaluateSpec(RecordingSpec):
     )
     tasks: int = Field(128, ge=1, le=1_000_000, description="held-out tasks")
     samples: int = Field(8, ge=1, le=4096, description="samples per task, for pass@k up to this k")
+    sampling: SamplingOptions = Field(
+        SamplingOptions(), description="restricts sampling to likely tokens, as model cards recommend"
+    )
     sub_agent_checkpoint: Annotated[str | None, Consumes("checkpoint")] = Field(
         None, description="stage whose checkpoint samples the turns of sub-agents; null: the same checkpoint"
     )
@@ -30,3 +52,6 @@ class EvaluateSpec(RecordingSpec):
         description="sampling engine: openvino, or a server with the weights, for which the checkpoint gives"
         " only the tokenizer; null: Perilune's own engine",
     )
+
+    def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
+        return replace(super().params(stop_token_ids, greedy=greedy), **self.sampling.model_dump())
