@@ -262,5 +262,6 @@ def _worker(seen: Observation) -> str:
 
 def _ended(attempt: Attempt) -> str:
     message = attempt.message.partition("\n")[0]
-    why = f": {attempt.cause}, {message}" if attempt.cause else ""
+    said = message.startswith(attempt.cause or "")  # "stopped on request" says the cause
+    why = f": {message if said else f'{attempt.cause}, {message}'}" if attempt.cause else ""
     return f"attempt {attempt.number} {attempt.state}{why}"
