@@ -1,5 +1,6 @@
 """The way to a machine by ssh, against a real sshd: what it refuses, quotes, and does not know."""
 
+import contextlib
 import io
 import tempfile
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from sshd_cases import Line, Sshd, make_key, sshd
 
@@ -94,14 +96,20 @@ def test_no_answer_in_time_is_unknown(host: SshHost) -> None:
     assert host.run(["echo", "on"]).output == b"on\n"
 
 
-def test_output_without_end_is_unknown_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_end_is_unknown_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(local, "MOST_OUTPUT", 1 << 20)
     monkeypatch.setattr(local, "CHECK_SECONDS", 0.05)
     began = time.monotonic()
-    for command in (["cat", "/dev/zero"], ["sh", "-c", "cat /dev/zero >&2"]):
+    child = f"sleep 60 & echo $! > {tmp_path}/child; head -c 50m /dev/zero >&2; sleep 60"
+    for command in (["cat", "/dev/zero"], ["sh", "-c", child]):
         with tempfile.TemporaryFile() as sink, pytest.raises(HostUnreachableError, match="too much output"):
             local.LocalHost().run(command, sink=sink, timeout=30.0)
     assert time.monotonic() - began < 20.0
+    with contextlib.suppress(psutil.NoSuchProcess):  # a killed process is a zombie until init reaps it
+        child_process = psutil.Process(int((tmp_path / "child").read_text()))
+        while child_process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() - began < 20.0
+            time.sleep(0.01)
 
 
 def test_a_line_that_stalls_is_unknown_and_left_for_a_new_one(host: SshHost, line: Line) -> None:

@@ -15,6 +15,7 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.grouped_experts import StackedWeight, grouped
 from perilune.models.narrow import NarrowWeight, narrowed
+from perilune.models.triton_attention import IS_INTERPRETED
 from perilune.models.triton_experts import grouped_product
 
 
@@ -73,8 +74,11 @@ def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
         return grouped_product(x[rows], weight, grouped(chosen[rows], 6)).view(-1, 2, 40)
 
     together = product(slice(0, 12))
+    # In the interpreter numpy multiplies tiles, and on some processors rounds a row by its place in the tile.
+    tolerance = 1e-5 if IS_INTERPRETED else 0.0
     for row in range(12):
-        assert torch.equal(product(slice(row, row + 1))[0], together[row])
+        alone = product(slice(row, row + 1))[0]
+        torch.testing.assert_close(alone, together[row], rtol=tolerance, atol=tolerance)
 
 
 def test_groups() -> None:

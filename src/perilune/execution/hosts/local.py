@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -51,7 +52,9 @@ class LocalHost:
                 code = self._wait(process, timeout, (sink or out, errors))
             finally:
                 if process.poll() is None:
-                    process.kill()
+                    os.killpg(
+                        process.pid, signal.SIGKILL
+                    )  # its children would write on, until the disk is full
                     process.wait()
             out.seek(0)
             return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
