@@ -28,7 +28,7 @@ struct blocks {
  * has registers. Scores take whole blocks. */
 INLINE int vectors_at_once(const int heads)
 {
-    return REGISTERS / LANES == 2 ? 4 : heads == 1 ? 8 : heads == 2 ? 4 : 2;
+    return LANES == 16 ? 4 : heads == 1 ? 8 : heads == 2 ? 4 : 2;
 }
 INLINE int blocks_at_once(const int heads) { return vectors_at_once(heads) > PARTS ? vectors_at_once(heads) / PARTS : 1; }
 #define MOST_VECTORS 8
