@@ -482,7 +482,7 @@ class _AllowedToolsChoice(Body):
 
 def _kind_of_choice(choice: Any) -> str:
     kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", "mode")
-    return kind if kind in {"mode", "allowed_tools"} else "function"
+    return kind if kind in ("mode", "allowed_tools") else "function"
 
 
 ToolChoice = Annotated[
