@@ -57,7 +57,7 @@ class Reconciler:
         self._look_after: dict[str, float] = {}  # run to the time of its next look
         self._misses: dict[str, int] = {}  # run to the number of looks in a row that failed
         self._errors: dict[str, Exception] = {}  # run to the error of its last try
-        self._late: set[str] = set()  # runs that the last pass did not wait for
+        self._returned: set[str] = set()  # runs that the last pass returned as live
 
     def run(self, run_id: str) -> Run:
         """The run as recorded."""
@@ -66,6 +66,8 @@ class Reconciler:
 
     def all(self, *, act: bool = True, patience: float | None = None) -> list[Run]:
         """Reconcile every live run and return all of them; with `act=False` only finish, start nothing.
+
+        A run that ended after the last pass, in a transfer for which that pass did not wait, is returned too.
 
         Runs on this machine are reconciled one after the other, runs on other machines concurrently. An error
         of a run or a machine is recorded as its condition and does not affect the others.
@@ -88,9 +90,11 @@ class Reconciler:
         wait_until(deadline, *looks.values())
         self.clean_up(deadline)
         self.sweep()
-        late, self._late = self._late, {run_id for run_id, look in looks.items() if not look.done()}
         with self.store.snapshot() as session:
-            return list(session.scalars(select(Run).where(Run.id.in_(late.union(live))).order_by(Run.id)))
+            chosen = select(Run).where(Run.id.in_(self._returned.union(live))).order_by(Run.id)
+            runs = list(session.scalars(chosen))
+        self._returned = {run.id for run in runs if not RunState(run.state).terminal}
+        return runs
 
     def clean_up(self, deadline: float | None = None) -> None:
         """Remove what ended attempts left on other machines, and reconcile every rented machine.
