@@ -100,6 +100,7 @@ HOSTILE = {
     "many variables": (chat(chat_template_kwargs={"a": [1] * 11_000}), "more than 10,000 values"),
     "half a character in a chat": (chat(chat_template_kwargs={"shout": "\ud800", "\ud800": 1}), None),
     "a variable called self": (chat(chat_template_kwargs={"self": 1, "conversations": 2}), None),
+    "a choice of tool whose type is an object": (chat(tool_choice={"type": {}}), "tool_choice"),
     "a long role": (chat(messages=[{"role": "<eos>" * 20, "content": ""}]), "role"),
     "a picture": (
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
