@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, BinaryIO
 
 import pytest
-from drill_cases import INSTALLED, begin, drill_control, drill_plan, has_event, only_run, wait_for
+from drill_cases import INSTALLED, PATIENCE, begin, drill_control, drill_plan, has_event, only_run, wait_for
 from hosts_cases import NearbyHost, interpreter
 from kill_cases import killed_at_every_point
 
@@ -27,11 +28,13 @@ from perilune.control.evidence.verification import run_problems
 from perilune.control.queries.lookup import attempts_of
 from perilune.control.record import faults
 from perilune.control.runs import placements
-from perilune.control.runs.experiments import Control, StagePlan, advance, watch
+from perilune.control.runs.experiments import Control, StagePlan, advance, read_progress, watch
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
 from perilune.control.runs.requests import cancel, retry
 from perilune.control.runs.templates import OverSsh, Retry, Template
+from perilune.execution.background import in_background
 from perilune.execution.claim import MARK, read_claim
+from perilune.execution.hosts import Answer, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
@@ -346,6 +349,45 @@ def test_cancelling_is_proven_there_and_what_it_had_finished_is_here(
     assert not marked(MARK, claim.nonce)
     assert states(control) == [("cancelled", "stopped")]
     assert verify(attempt) == [] and (attempt / "artifacts" / "checkpoints" / "step-000002").exists()
+
+
+class Stalled(NearbyHost):
+    """A machine whose second upload stalls after its first bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stalls, self.let_go, self.sent = Event(), Event(), 0
+
+    def run(self, command: Any, *, source: BinaryIO | None = None, **rest: Any) -> Answer:
+        if command[5] != "receive" or self.calls.count("receive") != 1:
+            return super().run(command, source=source, **rest)
+        self.calls.append("receive")
+        assert source is not None
+        with os.fdopen(os.dup(source.fileno()), "rb") as own:  # as a process that was started with it
+            self.sent = len(own.read(1000))
+            self.stalls.set()
+            assert self.let_go.wait(PATIENCE)
+            self.sent += len(own.read())
+        self.let_go.clear()
+        raise HostUnreachableError("the upload ended early")
+
+
+def test_cancelling_does_not_wait_for_an_upload(control: Control, box: Elsewhere) -> None:
+    box.host = host = Stalled()
+    plan = drill_plan()
+    experiment = begin(control, [plan])
+    uploading = in_background(
+        lambda: list(advance(control, experiment, [plan], template=box.template, poll=0.05))
+    )
+    assert host.stalls.wait(PATIENCE)
+    run_id = only_run(control).id
+    assert cancel(drill_control(control.home.root), run_id).state == "cancelled"
+    assert isinstance(uploading.result(PATIENCE)[-1], StageFailed)
+    assert states(control) == [("cancelled", "stopped")] and "start" not in host.calls
+    host.let_go.set()  # until then nothing read what was sent
+    wait_for(lambda: not host.let_go.is_set(), "the end of the stream")
+    (wheel,) = control.home.bundle(run_id).glob("scripts/*.whl")
+    assert host.sent < wheel.stat().st_size and read_progress(control.home.attempt(run_id, 1)) is None
 
 
 def test_a_time_limit_is_named_and_not_tried_again(

@@ -31,7 +31,7 @@ def stage(
     placement: Placement, attempt: Assignment, bundle: Path, previous: Assignment | None = None
 ) -> Assignment:
     order = {"run": attempt.run_id, "epoch": attempt.epoch, "bundle_digest": recorded_digest(bundle)}
-    placement.stage(attempt, bundle, order, previous)
+    placement.stage(attempt, bundle, order, previous, lambda: False)
     return attempt
 
 

@@ -65,10 +65,15 @@ class RentedPlacement:
         self.name = f"{rental.provider}:{rental.kind}"
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
+        self,
+        attempt: Assignment,
+        bundle: Path,
+        order: Mapping[str, Any],
+        previous: Assignment | None,
+        is_cancelled: Callable[[], bool],
     ) -> str:
         """As `Placement.stage`."""
-        return self._there(attempt).stage(attempt, bundle, order, previous)
+        return self._there(attempt).stage(attempt, bundle, order, previous, is_cancelled)
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`."""

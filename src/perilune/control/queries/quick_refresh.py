@@ -9,9 +9,9 @@ from sqlalchemy import select
 from perilune.control.record.home import has_daemon
 from perilune.control.record.store import Attempt, Run
 from perilune.control.record.transitions import Reachability
-from perilune.control.runs.background import in_background, wait_until
 from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.reconcile import WORKERS, Reconciler
+from perilune.execution.background import in_background, wait_until
 
 PATIENCE = 3.0  # seconds for all runs on other machines together
 SHORT = 1.0  # seconds for those that were unreachable the last time

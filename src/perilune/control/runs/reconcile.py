@@ -8,6 +8,7 @@ a run.
 
 import random
 import time
+from contextlib import suppress
 from functools import partial
 from threading import Semaphore
 
@@ -25,7 +26,6 @@ from perilune.control.record.ledger import begun, current, done, intend, operati
 from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run, record
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
-from perilune.control.runs.background import in_background, wait_until
 from perilune.control.runs.current_submission import LIVE
 from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, assignment
 from perilune.control.runs.placements import Placements
@@ -33,8 +33,9 @@ from perilune.control.runs.planner import RetryPolicy, Situation, Step, next_ste
 from perilune.control.runs.queue import pause_left
 from perilune.control.runs.reachability import note_reachability, unseen_seconds
 from perilune.errors import PeriluneError, WorkFailedError
+from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
-from perilune.execution.placements.protocol import Assignment
+from perilune.execution.placements.protocol import Assignment, StagingCancelledError
 from perilune.execution.verdict import Cause, cause_of, describe_error
 
 WORKERS = 8  # other machines that are observed at once
@@ -305,9 +306,12 @@ class Reconciler:
         bundle, previous = self.home.bundle(run.id), self._restored_from(run)
         try:
             placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-            starts_over = placement.stage(there, bundle, order, previous)
+            is_cancelled = partial(self._is_cancelled, run.id)
+            starts_over = placement.stage(there, bundle, order, previous, is_cancelled)
         except CONNECTION_ERRORS:
             raise
+        except StagingCancelledError:
+            return True
         except PeriluneError as error:
             damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
             cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
@@ -322,6 +326,12 @@ class Reconciler:
             move_attempt(session, row, AttemptState.STARTING)
         reached("stage.committed")
         return True
+
+    def _is_cancelled(self, run_id: str) -> bool:
+        """Whether the user wants a run stopped; False while the database does not answer."""
+        with suppress(PeriluneError):
+            return self.run(run_id).desired == RunState.CANCELLED
+        return False
 
     def _restored_from(self, run: Run) -> Assignment | None:
         """The attempt whose complete checkpoints the next one starts from: the last one that was staged.

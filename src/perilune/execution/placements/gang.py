@@ -34,12 +34,17 @@ class GangPlacement:
         self.name, self.launcher, self.members = name, launcher, members
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
+        self,
+        attempt: Assignment,
+        bundle: Path,
+        order: Mapping[str, Any],
+        previous: Assignment | None,
+        is_cancelled: Callable[[], bool],
     ) -> str:
         """As `Placement.stage`; the working copy is made once, with the leading machine."""
 
         def stage(member: Placement, there: Assignment) -> str:
-            return member.stage(there, bundle, order, previous)
+            return member.stage(there, bundle, order, previous, is_cancelled)
 
         (notice,) = self._each(attempt, stage, nodes=range(1))
         self._each(attempt, stage, nodes=range(1, len(self.members)))

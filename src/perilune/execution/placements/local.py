@@ -42,7 +42,12 @@ class LocalPlacement:
         self._since: dict[Assignment, float] = {}
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
+        self,
+        attempt: Assignment,
+        bundle: Path,
+        order: Mapping[str, Any],
+        previous: Assignment | None,
+        is_cancelled: Callable[[], bool],
     ) -> str:
         """As `Placement.stage`; removes the remains of a killed staging."""
         before = None if previous is None else previous.directory

@@ -4,12 +4,17 @@ An operation whose connection fails raises HostUnreachableError, and its effect 
 that instead of raising. A placement declares its capabilities.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from perilune.errors import PeriluneError
 from perilune.execution.observation import Observation
+
+
+class StagingCancelledError(PeriluneError):
+    """The run was cancelled before its upload was complete; no worker has been started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,12 @@ class Placement(Protocol):
     capabilities: Capabilities
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
+        self,
+        attempt: Assignment,
+        bundle: Path,
+        order: Mapping[str, Any],
+        previous: Assignment | None,
+        is_cancelled: Callable[[], bool],
     ) -> str:
         """Create the attempt's working copy there, completely, verified, and from scratch.
 
@@ -73,12 +83,14 @@ class Placement(Protocol):
             order: content of runtime/run.json for the worker, with "bundle_digest".
             previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
                 still has files there, its processes are ended first.
+            is_cancelled: asked from time to time during an upload, which ends when the answer is True.
 
         Returns:
             Why the attempt starts from the beginning although the previous one had a checkpoint; or "".
 
         Raises:
             RequestError: the bundle differs from what was frozen, or a disk is full.
+            StagingCancelledError: `is_cancelled` returned True.
             HostUnreachableError: the connection failed.
             HostRefusedError: the machine is the wrong one or refuses access.
         """

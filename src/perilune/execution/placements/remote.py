@@ -13,7 +13,8 @@ import io
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ from perilune.bundle.manifest import output_bytes
 from perilune.bundle.scripts import remote_source
 from perilune.bundle.secret_sources import require_secret
 from perilune.errors import RequestError, WorkFailedError
+from perilune.execution.background import in_background
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.launchers import process
 from perilune.execution.launchers.docker import Container
@@ -33,7 +35,7 @@ from perilune.execution.placements.held import held_entries, read_held, starts_o
 from perilune.execution.placements.local import working_copy
 from perilune.execution.placements.mirror import Bring, Mirror, Pulled, mirror
 from perilune.execution.placements.origins import HUB
-from perilune.execution.placements.protocol import Assignment, Capabilities
+from perilune.execution.placements.protocol import Assignment, Capabilities, StagingCancelledError
 from perilune.execution.placements.upload import Upload
 from perilune.execution.task_environment import WITHHELD
 from perilune.execution.worker import STOP_GRACE
@@ -59,6 +61,7 @@ LARGE = 1 << 20  # bytes of outputs that the machine keeps for later stages
 WHOLE_ROUNDS = 3  # tries to pull files that differ from the manifest
 SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged contents again
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
+CANCEL_SECONDS = 0.5  # between two checks of an upload for a cancellation
 
 
 class Site(Frozen):
@@ -127,7 +130,12 @@ class RemotePlacement:
         self.name = host.name
 
     def stage(
-        self, attempt: Assignment, bundle: Path, order: Mapping[str, Any], previous: Assignment | None
+        self,
+        attempt: Assignment,
+        bundle: Path,
+        order: Mapping[str, Any],
+        previous: Assignment | None,
+        is_cancelled: Callable[[], bool],
     ) -> str:
         """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
         before = None if previous is None else previous.directory
@@ -142,9 +150,7 @@ class RemotePlacement:
         upload = Upload(attempt.directory, attempt.node, held, self._hub)
         wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
         while rounds < SEND_ROUNDS and time.monotonic() < until:
-            options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
-            with upload.stream(_sources(PARTS["receive"]), wanted) as source:
-                answer = self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
+            answer = self._send(attempt, upload, wanted, is_cancelled)
             if answer.get("received") == upload.tree:
                 return starts_over(before, upload)
             if answer.get("busy") is True:
@@ -160,6 +166,29 @@ class RemotePlacement:
                 upload = Upload(attempt.directory, attempt.node, hub=self._hub)
                 wanted = upload.small()
         raise WorkFailedError("the uploaded files arrive damaged", where=self.name)
+
+    def _send(
+        self,
+        attempt: Assignment,
+        upload: Upload,
+        wanted: Mapping[str, int],
+        is_cancelled: Callable[[], bool],
+    ) -> dict[str, Any]:
+        """Upload the `wanted` contents and return the machine's answer.
+
+        Raises:
+            StagingCancelledError: without waiting for the machine, which reads the end of its input.
+        """
+        options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
+        with upload.stream(_sources(PARTS["receive"]), wanted) as source:
+            call = in_background(
+                lambda: self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
+            )
+            while not call.done():
+                if is_cancelled():
+                    raise StagingCancelledError("the run is cancelled", where=self.name)
+                wait((call,), CANCEL_SECONDS)
+            return call.result()
 
     def start(self, attempt: Assignment) -> None:
         """As `Placement.start`. Secrets go over stdin into the keeper's memory, and then to the worker."""

@@ -7,6 +7,7 @@ Progress is written to a file beside the attempt's directory, never into it.
 
 import contextlib
 import os
+import select
 import stat
 import threading
 import time
@@ -24,6 +25,7 @@ from perilune.files import canonical_json, read_json, write_atomic
 UNCALLED = 1 << 20  # bytes of small contents to send before the other side asks
 BLOCK = 1 << 20  # bytes
 REPORT_EVERY = 0.5  # seconds
+ENDED_MILLISECONDS = 100  # between two checks whether the stream has ended
 SENT = "bytes sent"  # the unit of the upload's progress
 
 
@@ -77,35 +79,45 @@ class Upload:
 
     @contextmanager
     def stream(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[BinaryIO]:
-        """A stream of `head`, the list, and the `wanted` contents from their offsets, produced while read."""
+        """A stream of `head`, the list, and the `wanted` contents from their offsets, produced while read.
+
+        It ends with the block, even if other processes still read from it.
+        """
         reading, writing = os.pipe()
+        ended = threading.Event()
 
         def write() -> None:
-            with contextlib.suppress(BrokenPipeError), os.fdopen(writing, "wb") as out:
-                out.write(head)
-                files = [_listed(entry) for entry in self.entries]
-                out.write(canonical_json({"files": files, "origins": self._origins}) + b"\n")
-                self._send(out, wanted)
+            try:
+                for data in self._data(head, wanted):
+                    _write(writing, data, ended)
+            except BrokenPipeError:  # nobody reads on
+                pass
+            finally:
+                os.close(writing)
 
         thread = threading.Thread(target=write, name="upload", daemon=True)
         thread.start()
-        try:
-            with os.fdopen(reading, "rb") as stream:
+        with os.fdopen(reading, "rb") as stream:
+            try:
                 yield stream
-        finally:
-            thread.join()
-            self._progress.unlink(missing_ok=True)
+            finally:
+                ended.set()
+                thread.join()
+                self._progress.unlink(missing_ok=True)
 
-    def _send(self, out: BinaryIO, wanted: Mapping[str, int]) -> None:
+    def _data(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[bytes]:
+        """The content of the stream. Reports progress meanwhile."""
+        files = [_listed(entry) for entry in self.entries]
+        yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
         for sha256, offset in sorted(wanted.items(), key=lambda one: self._sizes[one[0]]):
             length = self._sizes[sha256] - offset
-            out.write(canonical_json([sha256, offset, length]) + b"\n")
+            yield canonical_json([sha256, offset, length]) + b"\n"
             with self._sources[sha256].open("rb") as file:
                 file.seek(offset)
                 while data := file.read(min(BLOCK, length)):
-                    out.write(data)
+                    yield data
                     length -= len(data)
                     done += len(data)
                     if time.monotonic() - reported >= REPORT_EVERY:
@@ -113,6 +125,18 @@ class Upload:
                         document = {"done": done, "total": total, "unit": SENT, "figures": {}}
                         with contextlib.suppress(OSError):  # this disk is full, which concerns no upload
                             write_atomic(self._progress, canonical_json(document))
+
+
+def _write(pipe: int, data: bytes, ended: threading.Event) -> None:
+    """Write to a pipe; raises BrokenPipeError once `ended` is set, although nothing may read meanwhile."""
+    os.set_blocking(pipe, False)
+    writable, left = select.poll(), memoryview(data)
+    writable.register(pipe, select.POLLOUT)
+    while left:
+        if ended.is_set():
+            raise BrokenPipeError
+        if writable.poll(ENDED_MILLISECONDS):
+            left = left[os.write(pipe, left) :]
 
 
 def read_sent(attempt: Path) -> dict[str, Any] | None:

@@ -5,31 +5,33 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from threading import Semaphore, Thread
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def in_background(work: Callable[[], Any], slots: Semaphore | None = None) -> Future[None]:
+def in_background(work: Callable[[], T], slots: Semaphore | None = None) -> Future[T]:
     """Run `work` in a thread, which, unlike an executor's, does not keep the process alive.
 
     Args:
         slots: limits how many threads work at once.
     """
-    future: Future[None] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
             with slots or nullcontext():
-                work()
+                result = work()
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(result)
 
     Thread(target=run, daemon=True).start()
     return future
 
 
-def wait_until(deadline: float | None, *futures: Future[None]) -> None:
+def wait_until(deadline: float | None, *futures: Future[Any]) -> None:
     """Wait for futures until a time of the monotonic clock, or without limit, and raise their exceptions."""
     for future in futures:
         try:
