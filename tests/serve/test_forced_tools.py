@@ -15,7 +15,7 @@ from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.parts import PartsReader
-from perilune.serve.tool_formats import FORMATS
+from perilune.serve.tool_formats import FORMATS, format_of
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -28,7 +28,10 @@ FORMS = {  # the parts of chat templates by which the families are recognised
     "named mistral": "[TOOL_CALLS] [ARGS]",
     "llama3_json": "<|python_tag|>",
     "pythonic": "[func_name1(",
+    "deepseek_v3": " ".join([*FORMATS["deepseek_v3"].marks, "```json"]),
+    "kimi_k2": " ".join(FORMATS["kimi_k2"].marks),
 }
+QUICK = ("hermes", "named mistral", "deepseek_v3")
 PLACE = {
     "type": "object",
     "properties": {
@@ -50,17 +53,22 @@ ASKED: Any = [{"role": "user", "content": "warm?"}]
 def make_checkpoint(folder: Path, form: str) -> Path:
     """A model with random weights, whose answers differ."""
     tokenizer = Tokenizer.byte_level()
-    if "mistral" in form:
-        tokenizer._backend.add_special_tokens(
-            [AddedToken(mark, special=True) for mark in FORMS[form].split()]
-        )
+    if marks := format_of(FORMS[form]).marks:
+        tokenizer._backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer = tokenizer.with_chat_template(TEMPLATE.replace("FORM", FORMS[form]), where="test")
     shape = PRESETS["tiny"].replace(initializer_range=0.1, max_position_embeddings=4096)
     save_checkpoint(folder, new_model(shape, tokenizer, seed=0), tokenizer)
     return folder
 
 
-@pytest.fixture(scope="module", params=[form for form in FORMS if form != "pythonic"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(form, marks=[] if form in QUICK else pytest.mark.thorough)
+        for form in FORMS
+        if form != "pythonic"
+    ],
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model") / "m", request.param)
     with served(folder, "--slots", "16") as running:

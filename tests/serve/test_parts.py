@@ -20,6 +20,7 @@ LONE = {  # half of a surrogate pair, which UTF-8 cannot encode
     "llama3_json": '{"name": "add", "parameters": {"a": "\\ud800"}}',
     "pythonic": r'[add(a="\ud800")]',
 }
+CUT = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 TAGGED = "<tool_call><function=add><parameter=a>1</function></tool_call>"
 COMMON = ["<think>", "</think>", " ", "\n", "text", "{", "}", "[", "]", "(", '"', "\\", "é", ";"]
 MARKS = {
@@ -59,6 +60,38 @@ MARKS = {
         "<arg_value>1</arg_value>",
         "</tool_call>",
         "</tool",
+    ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": "```"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function",
+        "<｜tool▁sep｜>add",
+        "```json",
+        "```",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool",
+    ],
+    "deepseek_v31": [
+        f"{CUT}<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>add",
+        "<｜tool▁sep｜>",
+        '{"a": 1}',
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.add:3",
+        "<|tool_call_argument_begin|>",
+        '{"a": 1}',
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_calls",
     ],
     "pythonic": ["[add(a=1), sub(b='(]')]", "[add(", "a=1", "'", ")]", "[f()]", "[1]", ", "],
 }
@@ -136,6 +169,19 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
          [("add", {"a": [1, None], "b": "it's"})]),
         ("glm45", "<tool_call>add</tool_call>" + CALL, "", [("add", {}), ("add", {"a": 1})]),
         ("glm45", "<tool_call>add 1</tool_call>", "<tool_call>add 1</tool_call>", []),
+        ("deepseek_v3", "I add.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+         '```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>math.sub\n'
+         "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "I add.",
+         [("add", {"a": 1}), ("math.sub", {})]),
+        ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": "é"}'
+         "<｜tool▁call▁end｜><｜tool▁call▁begin｜>sub<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+         "", [("add", {"a": "é"}), ("sub", {})]),
+        ("deepseek_v31", CUT, CUT, []),
+        ("deepseek_v31", f"{CUT}no call<｜tool▁calls▁end｜>", f"{CUT}no call<｜tool▁calls▁end｜>", []),
+        ("kimi_k2", "Two.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+         '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_call_begin|>math.sub:1 '
+         "<|tool_call_argument_begin|> {}<|tool_call_end|><|tool_calls_section_end|>", "Two.",
+         [("add", {"a": 1}), ("math.sub", {})]),
         ("hermes", LONE["hermes"], LONE["hermes"], []),
         ("llama3_json", LONE["llama3_json"], LONE["llama3_json"], []),
         ("pythonic", LONE["pythonic"], LONE["pythonic"], []),
@@ -210,6 +256,9 @@ def test_written_calls_are_read(kind: str) -> None:
         ("{%- if message.role == 'ipython' %}{{ '\"parameters\": ' }}", "llama3_json"),
         ("<tool_call>\n<function=example>", "qwen3_coder"),
         ("<tool_call>{name}\n<arg_key>", "glm45"),
+        ("{{'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '```json'}}", "deepseek_v3"),
+        ("{{'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + tool['arguments']}}", "deepseek_v31"),
+        ("<|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>", "kimi_k2"),
         ("in the format of [func_name1(params_name1=params_value1...), func_name2(params)]", "pythonic"),
     ],
 )

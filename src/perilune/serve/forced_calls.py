@@ -18,7 +18,8 @@ class ForcedCalls:
 
     def __init__(self, spelling: Spelling) -> None:
         before, between = map(_pattern, (spelling.before, spelling.between))
-        self._head = re.compile(f"{before}({NAME}){between}")
+        # A call begins with its arguments: before, a line break at the end of `between` may be still to come.
+        self._head = re.compile(rf"{before}({NAME}){between}(?=\S)")
         self._held = ""  # the text since the last call, or the arguments of the open one
         self._brackets: Brackets | None = None  # of the open call
 

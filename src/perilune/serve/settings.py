@@ -134,7 +134,18 @@ class Settings:
         Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
     ] = False
     tool_format: Annotated[
-        Literal["auto", "hermes", "mistral", "llama3_json", "pythonic", "qwen3_coder", "glm45"],
+        Literal[
+            "auto",
+            "hermes",
+            "mistral",
+            "llama3_json",
+            "pythonic",
+            "qwen3_coder",
+            "glm45",
+            "deepseek_v3",
+            "deepseek_v31",
+            "kimi_k2",
+        ],
         Option(help="How the model writes tool calls. auto finds it in the chat template."),
     ] = "auto"
     embeddings: Annotated[

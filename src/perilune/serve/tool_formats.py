@@ -9,9 +9,14 @@
                   </tool_call>
     glm45         <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>        GLM 4.5
                   </tool_call>
+    deepseek_v3   <｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json {"a": 1}```  DeepSeek-V3, DeepSeek-R1
+    deepseek_v31  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>     DeepSeek-V3.1
+    kimi_k2       <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>    Kimi K2
+                  {"a": 1}<|tool_call_end|>
 
-The names are those of vLLM's tool parsers. In `llama3_json` and `pythonic`, a call is recognised only at the
-beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
+The names are those of vLLM's tool parsers. Marks surround all calls of the last three formats. In
+`llama3_json` and `pythonic`, a call is recognised only at the beginning of the content. The arguments of a
+call become canonical JSON. A malformed call is content.
 """
 
 from __future__ import annotations
@@ -28,7 +33,17 @@ from typing import Any, Literal, NamedTuple
 
 from perilune.data.tool_calls import ToolCall, describe_tools, write_call
 
-ToolFormatName = Literal["hermes", "mistral", "llama3_json", "pythonic", "qwen3_coder", "glm45"]
+ToolFormatName = Literal[
+    "hermes",
+    "mistral",
+    "llama3_json",
+    "pythonic",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+]
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the arguments of functions, by name."""
 
@@ -385,8 +400,107 @@ class Pythonic(ToolFormat):
         return "[func_name1(" in template  # of the instructions that Meta gives for this format
 
 
+class Marked(ToolFormat):
+    """A format in which control tokens stand around all calls, around each, and before its JSON arguments.
+
+    Attributes:
+        call: an expression of a call, with its name and its arguments.
+        shown: a text by which chat templates show the format.
+    """
+
+    call: re.Pattern[str]
+    shown: str
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return _find(text, self.marks[0])
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        inner, mark, _ = text[len(self.marks[0]) :].partition(self.marks[-1])
+        if not mark:
+            return None
+        calls, at = [], 0
+        while at < len(inner.rstrip()):
+            call = self.call.match(inner, at)
+            calls.append((None, None) if call is None else (call[1], _json(call[2])))
+            at = len(inner) if call is None else call.end()
+        return Found(len(self.marks[0]) + len(inner) + len(mark), _canonical(calls))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        opening, before, between, after, separator, closing = self.spelling  # type: ignore[misc]
+        return (
+            opening + separator.join(f"{before}{name}{between}{one}{after}" for name, one in calls) + closing
+        )
+
+    @property
+    def usage(self) -> str:  # type: ignore[override]
+        return f"To call some, write {self.write([('NAME', '{...}')])} at the end."
+
+    def is_of(self, template: str) -> bool:
+        return self.shown in template
+
+
+class DeepSeekV31(Marked):
+    name: ToolFormatName = "deepseek_v31"
+    marks = (
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+    _opening, _before, _between, _after, _closing = marks
+    spelling = Spelling(_opening, _before, _between, _after, "", _closing)
+    call = re.compile(rf"\s*{_before}\s*({NAME})\s*{_between}(.*?){_after}", re.DOTALL)
+    shown = _before
+
+
+class DeepSeekV3(DeepSeekV31):
+    name = "deepseek_v3"
+    _opening, _before, _between, _after, _closing = DeepSeekV31.marks
+    spelling = Spelling(
+        _opening, f"{_before}function{_between}", "\n```json\n", f"\n```{_after}", "\n", _closing
+    )
+    call = re.compile(
+        rf"\s*{_before}\s*function\s*{_between}\s*({NAME})\s*```json(.*?)```\s*{_after}", re.DOTALL
+    )
+    shown = "```json"
+
+    def is_of(self, template: str) -> bool:
+        return super().is_of(template) and self._before in template
+
+
+class KimiK2(Marked):
+    name = "kimi_k2"
+    marks = (
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )
+    _opening, _before, _between, _after, _closing = marks
+    spelling = Spelling(_opening, f"{_before}functions.", f":0{_between}", _after, "", _closing)
+    call = re.compile(
+        rf"\s*{re.escape(_before)}\s*(?:functions\.)?([\w./-]{{1,64}}):\d+\s*{re.escape(_between)}(.*?)"
+        rf"{re.escape(_after)}",
+        re.DOTALL,
+    )
+    shown = _before
+
+
 FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one for one in (Qwen3Coder(), Glm45(), Hermes(), Mistral(), Pythonic(), Llama3Json())
+    one.name: one
+    for one in (
+        Qwen3Coder(),
+        Glm45(),
+        Hermes(),
+        Mistral(),
+        Pythonic(),
+        Llama3Json(),
+        DeepSeekV3(),
+        DeepSeekV31(),
+        KimiK2(),
+    )
 }
 _DETECTED = (NamedMistral(), *FORMATS.values())
 
