@@ -3,6 +3,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drill_cases import Command, carry_out, drill_plan
@@ -84,6 +85,20 @@ def test_a_hostile_list_writes_nothing_outside(store: ArtifactStore, tmp_path: P
     with pytest.raises(WorkFailedError, match="is damaged"):
         store.pull("RUN", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size": "5"}, {"size": 5.0}, {"size": True}, {"sha256": 5}, {"sha256": "A" * 64}, {"mode": 420}, [], 5],
+)
+def test_a_list_with_another_type_is_one_error(store: ArtifactStore, tmp_path: Path, wrong: Any) -> None:
+    (tmp_path / "share" / "runs").mkdir(parents=True)
+    entry = {"sha256": "0" * 64, "size": 0, "mode": "0644"}
+    files = {"job.json": entry | wrong if isinstance(wrong, dict) else wrong}
+    for document in ({"files": files}, {"files": [files]}, [files], "files"):
+        (tmp_path / "share" / "runs" / "RUN.json").write_text(json.dumps(document))
+        with pytest.raises(WorkFailedError, match=r"(?s)RUN.json.*is damaged.*artifacts push RUN"):
+            store.pull("RUN", tmp_path / "back")
 
 
 def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:

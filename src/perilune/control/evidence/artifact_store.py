@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -116,14 +117,16 @@ class ArtifactStore:
             data = self._fs.cat_file(path)
         try:
             files: dict[str, dict[str, Any]] = json.loads(data)["files"]
-            for name, file in files.items():
-                if not stays_inside(name) or "\\" in name:
-                    raise ValueError(f"a path {name!r}")
-                int(file["sha256"], 16), int(file["size"]), int(file["mode"], 8)
-                if len(file["sha256"]) != 64:
-                    raise ValueError("a hash")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise WorkFailedError(f"the list of run {run_id} is damaged: {error}", where=self.url) from None
+            damaged = next((name for name, file in files.items() if not _is_entry(name, file)), None)
+            problem = "" if damaged is None else f" at {damaged!r}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f" ({error})"
+        if problem:
+            raise WorkFailedError(
+                f"the list of the run's files is damaged{problem}",
+                where=path,
+                remedy=f"perilune artifacts push {run_id}, in a home that has the run, writes it again",
+            )
         return files
 
     def _each(self, work: Callable[[str], int], files: Iterable[str]) -> Iterator[int]:
@@ -188,6 +191,17 @@ class ArtifactStore:
                 where=self.url,
                 remedy="run the command again; finished transfers are not repeated",
             ) from error
+
+
+def _is_entry(name: str, file: Mapping[str, Any]) -> bool:
+    """Whether a list of files may contain this entry: a path inside, a size, a SHA-256 and a mode."""
+    return (
+        stays_inside(name)
+        and "\\" not in name
+        and type(file["size"]) is int
+        and re.fullmatch("[0-9a-f]{64}", file["sha256"]) is not None
+        and re.fullmatch("[0-7]{4}", file["mode"]) is not None
+    )
 
 
 def _described(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
