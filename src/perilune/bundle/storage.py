@@ -15,15 +15,10 @@ from perilune.files import fsync_directory
 READ_ONLY = 0o444
 SHARE_FROM = 16 << 20  # bytes from which a read-only file is hard-linked instead of copied
 
+_FREE = "free some space (`perilune gc`), or choose another disk with PERILUNE_HOME"
 _REMEDIES = {
-    errno.ENOSPC: (
-        "the disk is full",
-        "free some space (`perilune gc`), or choose another disk with PERILUNE_HOME",
-    ),
-    errno.EDQUOT: (
-        "the disk quota is used up",
-        "free some space (`perilune gc`), or choose another disk with PERILUNE_HOME",
-    ),
+    errno.ENOSPC: ("the disk is full", _FREE),
+    errno.EDQUOT: ("the disk quota is used up", _FREE),
     errno.EFBIG: ("a file grew past the size limit of this process", "raise `ulimit -f`"),
     errno.EACCES: ("no permission", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
     errno.EPERM: ("not permitted", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
