@@ -125,6 +125,8 @@ def test_plans_say_what_will_be_done() -> None:
     assert rl["episodes"] == "10 steps x 4 tasks x 8 = 320"
     assert rl["tokens at most"] == "6,400"
     assert derived("sft", steps=6, batch_size=8)["traces seen"] == "6 steps x 8 = 48"
+    assert derived("rl", steps=1, prompts=1, samples=2)["episodes"] == "1 step x 1 task x 2 = 2"
+    assert derived("sft", steps=1, batch_size=8)["traces seen"] == "1 step x 8 = 8"
     evaluate = derived("evaluate", tasks=6, samples=4, max_tokens=10)
     assert evaluate["answers"] == "6 held-out tasks x (4 samples + 1 greedy) = 30"
     assert evaluate["tokens at most"] == "300"

@@ -9,8 +9,8 @@ import typer
 
 from perilune.cli.arguments import Json, bundle_folder, command_group, run_names
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import plural
 from perilune.errors import RequestError
+from perilune.plural import plural
 
 app = command_group("Freeze, verify and inspect bundles.")
 

@@ -11,8 +11,8 @@ import typer
 from perilune.cli.arguments import WHERE_HELP, Json, command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import plural
 from perilune.errors import RequestError, WorkFailedError
+from perilune.plural import plural
 
 if TYPE_CHECKING:
     from perilune.cli.inspect.recordings import Recorded

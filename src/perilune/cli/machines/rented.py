@@ -11,8 +11,9 @@ import typer
 
 from perilune.cli.arguments import Json, command_group, open_control
 from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import duration, plural
+from perilune.cli.units import duration
 from perilune.errors import RequestError
+from perilune.plural import plural
 
 if TYPE_CHECKING:
     from perilune.control.machines.lifecycle import Fleet

@@ -8,7 +8,7 @@ import typer
 
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import plural
+from perilune.plural import plural
 
 
 def backup(

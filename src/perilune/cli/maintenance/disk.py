@@ -10,8 +10,9 @@ import typer
 
 from perilune.cli.arguments import Json, open_control
 from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import plural, size
+from perilune.cli.units import size
 from perilune.errors import RequestError
+from perilune.plural import plural
 
 if TYPE_CHECKING:
     from perilune.control.evidence.disk import DiskUsage, Removable

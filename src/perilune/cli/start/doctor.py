@@ -13,8 +13,8 @@ import typer
 
 from perilune.cli.arguments import Json
 from perilune.cli.output import print_json, shown
-from perilune.cli.units import plural
 from perilune.errors import RequestError, WorkFailedError
+from perilune.plural import plural
 
 if TYPE_CHECKING:
     from rich.console import Console

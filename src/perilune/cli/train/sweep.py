@@ -22,8 +22,9 @@ from perilune.cli.train.run import (
     start_in_background,
 )
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
-from perilune.cli.units import duration, plural
+from perilune.cli.units import duration
 from perilune.errors import RequestError, WorkFailedError
+from perilune.plural import plural
 
 if TYPE_CHECKING:
     from perilune.cli.train.estimate import Tried

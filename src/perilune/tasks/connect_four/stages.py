@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from perilune.bundle.job import Job
+from perilune.plural import plural
 from perilune.tasks.connect_four.specs import ConnectFourJudgeSpec, ConnectFourSpec
 from perilune.tasks.stage.stage import Stage
 
@@ -19,7 +20,7 @@ class ConnectFour(Stage[ConnectFourSpec]):
     def describe(self, spec: ConnectFourSpec, job: Job) -> Mapping[str, object]:
         learning = spec.learning
         a_step = learning.games * learning.moves
-        played = f"{spec.steps} steps x {learning.games} games x {learning.moves}"
+        played = f"{plural(spec.steps, 'step')} x {plural(learning.games, 'game')} x {learning.moves}"
         return {
             "moves": f"{played} = {spec.steps * a_step:,}",
             "updates": f"{learning.epochs} x {-(-a_step // learning.minibatch)} a step",

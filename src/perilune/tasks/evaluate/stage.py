@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from perilune.bundle.job import Job
+from perilune.plural import plural
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
 from perilune.tasks.stage.own_metrics import OwnMetrics
@@ -31,8 +32,8 @@ class Evaluate(Stage[EvaluateSpec]):
             answers = spec.tasks * spec.samples
             needs = {"memory": sampling_memory(job, spec.max_tokens, answers, spec.precision)}
         return {
-            "answers": f"{spec.tasks} held-out tasks x ({spec.samples} samples + 1 greedy)"
-            f" = {spec.tasks * (spec.samples + 1):,}",
+            "answers": f"{plural(spec.tasks, 'held-out task')} x"
+            f" ({plural(spec.samples, 'sample')} + 1 greedy) = {spec.tasks * (spec.samples + 1):,}",
             "tokens at most": f"{spec.tasks * (spec.samples + 1) * longest:,}",
             **needs,
         }

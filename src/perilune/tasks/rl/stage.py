@@ -8,6 +8,7 @@ from perilune.environments.core.managed_context import KEY as CONTEXT
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
+from perilune.plural import plural
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.memory_plan import model_config, planned_tokens
 from perilune.tasks.stage.own_metrics import OwnMetrics
@@ -54,8 +55,9 @@ class ReinforcementStage(Stage[Spec]):
         episodes = spec.steps * spec.prompts * spec.samples
         most = spec.algorithm.refills
         refills = f", and dead groups refilled up to {most} times a step" if most else ""
+        asked = f"{plural(spec.steps, 'step')} x {plural(spec.prompts, 'task')}"
         return {
-            "episodes": f"{spec.steps} steps x {spec.prompts} tasks x {spec.samples} = {episodes:,}{refills}",
+            "episodes": f"{asked} x {spec.samples} = {episodes:,}{refills}",
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
             "algorithm": f"{_describe(spec.algorithm)}; updates per step:"
             f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",

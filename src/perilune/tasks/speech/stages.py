@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from perilune.bundle.job import Job
 from perilune.errors import RequestError
+from perilune.plural import plural
 from perilune.tasks.speech.specs import CodecSpec, HearingSpec, UtterancesSpec, VoiceSpec
 from perilune.tasks.stage.stage import Stage
 
@@ -40,7 +41,8 @@ class SpeechCodec(Stage[CodecSpec]):
         learning = spec.learning
         return {
             "codes": codes,
-            "training": f"{spec.steps} steps x {learning.batch} crops of {spec.frames} frames",
+            "training": f"{plural(spec.steps, 'step')} x {plural(learning.batch, 'crop')}"
+            f" of {plural(spec.frames, 'frame')}",
             "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
         }
 
@@ -59,7 +61,7 @@ class SpeechVoice(Stage[VoiceSpec]):
         return {
             "talker": f"{spec.layers} layers of width {spec.width}",
             "code predictor": f"{spec.predictor_layers} layers of width {spec.predictor_width}",
-            "training": f"{spec.steps} steps x {learning.batch} utterances",
+            "training": f"{plural(spec.steps, 'step')} x {plural(learning.batch, 'utterance')}",
             "learning rate": f"{learning.lr:g} after {learning.warmup} steps, cosine",
         }
 

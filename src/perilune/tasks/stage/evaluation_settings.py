@@ -13,6 +13,7 @@ from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
+from perilune.plural import plural
 from perilune.tasks.stage.memory_plan import planned_tokens
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
@@ -147,11 +148,12 @@ class EvaluatedSpec(TrainingSpec):
         self.check_evaluation(job)
         settings, sections = self.eval, self.eval.sections(job.environment)
         rounds = len(settings.steps(self.steps))
-        parts = [f"every {settings.every} steps, {rounds} times"]
+        parts = [f"every {plural(settings.every, 'step')}, {plural(rounds, 'time')}"]
         if sections:
             answers = rounds * len(sections) * settings.tasks * settings.samples
             parts.append(
-                f"{settings.tasks} tasks x {settings.samples} of {', '.join(sections)}: {answers:,} answers"
+                f"{plural(settings.tasks, 'task')} x {settings.samples} of {', '.join(sections)}:"
+                f" {plural(answers, 'answer')}"
             )
         figure = settings.figure(job.environment).removeprefix(EVAL)
         parts.append(f"best by {figure}; output: the {settings.output} checkpoint")

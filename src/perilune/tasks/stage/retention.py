@@ -13,6 +13,7 @@ from perilune.frozen import Frozen
 from perilune.metrics.bootstrap import Interval
 from perilune.metrics.held_out import LOWER_IS_BETTER, evaluated
 from perilune.models.memory import MemoryPlan
+from perilune.plural import plural
 from perilune.tasks.stage.defaults import ModelDefaults
 
 STEP = "step-"
@@ -150,7 +151,7 @@ def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
     best = f" and the best by {spec.keep.best}" if spec.keep.best else ""
     best = best or (" and the best evaluated" if getattr(spec, "eval", None) else "")
     most = (spec.keep.last + 1 + (2 if best else 0)) * one
-    return f"every {spec.save_every} steps; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
+    return f"every {plural(spec.save_every, 'step')}; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
 
 
 def disk_bytes(workspace: Workspace, exclude: Path | None = None) -> int:

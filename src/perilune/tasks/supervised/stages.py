@@ -5,6 +5,7 @@ from pathlib import Path
 
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
+from perilune.plural import plural
 from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, model_config, stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
@@ -95,7 +96,7 @@ def _memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
 
 
 def _examples(spec: SFTSpec | PairTrainingSpec) -> str:
-    return f"{spec.steps} steps x {spec.batch_size} = {spec.steps * spec.batch_size:,}"
+    return f"{plural(spec.steps, 'step')} x {spec.batch_size} = {spec.steps * spec.batch_size:,}"
 
 
 sft = SFT()
