@@ -23,19 +23,22 @@ WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block i
 LONG = {
     ROOT / "docs" / f"{name}.md"
     for name in (
-        "how-to/asynchronous", "how-to/connect-four", "how-to/data", "how-to/environments",
-        "how-to/evaluate-while-training", "how-to/lora", "how-to/mixtures", "how-to/openvino",
-        "how-to/other-packages", "how-to/own-metric", "how-to/own-model", "how-to/own-teacher",
-        "how-to/planning", "how-to/read-the-report", "how-to/real-model", "how-to/regression-suites",
+        "explanation/sandbox", "how-to/asynchronous", "how-to/coming-from-trl", "how-to/connect-four",
+        "how-to/data", "how-to/environments", "how-to/evaluate-while-training", "how-to/games",
+        "how-to/hand-over", "how-to/lora", "how-to/mixtures", "how-to/model-card", "how-to/oolong",
+        "how-to/openvino", "how-to/other-packages", "how-to/own-data", "how-to/own-environment",
+        "how-to/own-metric", "how-to/own-model", "how-to/own-teacher", "how-to/planning",
+        "how-to/read-the-report", "how-to/real-model", "how-to/regression-suites",
         "how-to/resume-and-reproduce", "how-to/reward-audit", "how-to/reward-functions",
         "how-to/routing-replay", "how-to/serve", "how-to/several-turns", "how-to/simulate", "how-to/sweep",
-        "how-to/task-plugin", "how-to/track", "how-to/wiki",
-        "reference/episode", "tutorial/loop-by-hand", "tutorial/own-recipe",
+        "how-to/task-plugin", "how-to/track", "how-to/wiki", "reference/episode", "tutorial/loop-by-hand",
+        "tutorial/own-recipe", "tutorial/quickstart",
     )
 }  # fmt: skip
 # Recipes of these read files that the page's own commands write.
 ON_WRITTEN_FILES = {
-    ROOT / "docs" / "how-to" / f"{name}.md" for name in ("own-model", "regression-suites", "routing-replay")
+    ROOT / "docs" / "how-to" / f"{name}.md"
+    for name in ("coming-from-trl", "own-data", "own-model", "regression-suites", "routing-replay")
 }
 
 

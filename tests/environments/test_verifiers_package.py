@@ -30,6 +30,7 @@ def test_it_does_what_every_environment_must():
     assert not check_environment(section("taskset_guess"), tasks=1).findings
 
 
+@pytest.mark.thorough
 def test_an_environment_is_played_in_a_confined_process():
     environment, task, session = opened("taskset_guess", seed=3)
     with Scorer(section("taskset_guess")) as scorer:  # each that imports verifiers takes seconds to begin

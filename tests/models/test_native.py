@@ -244,6 +244,7 @@ def own_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
     return bits(compiler[0], tmp_path_factory.mktemp("bits"))
 
 
+@pytest.mark.thorough
 def test_the_width_of_a_register_changes_no_bit(own_bits: str, tmp_path: Path) -> None:
     compiler = build._compiler()
     assert compiler is not None

@@ -9,7 +9,7 @@ from served import served
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import load_transformers_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_a_foreign_model_is_served(tmp_path: Path) -> None:

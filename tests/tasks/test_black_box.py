@@ -164,6 +164,7 @@ def test_requirements_are_exact(tmp_path: Path) -> None:
         lock_lines(lock)
 
 
+@pytest.mark.thorough
 def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "lock.txt").write_text("six==1.17.0\n")

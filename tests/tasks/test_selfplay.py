@@ -43,7 +43,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_records(folder / "traces/records.jsonl", rows)
     bundle = run_task(
         folder / "b", "sft", environment=DUEL, inputs={"data": folder / "traces"},
-        steps=25, batch_size=20, lr=4e-3, save_every=100,
+        steps=10, batch_size=10, lr=4e-3, save_every=100,
     )  # fmt: skip
     return bundle / FINAL
 
@@ -88,7 +88,7 @@ def test_the_frozen_have_seats_in_their_share_of_the_tasks_and_teach_nobody(play
 def test_turns_without_a_history_are_trained_and_matches_are_played(tmp_path: Path) -> None:
     about = {"id": "open_spiel", "game": "liars_dice", "config": {"dice_sides": 3}, "history": False}
     traces = run_task(
-        tmp_path / "traces", "collect", environment=about, teacher="open_spiel", traces=60,
+        tmp_path / "traces", "collect", environment=about, teacher="open_spiel", traces=20,
         strategies={"random": 1.0}, options={"policy": "random"},
     )  # fmt: skip
     model = run_task(
