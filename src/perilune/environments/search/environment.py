@@ -5,7 +5,7 @@ In the mode `code` the policy writes Python that calls the search stack, and see
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -63,14 +63,6 @@ class SearchSpec(Frozen):
         default_factory=SandboxSpec,
         description="limits of the policy's code; `output` limits results of calls, too",
     )
-
-
-class CorpusTasks(Protocol):
-    """What an environment of the field `tasks` offers if it brings documents."""
-
-    def corpus(self, task: Task) -> Corpus:
-        """The documents that a task is about."""
-        ...
 
 
 class SearchEnvironment(MultiTurn):

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 COLUMNS, ROWS = 7, 6
-SQUARES = COLUMNS * ROWS
 HEIGHT = ROWS + 1  # bits of a column
 DIRECTIONS = (1, HEIGHT - 1, HEIGHT, HEIGHT + 1)  # up, falling, level, rising
 PLANES = 4  # see `planes`
