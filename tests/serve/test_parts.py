@@ -93,6 +93,13 @@ MARKS = {
         "<|tool_calls_section_end|>",
         "<|tool_calls",
     ],
+    "openai": [
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "<|channel|>",
+        "to=functions.add",
+        "<|message|>",
+        "<|call|>",
+    ],
     "pythonic": ["[add(a=1), sub(b='(]')]", "[add(", "a=1", "'", ")]", "[f()]", "[1]", ", "],
 }
 

@@ -14,7 +14,7 @@ from perilune.data.tool_calls import ToolCall
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.errors import error_document, status_of
-from perilune.serve.parts import Beginning, PartsReader
+from perilune.serve.parts import Beginning, Reader
 from perilune.serve.tool_formats import FORMATS
 
 DONE = b"data: [DONE]\n\n"
@@ -107,7 +107,7 @@ class Answer:
         chat: bool,
         logprobs: bool,
         with_ids: bool,
-        parts: Callable[..., PartsReader] | None = None,
+        parts: Callable[..., Reader] | None = None,
         new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
         self.with_usage = self.names_function = False
@@ -115,7 +115,7 @@ class Answer:
         self._new_id = new_id
         self.begins: Beginning = "content"
         self._make_reader = parts
-        self._readers: dict[int, PartsReader] = {}
+        self._readers: dict[int, Reader] = {}
         self._calls: Counter[int] = Counter()  # of each choice so far
         self._spelling, self._chat = spelling, chat
         self._logprobs, self._with_ids = logprobs, with_ids

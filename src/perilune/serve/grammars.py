@@ -22,7 +22,7 @@ _LONGEST = 1 << 17  # characters of a grammar
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # in a pattern between slashes
 _ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
 _REASONING = "thought[lazy]: /(.|\\n)*" + THOUGHT.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
-_BEGINNINGS: Mapping[Beginning, str] = {  # up to the rule of the answer
+_BEGINNINGS: Mapping[str, str] = {  # up to the rule of the answer
     "start": f'start: ("{THINK}" thought GAP)? answer\n{_REASONING}',
     "reasoning": f"start: thought GAP answer\n{_REASONING}",
     "content": "start: answer\n",
@@ -72,11 +72,19 @@ class AnswerConstraints:
             raise RequestError(f"the constraint is longer than {_LONGEST:,} characters", where=where)
         constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
         try:
-            return self._compiled(_BEGINNINGS[begins] + rules, structured.grammar if structured else None)
+            return self._compiled(self._beginning(begins) + rules, structured.grammar if structured else None)
         except RequestError as error:
             if structured and structured.regex:
                 constraints.regex(structured.regex)  # its error has the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
+
+    def _beginning(self, begins: Beginning) -> str:
+        """The rules up to that of the answer."""
+        if begins != "channels":
+            return _BEGINNINGS[begins]
+        analysis, final = map(self._text, ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"))
+        end = self._text("<|end|><|start|>assistant")
+        return f"start: ({analysis} THOUGHT {end})? {final} answer\nTHOUGHT: /(.|\\n)*/\n"
 
     def _compile(self, rules: str, answer: str | None) -> Constraint:
         constraints = self._constraints

@@ -6,7 +6,7 @@ become a mark or a call is held back. A call that is malformed or incomplete is 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from perilune.data.tool_calls import ToolCall
 from perilune.serve.forced_calls import CallPart, ForcedCalls
@@ -15,8 +15,9 @@ from perilune.serve.tool_formats import MOST_CALLS, Brackets, ToolFormat
 THINK, THOUGHT = "<think>", "</think>"
 
 Kind = Literal["reasoning", "content"]
-Beginning = Literal["start", "reasoning", "content"]
-"""What an answer begins with: reasoning or content ("start"), the rest of the reasoning, or content."""
+Beginning = Literal["start", "reasoning", "content", "channels"]
+"""What an answer begins with: reasoning or content ("start"), the rest of the reasoning, content, or the
+header of a message (see `ChannelsReader`)."""
 
 
 @dataclass(slots=True)
@@ -57,6 +58,14 @@ class Parts:
     def calls(self) -> list[ToolCall]:
         """All calls that begin here."""
         return [one for _, one in self.items if isinstance(one, tuple)]
+
+
+class Reader(Protocol):
+    """Splits the text of one choice."""
+
+    def feed(self, text: str, *, last: bool) -> Parts:
+        """The parts that follow from more text; `last` gives up what was held back."""
+        ...
 
 
 class PartsReader:

@@ -14,7 +14,7 @@ from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
 from perilune.serve.answers import Spelling, Usage, encode_json
 from perilune.serve.errors import status_of
-from perilune.serve.parts import Beginning, Kind, PartsReader
+from perilune.serve.parts import Beginning, Kind, Reader
 
 
 class ResponseAnswer:
@@ -40,14 +40,14 @@ class ResponseAnswer:
         streams: bool,
         keep: Callable[[dict[str, Any]], None],
         spelling: Spelling | None,
-        parts: Callable[..., PartsReader] | None,
+        parts: Callable[..., Reader] | None,
         new_id: Callable[[], str],
         count: Callable[[str], int],
     ) -> None:
         self.begins: Beginning = "content"
         self._streams, self._keep, self._spelling = streams, keep, spelling
         self._make_reader, self._new_id, self._count = parts, new_id, count
-        self._reader: PartsReader | None = None
+        self._reader: Reader | None = None
         self._head = {"id": _id("resp"), "object": "response", "created_at": int(time()), **echo}
         self._output: list[dict[str, Any]] = []
         self._open: Kind | Literal["call"] | None = None  # of the last item, while it grows

@@ -21,6 +21,7 @@ from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.answers import Answer, Spelling
 from perilune.serve.bodies import read_request
+from perilune.serve.channels import ChannelsReader
 from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.errors import CLIENT_LEFT, ApiError, no_model
 from perilune.serve.exchange import Answering, Exchange
@@ -29,7 +30,7 @@ from perilune.serve.grammars import AnswerConstraints
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, THOUGHT, Beginning, PartsReader
+from perilune.serve.parts import THINK, THOUGHT, Beginning, PartsReader, Reader
 from perilune.serve.prompts import Conversation, Prompts
 from perilune.serve.responses import Disconnected, EventStream, while_connected
 from perilune.serve.schema import (
@@ -195,10 +196,12 @@ class Service:
         answer.names_function = isinstance(body, ChatBody) and body.names_function
         return answer
 
-    def parts_of(self, body: ChatBody) -> Callable[..., PartsReader] | None:
+    def parts_of(self, body: ChatBody) -> Callable[..., Reader] | None:
         """Makes what splits the answer of a chat; None if all of it is content."""
         schemas = {tool.function.name: tool.function.parameters for tool in body.tools}
         calls = self.model.tool_format.reading(schemas) if body.usable_tools else None
+        if self.model.tool_format.channels:
+            return partial(ChannelsReader, calls=calls, most_calls=body.most_calls)
         if calls is None and not self.model.reasoning:
             return None
         forced = bool(body.forced_functions)
@@ -246,7 +249,7 @@ class Service:
         self._entering += body.n
         try:
             prompts = await encode()
-            if isinstance(body, ChatBody) and self.model.reasoning:
+            if isinstance(body, ChatBody) and (self.model.reasoning or self.model.tool_format.channels):
                 answer.begins = self._beginning(body, prompts[0])
             constraint = None
             if body.is_constrained:
@@ -334,6 +337,8 @@ class Service:
     def _beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
         """What the answer begins with, from a model that may reason first."""
         text = body.messages[-1].text if body.continue_final_message else ""
+        if self.model.tool_format.channels:
+            return "content" if text else "channels"
         if text.strip():
             _, opened, thought = text.rpartition(THINK)
             return "reasoning" if opened and THOUGHT not in thought else "content"

@@ -145,6 +145,7 @@ class Settings:
             "deepseek_v3",
             "deepseek_v31",
             "kimi_k2",
+            "openai",
         ],
         Option(help="How the model writes tool calls. auto finds it in the chat template."),
     ] = "auto"

@@ -13,8 +13,10 @@
     deepseek_v31  <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>     DeepSeek-V3.1
     kimi_k2       <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>    Kimi K2
                   {"a": 1}<|tool_call_end|>
+    openai        <|channel|>commentary to=functions.f <|constrain|>json          gpt-oss
+                  <|message|>{"a": 1}<|call|>
 
-The names are those of vLLM's tool parsers. Marks surround all calls of the last three formats. In
+The names are those of vLLM's tool parsers. Marks surround all calls of the three formats before the last. In
 `llama3_json` and `pythonic`, a call is recognised only at the beginning of the content. The arguments of a
 call become canonical JSON. A malformed call is content.
 """
@@ -43,6 +45,7 @@ ToolFormatName = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "kimi_k2",
+    "openai",
 ]
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the arguments of functions, by name."""
@@ -133,7 +136,8 @@ class ToolFormat(ABC):
         marks: control tokens that must appear in the decoded text of an answer.
         quotes: characters that begin and end strings in calls.
         usage: instructions for a model without a chat template for tools.
-        spelling: how calls are spelled; None if their arguments are no JSON.
+        spelling: how calls are spelled; None if their arguments are no JSON, or calls cannot be forced.
+        channels: whether an answer consists of messages in channels, which `ChannelsReader` reads.
     """
 
     name: ToolFormatName
@@ -141,6 +145,7 @@ class ToolFormat(ABC):
     quotes = '"'
     usage = ""
     spelling: Spelling | None = None
+    channels = False
 
     @abstractmethod
     def begin(self, text: str, *, at_start: bool) -> int:
@@ -488,6 +493,33 @@ class KimiK2(Marked):
     shown = _before
 
 
+class Harmony(ToolFormat):
+    name = "openai"
+    channels = True
+    marks = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+    usage = (
+        "To call one, write "
+        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|> at the end."
+    )
+    _call = re.compile(rf"[^{{]*?\bto=functions\.({NAME})[^{{]*?<\|message\|>(.*?)<\|call\|>", re.DOTALL)
+
+    def begin(self, text: str, *, at_start: bool) -> int:
+        return _find(text, self.marks[0])
+
+    def read(self, text: str, brackets: Brackets) -> Found | None:
+        call = self._call.match(text)
+        return None if call is None else Found(call.end(), _canonical([(call[1], _json(call[2]))]))
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        return "<|start|>assistant".join(
+            f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+            for name, arguments in calls
+        )
+
+    def is_of(self, template: str) -> bool:
+        return all(mark in template for mark in self.marks[:1] + self.marks[2:4])
+
+
 FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
@@ -500,6 +532,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         DeepSeekV3(),
         DeepSeekV31(),
         KimiK2(),
+        Harmony(),
     )
 }
 _DETECTED = (NamedMistral(), *FORMATS.values())

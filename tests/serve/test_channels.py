@@ -1,0 +1,133 @@
+"""Answers of gpt-oss: reasoning, content and calls in the channels of the harmony format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import served
+from tokenizers import AddedToken
+
+from perilune.models.checkpoints.loading import new_model, save_checkpoint
+from perilune.models.config.decoder_config import PRESETS
+from perilune.models.text.tokenizer import Tokenizer
+from perilune.serve.channels import ChannelsReader
+from perilune.serve.parts import Beginning, Parts
+from perilune.serve.tool_formats import FORMATS, format_of
+
+FORM = FORMATS["openai"]
+THOUGHT = "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+PIECES = [
+    THOUGHT, CALL, "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "final", " to=",
+    "functions.add", "<|constrain|>json", '{"a": 1}', "t", "to", "<", "<|", "<|en", "text", " ", "\n", "é",
+]  # fmt: skip
+
+
+def read(pieces: list[str], *, calls: bool = True, begins: Beginning = "channels") -> Parts:
+    """All parts, texts of one kind that follow each other joined."""
+    reader = ChannelsReader(calls=FORM if calls else None, begins=begins)
+    whole = Parts()
+    for place, piece in enumerate(pieces):
+        for kind, one in reader.feed(piece, last=place == len(pieces) - 1).items:
+            if isinstance(one, str) and whole.items and whole.items[-1][0] == kind:
+                whole.items[-1] = (kind, whole.items[-1][1] + one)  # type: ignore[operator, assignment]
+            else:
+                whole.items.append((kind, one))  # type: ignore[arg-type]
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"{THOUGHT}<|channel|>final<|message|>4<|return|>", "2 and 2", "4", []),
+        (f"{THOUGHT}<|channel|>final<|message|>4", "2 and 2", "4", []),  # the last mark ended the answer
+        (f"{THOUGHT}{CALL}", "2 and 2", "", [("add", {"a": 1})]),
+        (f"{THOUGHT}{CALL.removesuffix('<|call|>')}", "2 and 2", "", [("add", {"a": 1})]),
+        (f"{CALL}<|start|>assistant{CALL}", "", "", [("add", {"a": 1})] * 2),
+        (" to=functions.add<|channel|>commentary json<|message|>{}<|call|>", "", "", [("add", {})]),
+        ("<|channel|>commentary<|message|>I add.<|end|><|start|>assistant" + CALL, "", "I add.",
+         [("add", {"a": 1})]),
+        ("<|channel|>commentary to=functions.add <|constrain|>json<|message|>{'a'", "", "{'a'", []),
+        ("<|channel|>analysis to=python<|message|>1+1<|call|>", "1+1", "", []),
+        ("<|channel|>analysis<|message|>cut", "cut", "", []),
+        ("<|channel|>anal", "", "<|channel|>anal", []),
+        ("no header", "", "no header", []),
+        ("to be", "", "to be", []),
+        ("", "", "", []),
+    ],
+)  # fmt: skip
+def test_channels_become_reasoning_content_and_calls(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    parts = read([text])
+    assert (parts.reasoning, parts.content) == (reasoning, content)
+    assert [(name, json.loads(arguments)) for name, arguments in parts.calls] == calls
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
+def test_pieces_of_an_answer_give_the_parts_of_the_whole(words: list[str], data: st.DataObject) -> None:
+    text = "".join(words)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(pieces).items == read([text]).items
+
+
+def test_text_is_passed_on_while_it_is_generated() -> None:
+    reader = ChannelsReader(calls=FORM)
+    assert not reader.feed("<|channel|>analysis<|message|>", last=False).items
+    assert reader.feed("so ", last=False).items == [("reasoning", "so ")]
+    assert reader.feed("4 <", last=False).items == [("reasoning", "4 ")]
+    assert reader.feed("|end|><|start|>assistant<|channel|>final<|message|>4", last=False).items == [
+        ("content", "4")
+    ]
+
+
+def test_calls_are_content_in_a_request_without_tools() -> None:
+    assert read([CALL], calls=False).content == '{"a": 1}'
+
+
+def test_continued_message_has_no_header() -> None:
+    assert read(["is 5<|return|>"], begins="content").content == "is 5"
+
+
+def test_calls_beyond_the_limit_are_left_out() -> None:
+    reader = ChannelsReader(calls=FORM, most_calls=1)
+    assert len(reader.feed(f"{CALL}<|start|>assistant{CALL}", last=True).calls) == 1
+
+
+def test_template_of_gpt_oss_selects_the_format() -> None:
+    template = "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
+    assert format_of(template) is FORM
+
+
+@pytest.mark.slow
+def test_server_separates_reasoning_and_holds_the_final_message_to_a_schema(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.byte_level()
+    tokenizer._backend.add_special_tokens([AddedToken(mark, special=True) for mark in FORM.marks])
+    tokenizer = tokenizer.with_chat_template(
+        "{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>"
+        "{% endfor %}<|start|>assistant{# <|channel|> #}",
+        where="test",
+    )
+    shape = PRESETS["tiny"].replace(initializer_range=0.1, max_position_embeddings=4096)
+    save_checkpoint(tmp_path / "m", new_model(shape, tokenizer, seed=0), tokenizer)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "?"}], "n": 8, "seed": 1}
+    asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    with served(tmp_path / "m", "--slots", "8") as server, server.client() as client:
+        bias = {str(tokenizer._backend.token_to_id("<|end|>")): 6}  # so that reasoning is short
+        choices = client.chat.completions.create(**asked, max_tokens=800, logit_bias=bias).choices
+        complete = [one for one in choices if one.finish_reason == "stop"]
+        assert len(complete) > 4
+        assert {json.loads(one.message.content or "")["a"] for one in complete} <= {1, 2}
+        assert any(getattr(one.message, "reasoning_content", None) for one in complete)
+        with pytest.raises(openai.BadRequestError, match="openai cannot be constrained"):
+            client.chat.completions.create(
+                model="m", messages=asked["messages"], tools=tools, tool_choice="required"
+            )
