@@ -159,3 +159,16 @@ def test_training_on_a_gpu_keeps_the_rounded_input_and_rounds_no_result() -> Non
     assert {factor.dtype for call in product.call_args_list for factor in call.args} == {torch.bfloat16}
     for found, shape in ((out, (5, 3)), (of_x, x.shape), (of_weight, weight.shape)):
         assert (found.dtype, found.shape, found.device.type) == (torch.float32, shape, "cuda")
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_gradients_in_bfloat16_are_near_with_and_without_instructions(
+    supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: supported)
+    x, weight = torch.randn(40, 96), torch.randn(96, 33).t()
+    found = products.gradient_product(x, weight, "bfloat16")
+    exact = x.bfloat16().double() @ weight.bfloat16().double().t()
+    assert found.dtype == torch.float32
+    tolerance = 2**-8 if supported else 1e-5  # oneDNN rounds the result to bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
