@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,21 +128,27 @@ def served(checkpoint: Path, *options: str, token: str = "", **environment: str)
     """`perilune serve CHECKPOINT OPTIONS` on a free port; ended, and looked at for tracebacks, afterwards."""
     command = [sys.executable, "-m", "perilune.cli.main", "serve", str(checkpoint), "--port", "0", *options]
     variables = os.environ | {"OMP_NUM_THREADS": "1", **environment}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+    with (
+        ThreadPoolExecutor(1) as threads,
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process,
+    ):
         assert process.stderr is not None
+        written = None
         try:
             said, found = [], None
             while found is None:
                 said.append(process.stderr.readline())
                 assert said[-1], "".join(said)
                 found = re.search(r"(\S+) answers at (http://\S+)", said[-1])
+            written = threads.submit(process.stderr.read)  # a full pipe would stop the server
             yield Served(process, found[2], found[1], token, said)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             try:
-                _, rest = process.communicate(timeout=120)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+            rest = process.stderr.read() if written is None else written.result()
             assert "Traceback" not in rest, rest
