@@ -1,4 +1,4 @@
-"""What the tests of both planes share lies in tests/drill; stages to run lie in tests/tasks."""
+"""Both planes share the fixtures in tests/drill; stages to run are in tests/tasks."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests: of their own, on a socket in a folder, gone with them."""
+"""A temporary PostgreSQL server for tests, on a Unix socket in a temporary folder."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ NOBODY = 65534  # the server refuses to run as root
 
 
 def binaries() -> Path | None:
-    """Where the server's programs lie; None without a server."""
+    """The folder of the server's programs; None without a server."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     on_path = shutil.which("postgres")
     return found[-1].parent if found else Path(on_path).parent if on_path else None

@@ -1,4 +1,4 @@
-"""Evidence beyond this machine: sent once, checked on both sides, found again without the home."""
+"""The artifact store: push sends each file once, pull checks every file and works without the home."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
     return ArtifactStore(str(tmp_path / "share"))
 
 
-def test_runs_are_pushed_once_and_pulled_whole(
+def test_push_sends_each_file_once_and_pull_restores_run(
     control: Control, perilune: Command, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
@@ -33,7 +33,7 @@ def test_runs_are_pushed_once_and_pulled_whole(
     assert perilune("artifacts", "push")[1] == "the store has every succeeded run\n"
     again = json.loads(perilune("artifacts", "push", "one", "--json")[1])["sent"]
     assert list(again.values()) == [0]
-    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "elsewhere"))  # where nobody knows the runs
+    monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "elsewhere"))  # a home without these runs
     run = min(sent)
     code, out, _ = perilune("artifacts", "pull", run[:20].lower(), "--out", str(tmp_path / "it's back"))
     printed = shlex.split(out.partition("next: ")[2])
@@ -45,7 +45,7 @@ def test_runs_are_pushed_once_and_pulled_whole(
     assert perilune("artifacts", "list")[0] == 2
 
 
-def test_a_cut_push_goes_on_and_damage_is_named(
+def test_interrupted_push_resumes_and_pull_names_damaged_file(
     control: Control, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = carry_out(control, drill_plan("one", steps=1))[-1]
@@ -61,7 +61,7 @@ def test_a_cut_push_goes_on_and_damage_is_named(
     monkeypatch.setattr(store, "_put", cut)
     with pytest.raises(WorkFailedError, match="the line is cut"):
         store.push(control, run)
-    assert store.runs() == []  # listed only when whole
+    assert store.runs() == []  # listed only when complete
     assert not list((tmp_path / "share").rglob("*.tmp"))
     monkeypatch.setattr(store, "_put", put)
     total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
@@ -78,7 +78,7 @@ def test_a_cut_push_goes_on_and_damage_is_named(
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a//b", "a/./b", "a\\b"])
-def test_a_hostile_list_writes_nothing_outside(store: ArtifactStore, tmp_path: Path, path: str) -> None:
+def test_pull_refuses_unsafe_paths(store: ArtifactStore, tmp_path: Path, path: str) -> None:
     (tmp_path / "share" / "runs").mkdir(parents=True)
     entry = {"sha256": "0" * 64, "size": 0, "mode": "0644"}
     (tmp_path / "share" / "runs" / "RUN.json").write_text(json.dumps({"files": {path: entry}}))
@@ -91,7 +91,7 @@ def test_a_hostile_list_writes_nothing_outside(store: ArtifactStore, tmp_path: P
     "wrong",
     [{"size": "5"}, {"size": 5.0}, {"size": True}, {"sha256": 5}, {"sha256": "A" * 64}, {"mode": 420}, [], 5],
 )
-def test_a_list_with_another_type_is_one_error(store: ArtifactStore, tmp_path: Path, wrong: Any) -> None:
+def test_pull_refuses_malformed_file_list(store: ArtifactStore, tmp_path: Path, wrong: Any) -> None:
     (tmp_path / "share" / "runs").mkdir(parents=True)
     entry = {"sha256": "0" * 64, "size": 0, "mode": "0644"}
     files = {"job.json": entry | wrong if isinstance(wrong, dict) else wrong}
@@ -101,6 +101,6 @@ def test_a_list_with_another_type_is_one_error(store: ArtifactStore, tmp_path: P
             store.pull("RUN", tmp_path / "back")
 
 
-def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
+def test_unknown_store_scheme_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot be opened"):
         ArtifactStore("nosuch://bucket")

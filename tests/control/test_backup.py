@@ -1,4 +1,4 @@
-"""Backups: made under load, put back elsewhere, in another kind of database."""
+"""Backup and restore: during writes, into a new home, and into another kind of database."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFinished, StageReused
 
 
-def test_a_home_is_copied_and_put_back(
+def test_restore_recreates_home_from_backup(
     perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = drill_plan("one", steps=1)
@@ -41,7 +41,7 @@ def test_a_home_is_copied_and_put_back(
     new.store.close()
 
 
-def test_a_backup_under_load_is_one_state(control: Control, tmp_path: Path) -> None:
+def test_backup_during_writes_is_consistent(control: Control, tmp_path: Path) -> None:
     stop = threading.Event()
 
     def write() -> None:
@@ -65,7 +65,7 @@ def test_a_backup_under_load_is_one_state(control: Control, tmp_path: Path) -> N
         found.store.close()
 
 
-def test_a_home_moves_to_postgresql_and_back(
+def test_home_moves_to_postgresql_and_back(
     control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if binaries() is None:

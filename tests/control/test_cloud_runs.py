@@ -1,4 +1,4 @@
-"""Runs on machines that SkyPilot rents: a fake one, whose machines are a real sshd, from wish to proof."""
+"""Runs on machines rented through a fake SkyPilot; each machine is a real sshd."""
 
 import getpass
 import json
@@ -88,7 +88,7 @@ def until(control: Control, happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_is_given_a_cluster_loses_it_and_is_finished_on_the_next(
+def test_run_resumes_on_next_cluster_after_losing_the_first(
     control: Control, fleet: Fleet, sky: FakeSky, template: Template, server: Sshd
 ) -> None:
     sky.weather(launch=["capacity"], after_launch=1, down=["stuck"])
@@ -96,9 +96,9 @@ def test_a_run_is_given_a_cluster_loses_it_and_is_finished_on_the_next(
     assert any(isinstance(event, StageProgress) for event in events)
     run = only_run(control)
     first, second = fleet.key(run.id, 1), fleet.key(run.id, 2)
-    assert sky.made() == [first]  # though the first was not to be had, and the answer of a launch was lost
+    assert sky.made() == [first]  # despite a launch without capacity and a lost response
     (known,) = (control.home.root / "ssh").glob("*.known_hosts")
-    assert server.host_key in known.read_text()  # learned, and from now on it is this one
+    assert server.host_key in known.read_text()  # learned at the first connection and pinned
 
     sky.weather(before_status=2)
     until(control, lambda: unseen(fleet, first))
@@ -108,14 +108,14 @@ def test_a_run_is_given_a_cluster_loses_it_and_is_finished_on_the_next(
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
-    assert verify(control.directory(only_run(control)), run.bundle_digest) == []  # the evidence is at home
+    assert verify(control.directory(only_run(control)), run.bundle_digest) == []  # collected
     assert sky.made() == [first, second]
-    until(control, lambda: not fleet.all())  # also the one that was not ended at once
+    until(control, lambda: not fleet.all())  # also the machine whose termination failed at first
     assert not sky.alive() and all(one.cleanup == "done" for one in attempts(control))
     assert [task["resources"]["autostop"]["down"] for task in sky.tasks()] == [True] * len(sky.tasks())
 
 
-def test_a_machine_that_is_another_one_now_is_waited_out_and_a_panic_ends_all(
+def test_changed_host_key_makes_attempt_unreachable_and_panic_ends_machine(
     control: Control, fleet: Fleet, sky: FakeSky, template: Template, server: Sshd
 ) -> None:
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
@@ -131,7 +131,7 @@ def test_a_machine_that_is_another_one_now_is_waited_out_and_a_panic_ends_all(
     until(control, lambda: not fleet.all())
 
 
-def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Fleet, sky: FakeSky) -> None:
+def test_stale_cluster_status_ends_no_machine(control: Control, fleet: Fleet, sky: FakeSky) -> None:
     key = rented(control, fleet, SPOT)
     tend_until(fleet, key, MachineState.READY)
     sky.weather(cloudy=True)
@@ -144,7 +144,7 @@ def test_a_record_that_is_not_renewed_ends_nothing(control: Control, fleet: Flee
     assert tend_until(fleet, key, MachineState.GONE).reason == "preempted"
 
 
-def test_what_nothing_needs_is_called_off_or_found_and_ended(
+def test_unneeded_launch_is_cancelled_and_unknown_cluster_is_terminated(
     control: Control, fleet: Fleet, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "PATIENCE", 0.0)
@@ -154,7 +154,7 @@ def test_what_nothing_needs_is_called_off_or_found_and_ended(
     end(control)
     tend_until(fleet, key, MachineState.GONE)
     time.sleep(0.5)
-    assert not sky.alive() and not sky.made()  # its launch did not happen late
+    assert not sky.alive() and not sky.made()  # the cancelled launch had no later effect
 
     sky.weather(launch_seconds=0.0)
     forgotten = fleet.key("01FORGOTTEN", 3)
@@ -167,7 +167,7 @@ def test_what_nothing_needs_is_called_off_or_found_and_ended(
     assert not sky.alive()
 
 
-def test_offers_are_listed_and_what_is_wrong_is_placed(
+def test_offers_lists_machines_and_locates_configuration_errors(
     perilune: Command, control: Control, sky: FakeSky
 ) -> None:
     code, out, _ = perilune("machines", "offers")

@@ -1,4 +1,4 @@
-"""Comparisons: what differs, and what may be said about it."""
+"""Comparisons of experiments: differing settings, paired differences, notes, curves and the HTML page."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ RATES = {
 def experiment(
     control: Control, lr: float, seed: int, passed: list[int] | None, tasks: str = "{seed}"
 ) -> str:
-    """An experiment as if it had run: a training with a curve, and its evaluation with 8 samples a task."""
+    """Register a finished experiment: RL training with a curve, and an evaluation with 8 samples a task."""
     stages = [("rl", "rl"), ("after", "evaluate")]
     document = {
         "name": "words", "seed": seed, "model": {"preset": "tiny"},
@@ -86,7 +86,7 @@ def all_of(control: Control, seeds: tuple[int, ...], tasks: str = "{seed}") -> l
     return [experiment(control, lr, seed, RATES[lr][seed], tasks) for lr in RATES for seed in seeds]
 
 
-def test_seeds_of_one_setting_are_one_arm_and_differences_are_paired(control: Control) -> None:
+def test_seeds_of_one_setting_form_one_arm_with_paired_differences(control: Control) -> None:
     found = compare_experiments(control, all_of(control, (0, 1, 2)))
     assert found.metric == "after.pass@1" and found.keys == ("rl.lr",) and found.best == 1
     low, high = found.arms
@@ -106,7 +106,7 @@ def test_seeds_of_one_setting_are_one_arm_and_differences_are_paired(control: Co
 
 
 @pytest.mark.parametrize(("best", "edge"), [(1e-5, "lowest rl.lr"), (3e-5, ""), (1e-4, "highest rl.lr")])
-def test_a_best_value_at_the_edge_of_those_tried_is_told(control: Control, best: float, edge: str) -> None:
+def test_best_value_at_edge_of_tried_range_is_noted(control: Control, best: float, edge: str) -> None:
     names = [
         experiment(control, lr, seed, [6, 6, 5, 6] if lr == best else [2, 2, 3, 2])
         for lr in (1e-5, 3e-5, 1e-4)
@@ -117,7 +117,7 @@ def test_a_best_value_at_the_edge_of_those_tried_is_told(control: Control, best:
     assert ("was tried" in notes) == bool(edge)
 
 
-def test_the_interval_of_a_share_stays_within_it(control: Control, perilune: Command) -> None:
+def test_interval_of_pass_rate_stays_between_0_and_100_percent(control: Control, perilune: Command) -> None:
     names = [experiment(control, 1e-5, 0, [8, 8, 8, 8]), experiment(control, 1e-5, 1, [0, 0, 1, 0])]
     _, out, _ = perilune("compare", *names)
     assert "51.6% (0.0% to 100.0%)" in out
@@ -136,7 +136,7 @@ def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Comm
     assert code == 0 and "no claim about the settings is possible" in out.replace("\n", " ")
 
 
-def test_what_cannot_be_compared_is_said(control: Control, perilune: Command) -> None:
+def test_compare_reports_missing_figures_and_unknown_metrics(control: Control, perilune: Command) -> None:
     ids = [experiment(control, 1e-5, 0, RATES[1e-5][0]), experiment(control, 3e-5, 1, None)]
     found = compare_experiments(control, ids)
     assert found.best is None and found.arms[1].figure is None
@@ -149,13 +149,13 @@ def test_what_cannot_be_compared_is_said(control: Control, perilune: Command) ->
     assert perilune("compare", *ids, "--baseline", "3")[0] == 2
 
 
-def test_tasks_that_every_seed_repeats_are_told(control: Control) -> None:
+def test_tasks_shared_by_all_seeds_are_noted(control: Control) -> None:
     found = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
     assert found.arms[1].difference is not None and found.arms[1].difference.task_count == 4
     assert any("mostly the same held-out tasks" in note for note in found.notes)
 
 
-def test_a_missing_stage_and_another_environment_are_one_setting_each() -> None:
+def test_missing_stage_and_changed_environment_count_as_one_setting_each() -> None:
     sums = {"environment.id": "calculator", "environment.digits": 2, "sft.task": "sft", "sft.steps": 20}
     words = {"environment.id": "jsonl", "environment.path": "a.jsonl", "sft.task": "sft", "sft.steps": 40}
     before = {"before.task": "evaluate", "before.tasks": 64}
@@ -164,7 +164,7 @@ def test_a_missing_stage_and_another_environment_are_one_setting_each() -> None:
     assert second.settings["before.task"] == ABSENT
 
 
-def test_other_figures_have_their_own_direction(control: Control) -> None:
+def test_other_metrics_have_their_own_direction(control: Control) -> None:
     assert lower_is_better("sft.last.loss") and not lower_is_better("after.pass@1")
     found = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
     assert [arm.figure.mean for arm in found.arms if arm.figure] == [0.5, 0.5]
@@ -172,7 +172,7 @@ def test_other_figures_have_their_own_direction(control: Control) -> None:
     assert describe_difference(found.arms[1].difference, is_share=False) == "too few seeds for a claim (+0)"
 
 
-def test_curves_are_means_over_seeds_with_their_intervals(
+def test_curves_show_mean_and_interval_over_seeds(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
     ids = all_of(control, (0, 1, 2))
@@ -193,7 +193,7 @@ def test_curves_are_means_over_seeds_with_their_intervals(
     assert "heldout/pass@1 of rl" in out and "▁" in out and "█" in out
 
 
-def test_a_hostile_name_stays_inside_its_json(control: Control, tmp_path: Path) -> None:
+def test_comparison_page_escapes_html_in_recipe_values(control: Control, tmp_path: Path) -> None:
     ids = all_of(control, (0,))
     path = control.home.experiment(ids[0]) / "recipe.json"
     document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""An error of one run, host, provider or machine is a condition of that run, and keeps nothing else back."""
+"""An error of a run, host, provider or machine is a condition of that run; all other work continues."""
 
 import errno
 import itertools
@@ -53,7 +53,7 @@ SHORT = LEASE.model_copy(update={"max_lifetime": 2.0})
 
 
 class Failing:
-    """A place where an attempt fails at once, and where one verb raises an error."""
+    """A placement on which an attempt fails at once, and one verb raises an error."""
 
     name, launcher = "failing", "process"
     capabilities = Capabilities(elsewhere=True, look_every=0.0)
@@ -96,7 +96,7 @@ class Failing:
 
 
 class Slow(Failing):
-    """A place to which an upload takes until it is let go."""
+    """A placement whose uploads block until the test sets `let_go`."""
 
     def __init__(self) -> None:
         super().__init__("", KeyError())
@@ -108,7 +108,7 @@ class Slow(Failing):
 
 
 class FailingProvider:
-    """A provider of which one call raises an error; the others are those of a real one."""
+    """A provider with one call that raises an error; all other calls go to a working provider."""
 
     def __init__(self, inner: FakeCloud, call: str, error: Exception) -> None:
         self._inner, self._call_that_fails, self._error = inner, call, error
@@ -126,7 +126,7 @@ class FailingProvider:
 
 
 def waiting_run(control: Control, run_id: str) -> str:
-    """A run that was accepted and that nobody has begun, without a bundle."""
+    """An accepted run that no command has started, without a bundle."""
     experiment = begin(control, [drill_plan()])
     control.home.run(run_id).mkdir()
     with control.store.transaction() as session:
@@ -145,12 +145,12 @@ def submitted(control: Control, template: Template | None = None, **spec: Any) -
     return event.run_id
 
 
-def said(control: Control, run_id: str) -> list[str]:
+def conditions_of(control: Control, run_id: str) -> list[str]:
     return [one["message"] for one in run_document(control, control.run(run_id))["conditions"]]
 
 
-def others_go_on(control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud) -> None:
-    """A second run ends well, its log can be read, a machine whose lease ends goes, and no command fails."""
+def check_other_runs_continue(control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud) -> None:
+    """Check that another run succeeds with a readable log, an expired lease ends, and no command fails."""
     key = rented(control, fleet)
     tend_until(fleet, key, MachineState.READY)
     with control.store.transaction() as session:
@@ -174,16 +174,16 @@ def others_go_on(control: Control, perilune: Command, fleet: Fleet, cloud: FakeC
     assert perilune("machines", "reap")[0] in {0, 1}  # 1: something is not proven gone yet
 
 
-def ends_the_attempt(verb: str, error: Exception) -> bool:
-    """Whether an error says of an attempt itself that it cannot succeed."""
-    of_the_way = isinstance(error, HostUnreachableError | HostRefusedError)
-    told = isinstance(error, PeriluneError) and not of_the_way
+def ends_attempt(verb: str, error: Exception) -> bool:
+    """Whether the error of a verb ends the attempt instead of becoming a condition."""
+    of_connection = isinstance(error, HostUnreachableError | HostRefusedError)
+    told = isinstance(error, PeriluneError) and not of_connection
     return (verb in {"stage", "start"} and told) or (verb == "pull" and isinstance(error, WorkFailedError))
 
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> dict[str, Failing]:
-    """Runs whose place fails, by id."""
+    """Failing placements by run id."""
     found: dict[str, Failing] = {}
     real = Placements.of
     monkeypatch.setattr(Placements, "of", lambda self, run_id: found.get(run_id) or real(self, run_id))
@@ -191,7 +191,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> dict[str, Failing]:
 
 
 def explains(control: Control, run_id: str, words: str) -> bool:
-    """Whether `explain` says these words; if not, make another pass."""
+    """Whether `explain` shows these words; if not, reconcile once more."""
     if words in " ".join(explain(control, run_id).because):
         return True
     control.reconciler.all()
@@ -199,36 +199,42 @@ def explains(control: Control, run_id: str, words: str) -> bool:
 
 
 @pytest.mark.thorough
-def test_every_error_of_every_verb_is_a_condition_of_its_run(
+def test_placement_errors_become_conditions_of_their_run(
     control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud, faulty: dict[str, Failing]
 ) -> None:
     cases = list(itertools.product(VERBS, ERRORS))
     runs = {waiting_run(control, f"01FAULT{number:02}"): case for number, case in enumerate(cases)}
     faulty |= {run_id: Failing(*case) for run_id, case in runs.items()}
-    others_go_on(control, perilune, fleet, cloud)
+    check_other_runs_continue(control, perilune, fleet, cloud)
     for run_id, (verb, error) in runs.items():
         words = "the medium is broken" if isinstance(error, OSError) else str(error)
-        if ends_the_attempt(verb, error):
+        if ends_attempt(verb, error):
             wait_for(lambda one=run_id: control.reconciler.all() and control.run(one).state == "failed")
             assert words in control.run(run_id).message or verb == "pull", (verb, error)
         else:
-            # A condition goes with the attempt that met it, and comes back when the next one does.
-            wait_for(lambda one=run_id, said=words: explains(control, one, said), f"{error} of {verb} told")
+            # A condition ends with its attempt, and comes back when the next attempt meets the same error.
+            wait_for(
+                lambda one=run_id, said=words: explains(control, one, said),
+                f"the condition for {error} of {verb}",
+            )
         if verb in {"stop", "remove"}:
-            assert control.run(run_id).state == "failed" and words in said(control, run_id)[0], (verb, error)
+            assert control.run(run_id).state == "failed", (verb, error)
+            assert words in conditions_of(control, run_id)[0], (verb, error)
         faulty[run_id].verb = ""  # mended
     for run_id in runs:
         control.reconciler.look_now(run_id)
 
     def mended() -> bool:
         control.reconciler.all()
-        return all(RunState(control.run(one).state).terminal and not said(control, one) for one in runs)
+        return all(
+            RunState(control.run(one).state).terminal and not conditions_of(control, one) for one in runs
+        )
 
-    wait_for(mended, "that all conditions are cleared")
+    wait_for(mended, "the end of all conditions")
 
 
 @pytest.mark.thorough
-def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
+def test_provider_errors_become_conditions_of_their_machine(
     control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = {f"bad-{number}": case for number, case in enumerate(itertools.product(CALLS, REFUSALS))}
@@ -248,7 +254,7 @@ def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
             run.state, run.current_epoch = RunState.ACTIVE.value, 1
             attempt = session.get_one(Attempt, (run_id, 1))
             attempt.state = AttemptState.PROVISIONING.value
-    others_go_on(control, perilune, fleet, cloud)
+    check_other_runs_continue(control, perilune, fleet, cloud)
     assert "no provider is called 'missing'" in " ".join(explain(control, run_id).because)
 
     (control.home.root / "providers.yaml").write_text("daily_cap: nonsense\n")
@@ -270,7 +276,7 @@ def test_every_error_of_every_call_of_a_provider_is_a_condition_of_its_machine(
     assert not bill(cloud)["alive"]
 
 
-def test_an_upload_that_takes_long_keeps_nothing_else_back(
+def test_slow_upload_blocks_nothing_else(
     control: Control, fleet: Fleet, cloud: FakeCloud, faulty: dict[str, Failing]
 ) -> None:
     slow, other = waiting_run(control, "01SLOW"), waiting_run(control, "01THEN")
@@ -280,14 +286,14 @@ def test_an_upload_that_takes_long_keeps_nothing_else_back(
     with control.store.transaction() as session:
         session.get_one(Machine, key).lease = SHORT.model_dump()
 
-    def others_are_over() -> bool:
+    def others_have_ended() -> bool:
         control.reconciler.all(patience=0.0)
         return control.run(other).state == "failed" and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
 
-    wait_for(others_are_over, "the end of the other run and of the lease")
+    wait_for(others_have_ended, "the end of the other run and of the lease")
     assert place.uploads.is_set() and control.run(slow).state == "active"
     assert key not in bill(cloud)["alive"]
-    control.reconciler.all(patience=0.0)  # a pass that finds the run locked by the transfer of an earlier one
+    control.reconciler.all(patience=0.0)  # this pass finds the run locked by the transfer of an earlier pass
     place.let_go.set()
     wait_for(lambda: control.run(slow).state == "failed", "the end of the run")
     assert [run.state for run in control.reconciler.all(patience=0.0) if run.id == slow] == ["failed"]
@@ -335,7 +341,7 @@ print([str(one) for one in control.reconciler.conditions.all()], len(control.rec
 """
 
 
-def test_a_box_whose_disk_is_full_keeps_no_other_run_back(tmp_path: Path) -> None:
+def test_full_remote_disk_blocks_no_other_run(tmp_path: Path) -> None:
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
     box, script = tmp_path / "box", tmp_path / "scenario.py"

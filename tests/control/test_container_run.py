@@ -1,4 +1,4 @@
-"""A recipe in a container on this machine, by the template that the documentation shows."""
+"""A recipe in a container on this machine, with the template from the documentation."""
 
 import json
 import os
@@ -25,7 +25,7 @@ stages:
 """
 
 
-def test_a_recipe_runs_in_a_container_and_its_image_is_told(
+def test_recipe_runs_in_container_and_show_names_its_image(
     perilune: Command, control: Control, tmp_path: Path
 ) -> None:
     block = re.search(r'```yaml title="[^"]*/boxed.yaml"\n(.*?)```', PAGE.read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""The daemon: one a home, killed at any moment, told to leave."""
+"""The daemon: one per home, replaced after a kill, stopped by SIGTERM."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def start(daemons: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     return one
 
 
-def test_runs_are_carried_to_their_end_across_a_kill(
+def test_daemon_finishes_runs_of_a_killed_daemon(
     control: Control, daemons: list[subprocess.Popen[str]]
 ) -> None:
     first = start(daemons)

@@ -1,4 +1,4 @@
-"""What a home takes on disk: only what nothing needs is removed, and what is left verifies."""
+"""Disk usage of a home: gc deletes only files that no run needs, and the remaining files verify."""
 
 import json
 import os
@@ -33,13 +33,13 @@ def gc(**environment: str) -> int:
     ).returncode
 
 
-def told(control: Control, kind: str) -> list[dict[str, object]]:
+def event_details(control: Control, kind: str) -> list[dict[str, object]]:
     with control.store.snapshot() as session:
         return [dict(row.detail) for row in session.scalars(select(Event).where(Event.kind == kind))]
 
 
 @pytest.mark.thorough
-def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
+def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
     events, first = hanging(control)
@@ -60,11 +60,11 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     assert gc() == 0
     assert not first.exists() and not list((second / "artifacts" / "checkpoints").glob("step-*"))
     assert removable(control, checkpoints=True) == []
-    assert told(control, "checkpoints.removed")[0]["names"] == steps
-    assert told(control, "attempt.removed")[-1]["bytes"]
+    assert event_details(control, "checkpoints.removed")[0]["names"] == steps
+    assert event_details(control, "attempt.removed")[-1]["bytes"]
     assert record_problem(control) == ""
 
-    # It is as good as it was: reused, handed over, collected.
+    # The run is as usable as before: reuse, export and collect work.
     assert list(run_problems(control, run)) == [] and control.intact(run)
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
     assert [type(event) for event in carry_out(control, plan)] == [StageReused]
@@ -80,7 +80,7 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
         f"checkpoints/{step}/state.json" for step in steps
     }
 
-    # Nothing else may be missing, and nobody else may say that it may.
+    # Every other missing file is an error, and only the home's key may sign the list of deleted files.
     statement = verified_statement(second / REMOVED, control.home.keys / PUBLIC)
     total = second / "artifacts" / "data" / "total.json"
     kept = total.read_bytes()
@@ -96,21 +96,19 @@ def test_a_kill_at_any_point_leaves_things_whole_or_gone_and_all_of_it_verifies(
     total.write_bytes(kept)
 
 
-def test_what_is_needed_stays() -> None:
+def test_gc_keeps_attempts_that_are_still_needed() -> None:
     def replaced(number: int, current: int, state: str, run_state: str, cleanup: str = "done") -> bool:
         run = Run(state=run_state, current_epoch=current)
         return _is_replaced(Attempt(number=number, state=state, cleanup=cleanup), run)
 
     assert replaced(1, 2, "failed", "succeeded") and replaced(1, 3, "lost", "active")
     assert not replaced(2, 2, "failed", "failed")  # a retry starts from it
-    assert not replaced(1, 2, "failed", "active")  # so does the attempt that is being staged
-    assert not replaced(1, 2, "lost", "succeeded", "pending")  # it has not come home
+    assert not replaced(1, 2, "failed", "active")  # so does the attempt that is now staged
+    assert not replaced(1, 2, "lost", "succeeded", "pending")  # it is not collected yet
     assert not replaced(1, 2, "running", "succeeded")
 
 
-def test_an_environment_goes_when_no_bundle_has_begun_in_it_and_nothing_runs_in_it(
-    control: Control, perilune: Command
-) -> None:
+def test_gc_deletes_unused_environments_without_processes(control: Control, perilune: Command) -> None:
     environment = control.home.root / "environments" / "0123456789abcdef"
     (environment / "bin").mkdir(parents=True)
     python = environment / "bin" / "python"
@@ -126,7 +124,10 @@ def test_an_environment_goes_when_no_bundle_has_begun_in_it_and_nothing_runs_in_
     assert [one.path for one in removable(control, unused_days=1)] == [environment]
     code, out, _ = perilune("gc", "--yes", "--json")
     assert code == 0 and [one["kind"] for one in json.loads(out)["removed"]] == ["environment"]
-    assert not environment.exists() and told(control, "environment.removed")[0]["name"] == environment.name
+    assert (
+        not environment.exists()
+        and event_details(control, "environment.removed")[0]["name"] == environment.name
+    )
 
 
 def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
@@ -139,7 +140,7 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
     (kept,) = (control.home.root / "wheels").iterdir()
     assert wheels[0].samefile(kept) and not any(kept.samefile(wheel) for wheel in own)
 
-    kept.chmod(0o644)  # somebody changes it: no later bundle takes it
+    kept.chmod(0o644)  # a changed wheel: no later bundle uses it
     kept.write_bytes(b"another")
     carry_out(control, drill_plan("third", steps=3), name="later")
     (kept,) = (control.home.root / "wheels").iterdir()
@@ -151,10 +152,10 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
     assert not list((control.home.root / "wheels").iterdir())
 
 
-def test_runs_share_one_copy_of_a_model_and_the_users_folder_is_not_linked(
+def test_runs_share_one_model_copy_separate_from_the_users_folder(
     control: Control, tmp_path: Path, perilune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three runs that start from one folder whose large file nobody may write; then the user edits it."""
+    """Three runs start from one folder with a large read-only file; then the user edits that file."""
     monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
     folder = tmp_path / "model"
     folder.mkdir()
@@ -183,7 +184,7 @@ def test_runs_share_one_copy_of_a_model_and_the_users_folder_is_not_linked(
     (folder / "weights").write_bytes(b"2" * 5000)
     assert not used("edited", 1).samefile(kept) and runs[0].read_bytes() == b"1" * 5000
 
-    kept.chmod(0o644)  # somebody changes the copy of the home: later bundles do not take it
+    kept.chmod(0o644)  # a changed copy in the home: no later bundle uses it
     kept.write_bytes(b"3" * 5000)
     (folder / "weights").write_bytes(b"1" * 5000)
     assert used("later", 1).read_bytes() == b"1" * 5000
@@ -201,8 +202,8 @@ def only(names: set[str]) -> str:
     return name
 
 
-def test_what_killed_commands_left_is_swept(control: Control, tmp_path: Path) -> None:
-    """A backup that was killed, a recipe and a key that were being written, a restore to this place."""
+def test_reconcile_sweeps_leftovers_of_killed_commands(control: Control, tmp_path: Path) -> None:
+    """Leftovers: a killed backup, a half-written recipe and key, a killed restore to this home."""
     home, outside = control.home, tmp_path / "elsewhere" / ".friday.0a1b2c3d.tmp"
     outside.mkdir(parents=True)
     (home.temporary / "DEAD").mkdir()
@@ -215,7 +216,7 @@ def test_what_killed_commands_left_is_swept(control: Control, tmp_path: Path) ->
     restore.mkdir()
     left = [outside, home.temporary / "DEAD", recipe, key, restore, recipe.parent]
     control.reconciler.all()
-    assert all(path.exists() for path in left)  # somebody may be at it
+    assert all(path.exists() for path in left)  # a command may still write to them
     for path in left:
         os.utime(path, (0, 0))
     control.reconciler.all()
@@ -225,7 +226,9 @@ def test_what_killed_commands_left_is_swept(control: Control, tmp_path: Path) ->
     assert not recipe.parent.exists() and not control.reconciler.conditions.all()
 
 
-def test_a_killed_backup_is_swept(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconcile_sweeps_killed_backup(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = (
         "import os, sys; from pathlib import Path; from perilune.control.record import backup, home, store\n"
         "backup._files = lambda *_: os.kill(os.getpid(), 9)\n"

@@ -1,4 +1,4 @@
-"""The dry run says what would be done and does nothing."""
+"""The dry run forecasts stages, files, costs and secrets, and changes nothing."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def state(control: Control) -> tuple[int | None, list[str]]:
     return events, sorted(str(path) for path in folders)
 
 
-def test_a_dry_run_tells_all_and_does_nothing(
+def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     control: Control,
     cloud: FakeCloud,
     tmp_path: Path,
@@ -79,13 +79,13 @@ def test_a_dry_run_tells_all_and_does_nothing(
     a_machine = min(7200 / 3600 * price, 1.0)
     cost = told["cost"]
     assert (cost["per_hour"], cost["attempt"]) == (price, pytest.approx(a_machine))
-    assert cost["stages"] == pytest.approx(3 * a_machine)  # with secrets, it is another bundle
+    assert cost["stages"] == pytest.approx(3 * a_machine)  # secrets change the bundle: no reuse
     assert cost["retried"] == pytest.approx(3 * 11 * a_machine)
     assert (cost["daily_cap"], cost["left"], cost["problem"]) == (3.0, 3.0, "")
     assert told["secrets"] == {"GIVEN": "", "MISSING": "not set"}
     assert told["limits"]["max_lifetime"] == 7200 and told["bring"] == "all"
 
-    # Nobody is asked who is not needed for the price; who cannot be reached is told.
+    # Only the provider is asked, for the price; the output says when it is unreachable.
     shutil.move(cloud.folder / "address.json", tmp_path / "address.json")
     code, said, _ = perilune("run", "three.yaml", "--plan", "--template", "cloud")
     shutil.move(tmp_path / "address.json", cloud.folder / "address.json")

@@ -1,4 +1,4 @@
-"""A home on a disk that fills up: one clear message, nothing lost, and it goes on when there is room."""
+"""A home on a disk that fills up: one clear error, no data loss, and work continues after space is freed."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]
 
-# On a small disk of its own: the command, then more space, then the same command again.
+# Runs the command on a small disk, adds space, and runs the command again.
 SCENARIO = """
 set -e
 mount -t tmpfs -o size=$1 none "$2"
@@ -35,10 +35,10 @@ except RequestError as error:
 """
 
 
-@pytest.mark.parametrize(  # room for so many: a run takes two and some more
+@pytest.mark.parametrize(  # disk size in bundles: a run takes a little more than two
     "bundles", [0.9, *(pytest.param(room, marks=pytest.mark.thorough) for room in (0.05, 1.7, 2.05))]
 )
-def test_a_full_disk_is_told_and_survived(tmp_path: Path, bundles: float) -> None:
+def test_run_survives_full_disk_with_clear_error(tmp_path: Path, bundles: float) -> None:
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
     size = int(bundles * len(build_wheel()[1]))
@@ -70,7 +70,7 @@ export PERILUNE_HOME="$1/home"
 """
 
 
-def test_disk_can_be_freed_when_it_is_full(tmp_path: Path) -> None:
+def test_gc_frees_space_on_full_disk(tmp_path: Path) -> None:
     if subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
     arguments = ["sh", str(tmp_path), sys.executable, str(Path(__file__).parents[1] / "drill")]
@@ -78,6 +78,6 @@ def test_disk_can_be_freed_when_it_is_full(tmp_path: Path) -> None:
         [*ISOLATED, "sh", "-c", REMEDY, *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    if "refused" in done.stdout:  # nothing at all can be written, and it says what can be done
+    if "refused" in done.stdout:  # nothing can be written, and the error names the remedy
         assert "perilune gc --yes" in done.stderr
     assert "deleted 1.0 MiB" in done.stdout and "no runs yet" in done.stdout

@@ -1,4 +1,4 @@
-"""Attempts on several rented machines: all or none of them, and what befalls one ends the attempt on all."""
+"""Attempts on several rented machines: all or none are rented, and the failure of one ends the attempt."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def gang_job(**spec: object) -> Job:
 
 
 def rl_job(folder: Path) -> Job:
-    """A climb so small that it takes a second, to shorter answers, of which a fresh model has some."""
+    """RL of about one second; the reward for short answers varies even with an untrained model."""
     script = folder / "brevity.py"
     script.write_text(
         "def brevity(completions):\n    return [-len(one[0]['content']) for one in completions]\n"
@@ -66,7 +66,7 @@ def rl_job(folder: Path) -> Job:
 
 @pytest.fixture(autouse=True)
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines find the compiled kernels of this one."""
+    """Let the fake machines use the compiled kernels of this machine."""
     if "XDG_CACHE_HOME" not in os.environ:
         monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))
 
@@ -111,7 +111,7 @@ class Drill:
         assert all(one.cleanup == "done" for one in self.attempts())
 
 
-def test_two_machines_begin_meet_and_end_together(
+def test_two_machines_start_connect_and_finish_together(
     control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
     cloud.inject(call="create", fault=Fault.LOST_ANSWER, times=1)
@@ -130,7 +130,9 @@ def test_two_machines_begin_meet_and_end_together(
     assert len(bill(cloud)["costs"]) == NODES
 
 
-def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path) -> None:
+def test_attempt_gets_all_machines_or_none(
+    control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
+) -> None:
     home = control.home.root / "providers.yaml"
     enough = home.read_text()
     home.write_text(enough.replace("daily_cap: 100.0", "daily_cap: 0.1"))  # enough for one
@@ -155,7 +157,7 @@ def test_all_machines_or_none(control: Control, fleet: Fleet, cloud: FakeCloud, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("whom", ["task", "worker", "machine"])
-def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
+def test_failure_of_one_machine_ends_attempt_and_next_attempt_resumes(
     whom: str, control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
     how = "kill" if whom == "task" else "hang"
@@ -185,10 +187,10 @@ def test_what_befalls_one_machine_ends_the_attempt_and_the_next_goes_on(
 
 
 @pytest.mark.thorough
-def test_two_machines_learn_the_same_bits_as_one_process(
+def test_two_machines_train_the_same_weights_as_one_process(
     control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
-    """A real climb: torch on both sides, meeting over TCP."""
+    """Real RL with torch on both machines, connected over TCP."""
     where = template(tmp_path)
     weights = []
     for place in (where, where.model_copy(update={"resources": ResourcesChange()})):
@@ -205,7 +207,7 @@ def test_two_machines_learn_the_same_bits_as_one_process(
     assert "process 1 of 2" in next(log).read_text()
 
 
-def test_an_attempt_is_clean_when_the_last_of_its_machines_is_gone(
+def test_attempt_cleanup_is_done_when_its_last_machine_is_gone(
     control: Control, fleet: Fleet, cloud: FakeCloud
 ) -> None:
     attempt = an_attempt(control)
@@ -221,25 +223,25 @@ def test_an_attempt_is_clean_when_the_last_of_its_machines_is_gone(
             assert session.get_one(Attempt, ("01RUN", 1)).cleanup == cleanup
 
 
-def test_a_placement_with_one_machine_does_not_take_a_job_for_two(tmp_path: Path) -> None:
+def test_placement_with_one_machine_refuses_job_for_two(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the job needs 2 machines"):
         Template(resources=ResourcesChange(nodes=2)).job(gang_job())
-    alone = template(tmp_path, nodes=2).job(drill_job())  # a task that cannot use them has one
+    alone = template(tmp_path, nodes=2).job(drill_job())  # a task that cannot use two machines gets one
     assert alone.resources.nodes == 1
 
 
-def test_the_interface_by_which_a_machine_is_reached() -> None:
+def test_interface_to_names_the_interface_that_reaches_a_host() -> None:
     assert interface_to("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(RequestError, match="cannot be reached"):
         interface_to("no.such.host.invalid")
-    with socket.create_server(("127.0.0.1", 0)) as server:  # systems give away none of the gang's ports
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the system assigns none of the gang's ports
         assert server.getsockname()[1] not in PORTS
 
 
 CLAIM = Claim(1, "host", "boot", 7, 9, "n")
 
 
-def looks() -> st.SearchStrategy[Observation]:
+def observations() -> st.SearchStrategy[Observation]:
     def seen(cause: str | None, alive: Presence, claimed: bool, unseen: bool) -> Observation:
         if unseen:
             return Observation(unseen="cut")
@@ -256,21 +258,21 @@ def looks() -> st.SearchStrategy[Observation]:
     return st.builds(seen, causes, st.sampled_from(Presence), st.booleans(), st.booleans())
 
 
-@given(st.lists(looks(), min_size=2, max_size=5))
-def test_what_looks_at_several_machines_mean(several: list[Observation]) -> None:
+@given(st.lists(observations(), min_size=2, max_size=5))
+def test_together_combines_observations_of_several_machines(several: list[Observation]) -> None:
     seen = together(several)
     verdicts = [one.verdict for one in several if one.verdict is not None]
     died = any(one.claim and not one.verdict and one.worker is Presence.ABSENT for one in several)
     fell = any(not one.succeeded and one.cause != "process_lost" for one in verdicts)
     if any(one.unseen for one in several):
-        assert seen.unseen and seen.verdict is None  # not knowing of one is not knowing
-    elif died or fell:  # whatever the others do
+        assert seen.unseen and seen.verdict is None  # one unseen machine makes the whole unseen
+    elif died or fell:  # whatever the state of the others
         assert seen.worker is Presence.ABSENT and (seen.verdict is None or not seen.verdict.succeeded)
     elif seen.verdict is not None and seen.verdict.succeeded:
         assert len(verdicts) == len(several) and all(one.succeeded for one in verdicts)
     elif seen.verdict is not None:
         own = {one.cause for one in verdicts if not one.succeeded} - {"process_lost"}
-        assert seen.verdict.cause in (own or {"process_lost"})  # the one that fell, not those it pulled down
+        assert seen.verdict.cause in (own or {"process_lost"})  # the first failure, not its consequences
     elif seen.claim is None:
         assert any(one.claim is None for one in several)
     elif seen.worker is Presence.ABSENT:

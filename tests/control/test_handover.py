@@ -1,4 +1,4 @@
-"""Stages of an experiment that share a rented machine, and what ends the sharing."""
+"""Stages of an experiment share a rented machine: the handover, its cost, and the end of the sharing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,14 +58,14 @@ def kinds(control: Control, prefix: str) -> list[str]:
         return [kind.removeprefix(prefix) for kind in found]
 
 
-def after_the_first(events: Iterator[StageEvent]) -> None:
-    """Advance until the first stage has ended."""
+def finish_first_stage(events: Iterator[StageEvent]) -> None:
+    """Advance until the first stage has finished."""
     while not isinstance(next(events), StageFinished):
         pass
 
 
-def second_has_the_machine(control: Control, events: Iterator[StageEvent]) -> str:
-    """Advance until the second stage runs on the machine of the first; its run."""
+def start_second_on_same_machine(control: Control, events: Iterator[StageEvent]) -> str:
+    """Advance until the second stage runs on the machine of the first; return its run id."""
     second = next(one.run_id for one in events if isinstance(one, StageStarted) and one.stage == "second")
 
     def running() -> bool:
@@ -108,11 +108,11 @@ def test_stages_share_a_machine_and_its_cost(
         assert cost_of_runs(session, runs[:1]) == pytest.approx(shares[0])
 
 
-def test_a_machine_waits_only_for_a_process_that_starts_the_next_stage(
+def test_machine_is_kept_only_while_a_process_can_start_the_next_stage(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     events = go(control, template, FIRST, SECOND)
-    after_the_first(events)
+    finish_first_stage(events)
     (machine,) = machines(control)
     experiment = control.run(machine.run_id).experiment_id
     other = drill_control(control.home.root)
@@ -120,23 +120,23 @@ def test_a_machine_waits_only_for_a_process_that_starts_the_next_stage(
         other.reconciler.all(act=False)
     assert [one.state for one in machines(control)] == ["ready"] and has_starter(control.home, experiment)
 
-    events.close()  # type: ignore[attr-defined]  # as the end of the process does
+    events.close()  # type: ignore[attr-defined]  # as when the process ends
     assert not has_starter(control.home, experiment)
     all_gone(other, cloud)
 
 
 @pytest.mark.parametrize("desire", [Desire.RELEASED, Desire.COLLECTED])
-def test_a_decision_made_before_the_handover_does_not_end_the_machine(
+def test_termination_planned_before_handover_is_dropped(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, desire: Desire
 ) -> None:
-    """Another process finds that nothing needs the machine, and acts after the second stage has taken it."""
+    """Another process plans to terminate an idle machine, and acts after the handover to the second stage."""
     events = go(control, template, FIRST, HANGING)
-    after_the_first(events)
+    finish_first_stage(events)
     with pytest.MonkeyPatch.context() as patch:
 
         def late(_: Desire, recorded: Recorded, seen: Sighting, now: Instant) -> Plan:
             patch.undo()
-            second_has_the_machine(control, events)
+            start_second_on_same_machine(control, events)
             return plan_machine(desire, recorded, seen, now)
 
         patch.setattr(lifecycle, "plan_machine", late)
@@ -148,21 +148,21 @@ def test_a_decision_made_before_the_handover_does_not_end_the_machine(
     all_gone(control, cloud)
 
 
-def test_a_cancelled_experiment_and_the_last_stage_release_the_machine(
+def test_cancelled_last_stage_releases_shared_machine(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    second = second_has_the_machine(control, go(control, template, FIRST, HANGING))
+    second = start_second_on_same_machine(control, go(control, template, FIRST, HANGING))
     assert cancel(control, second).state == "cancelled"
     all_gone(control, cloud)
     assert kinds(control, "machine.")[-1] == "gone"
 
 
-def test_the_end_of_a_shared_lease_costs_no_stage(
+def test_stage_resumes_on_own_machine_when_shared_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second stage has only the rest of the lease: it continues on a machine of its own."""
+    """The second stage uses up the rest of the lease, then continues on a machine of its own."""
     events = go(control, template, FIRST, HANGING)
-    second = second_has_the_machine(control, events)
+    second = start_second_on_same_machine(control, events)
     (machine,) = machines(control)
     checkpoint = control.home.attempt(second, 1) / "artifacts" / "checkpoints" / "step-000002"
     wait_for(lambda: control.reconciler.one(second) and checkpoint.exists(), "its second checkpoint")
@@ -179,11 +179,11 @@ def test_the_end_of_a_shared_lease_costs_no_stage(
 
 @pytest.mark.parametrize("why", ["half its lease is over", "another kind", "preempted"])
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=30.0)])
-def test_a_machine_that_does_not_fit_is_not_taken_over(
+def test_unsuitable_machine_is_not_handed_over(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, why: str
 ) -> None:
     events = go(control, template, FIRST, SECOND)
-    after_the_first(events)
+    finish_first_stage(events)
     (machine,) = machines(control)
     if why == "preempted":
         cloud.inject(key=machine.key, fault=Fault.PREEMPTED, seconds=30.0)
@@ -217,13 +217,13 @@ def test_several_machines_are_handed_over_together(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_an_experiment_whose_every_command_is_killed_leaks_no_machine(
+def test_experiment_with_all_commands_killed_leaks_no_machine(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, tmp_path: Path, from_the_start: bool
 ) -> None:
-    """From the start, or from the second stage, while another process keeps the machine of the first."""
+    """Kill from the start, or from the second stage while another process keeps the machine of the first."""
     other = go(control, template, FIRST, SECOND)
     if not from_the_start:
-        after_the_first(other)
+        finish_first_stage(other)
 
     def command() -> None:
         control = drill_control(home)

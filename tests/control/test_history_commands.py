@@ -1,4 +1,4 @@
-"""Why a run is in its state, what was recorded of it, and how it ends."""
+"""The commands explain, wait and events, and shell completion."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from perilune.control.runs.requests import request_cancel
 from perilune.files import read_json, write_json
 
 
-def test_a_run_under_way_is_explained_at_every_turn(perilune: Command, control: Control) -> None:
+def test_explain_describes_active_run_in_each_state(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
     told = explain(control, run_id)
@@ -46,21 +46,19 @@ def test_a_run_under_way_is_explained_at_every_turn(perilune: Command, control: 
     assert told.commands == (f"perilune retry {run_id}",)
 
 
-def test_a_dead_attempt_is_followed_by_another_when_somebody_goes_on(
-    perilune: Command, control: Control
-) -> None:
+def test_wait_starts_next_attempt_after_worker_death(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     os.kill(worker_of(attempt), signal.SIGKILL)
-    wait_for(lambda: "runner_died" in perilune("explain", "drill")[1], "the burial")
+    wait_for(lambda: "runner_died" in perilune("explain", "drill")[1], "the recorded death")
     document = json.loads(perilune("explain", "drill", "--json")[1])
     assert document["state"] == "queued" and "starts attempt 2" in document["next"]
     assert document["because"][0].startswith("attempt 1 failed: runner_died")
-    code, out, _ = perilune("wait", "drill", "--json")  # which goes on with it
+    code, out, _ = perilune("wait", "drill", "--json")  # wait starts the next attempt
     assert code == 0 and json.loads(out)["attempts"] == 2
 
 
 @pytest.mark.parametrize(("how", "code", "kind"), [("work", 1, "user"), ("request", 2, "user"), ("", 0, "")])
-def test_the_end_is_explained_and_is_the_exit_code_of_wait(
+def test_explain_and_exit_code_of_wait_report_the_outcome(
     perilune: Command, control: Control, how: str, code: int, kind: str
 ) -> None:
     carry_out(control, drill_plan(steps=1, fail_at=0 if how else -1, how=how))
@@ -76,14 +74,16 @@ def test_the_end_is_explained_and_is_the_exit_code_of_wait(
         assert "damaged or missing" in explain(control, only_run(control).id).because[-1]
 
 
-def test_waiting_is_given_up_in_time(perilune: Command, control: Control) -> None:
+def test_wait_times_out_with_exit_code_124(perilune: Command, control: Control) -> None:
     hanging(control)
     code, out, _ = perilune("wait", "drill", "--timeout", "0.2")
     assert code == 124 and out == "drill: active, not ended after 0.2 s\n"
     assert perilune("wait", "nothing")[0] == 2
 
 
-def test_the_record_is_printed_of_all_and_of_one(perilune: Command, control: Control, tmp_path: Path) -> None:
+def test_events_prints_all_events_or_those_of_one_run(
+    perilune: Command, control: Control, tmp_path: Path
+) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=1, fail_at=0, how="request"))
     whole = json.loads(perilune("events", "--json")[1])["events"]
     assert [one["seq"] for one in whole] == list(range(1, len(whole) + 1))
@@ -96,7 +96,7 @@ def test_the_record_is_printed_of_all_and_of_one(perilune: Command, control: Con
     assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
 
 
-def test_the_shell_completes_commands_options_and_runs(control: Control) -> None:
+def test_shell_completes_commands_options_and_runs(control: Control) -> None:
     carry_out(control, drill_plan("first", steps=1))
 
     def completed(line: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A restored home is another home: it acts on nothing of the original until it is told to."""
+"""A restored home is a separate home: it acts on no run or machine of the original until `perilune adopt`."""
 
 import os
 import signal
@@ -30,13 +30,13 @@ from perilune.execution.processes import ProcessIdentity
 from perilune.execution.providers.fake.client import FakeCloud
 
 
-def lives(pid: int) -> bool:
-    return ProcessIdentity.of(pid) is not None  # a zombie does not live
+def is_alive(pid: int) -> bool:
+    return ProcessIdentity.of(pid) is not None  # a zombie counts as dead
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
+def test_restored_home_leaves_runs_of_original_alone_until_adoption(
     control: Control, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     placement = control.reconciler.placements.local
@@ -68,16 +68,16 @@ def test_a_copy_leaves_the_runs_of_the_original_alone_until_it_adopts_them(
     assert f"belongs to the home {name}" in out and "perilune adopt" in out
     copy = drill_control(tmp_path / "copy")
     again = carry_out(copy, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
-    assert isinstance(again[-1], StageFinished) and again[-1].run_id != run_id  # work of its own goes on
-    assert lives(worker) and copy.run(run_id).state == "active"
+    assert isinstance(again[-1], StageFinished) and again[-1].run_id != run_id  # a run of the copy
+    assert is_alive(worker) and copy.run(run_id).state == "active"
     assert perilune("adopt")[0] == 0 and perilune("adopt")[0] == 2
     assert perilune("cancel", run_id)[0] == 0
-    assert not lives(worker)
+    assert not is_alive(worker)
     copy.store.close()
     events.close()  # type: ignore[attr-defined]
 
 
-def test_a_copy_neither_sees_nor_ends_machines_of_the_original(
+def test_restored_home_leaves_machines_of_original_alone_until_adoption(
     control: Control, fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
     key = rented(control, fleet)
@@ -103,7 +103,7 @@ def test_a_copy_neither_sees_nor_ends_machines_of_the_original(
     copy.store.close()
 
 
-def test_a_copy_of_a_copy_knows_both_and_carries_out_no_wish_of_theirs(
+def test_copy_of_copy_names_both_homes_and_executes_none_of_their_requests(
     control: Control, tmp_path: Path
 ) -> None:
     events, attempt = hanging(control)
@@ -112,7 +112,7 @@ def test_a_copy_of_a_copy_knows_both_and_carries_out_no_wish_of_theirs(
     first = Home(tmp_path / "copy")
     restore(tmp_path / "first", first)
     copy = drill_control(first.root)
-    assert [run.state for run in copy.reconciler.all()] == ["active"] and lives(worker_of(attempt))
+    assert [run.state for run in copy.reconciler.all()] == ["active"] and is_alive(worker_of(attempt))
     back_up(copy.store, first, tmp_path / "second")
     copy.store.close()
     found = restore(tmp_path / "second", Home(tmp_path / "again"))
@@ -123,13 +123,13 @@ def test_a_copy_of_a_copy_knows_both_and_carries_out_no_wish_of_theirs(
 
 
 @pytest.mark.thorough
-def test_a_restore_killed_at_any_instant_leaves_nothing_or_all(control: Control, tmp_path: Path) -> None:
+def test_killed_restore_leaves_all_or_nothing(control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1))
     back_up(control.store, control.home, tmp_path / "backup", evidence=True)
     home = Home(tmp_path / "new")
 
     def killed_at(instant: int) -> bool:
-        """Restore in a process that kills itself at its n-th audited operation; whether it came so far."""
+        """Restore in a process that kills itself at its n-th audited operation; whether it was killed."""
         child = os.fork()
         if child == 0:
             count = 0
@@ -150,7 +150,7 @@ def test_a_restore_killed_at_any_instant_leaves_nothing_or_all(control: Control,
 
     last, wholes = 1, 0
     while killed_at(last):
-        if home.database.exists():  # as a whole: the record, the evidence and a name of its own
+        if home.database.exists():  # then complete: the record, the artifacts and a name of its own
             wholes += 1
             store = Store(home)
             with store.snapshot() as session:
@@ -166,7 +166,7 @@ def test_a_restore_killed_at_any_instant_leaves_nothing_or_all(control: Control,
         else:
             assert not home.root.exists()
         last += 1 + last // 8
-    assert last > 60 and home.database.is_file()  # it was not killed at the end
+    assert last > 60 and home.database.is_file()  # the last restore was not killed
     with pytest.raises(RequestError, match="the folder is not empty"):
         restore(tmp_path / "backup", home)
     assert inherited(home).runs == set()

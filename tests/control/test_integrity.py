@@ -1,4 +1,4 @@
-"""Signed statements: everything that is changed afterwards is named, here and in what was handed over."""
+"""Signed statements: verify names every later change, in the home and in an export."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def rewrite(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def test_what_is_handed_over_is_whole_and_every_change_to_it_is_named(exported: Path, tmp_path: Path) -> None:
+def test_export_verifies_and_every_changed_file_is_named(exported: Path, tmp_path: Path) -> None:
     assert problems(exported) == []
 
     def changed(name: str, data: bytes) -> list[str]:
@@ -88,13 +88,13 @@ def test_what_is_handed_over_is_whole_and_every_change_to_it_is_named(exported: 
     assert any("attests something else" in one for one in changed("attestations/result.json", swapped))
 
 
-def test_statements_of_another_run_or_attempt_vouch_for_nothing(
+def test_statements_of_another_run_or_attempt_are_rejected(
     control: Control, exported: Path, tmp_path: Path
 ) -> None:
     (event, *_) = carry_out(control, drill_plan("two", steps=2))
     other = tmp_path / "other"
     export(control, control.run(event.run_id), other)
-    shutil.copytree(exported, mixed := tmp_path / "mixed")  # its own bundle, and another's results
+    shutil.copytree(exported, mixed := tmp_path / "mixed")  # one run's bundle, another run's results
     for part in ("artifacts", "runtime"):
         shutil.rmtree(mixed / "bundle" / part)
         shutil.copytree(other / "bundle" / part, mixed / "bundle" / part)
@@ -111,7 +111,9 @@ def test_statements_of_another_run_or_attempt_vouch_for_nothing(
 
 
 @pytest.mark.parametrize("name", ["bundle.json", "result.json"])
-def test_a_signed_statement_without_its_fields_is_named(control: Control, exported: Path, name: str) -> None:
+def test_signed_statement_without_required_fields_is_named(
+    control: Control, exported: Path, name: str
+) -> None:
     path = exported / "attestations" / name
     whole = verified_statement(path, exported / PUBLIC)
     for statement in (
@@ -123,22 +125,20 @@ def test_a_signed_statement_without_its_fields_is_named(control: Control, export
         assert problems(exported) == [f"{name} lacks fields of such a statement"]
 
 
-def test_the_whole_rewritten_with_another_key_does_not_pass_for_the_first(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_export_signed_again_with_another_key_is_rejected(exported: Path, tmp_path: Path) -> None:
     stranger = SigningKey(tmp_path / "stranger")
     for path in (exported / "attestations").iterdir():
         path.write_bytes(stranger.sign(verified_statement(path, exported / PUBLIC)))
     trusted = tmp_path / "trusted.pub"
     shutil.copy(exported / PUBLIC, trusted)
     shutil.copy(stranger.public, exported / PUBLIC)
-    assert problems(exported) == []  # its parts belong together, that is all
+    assert problems(exported) == []  # consistent in itself
     assert problems(exported, trusted) == [
         f"{name} is not signed with this key, or was changed" for name in ("bundle.json", "result.json")
     ]
 
 
-def test_openssl_agrees_about_the_signature(exported: Path, tmp_path: Path) -> None:
+def test_openssl_verifies_the_signature(exported: Path, tmp_path: Path) -> None:
     envelope = json.loads((exported / "attestations" / "result.json").read_bytes())
     payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"].encode()
     (tmp_path / "signed").write_bytes(b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload))
@@ -148,7 +148,7 @@ def test_openssl_agrees_about_the_signature(exported: Path, tmp_path: Path) -> N
     assert b"Verified Successfully" in subprocess.run(command, capture_output=True, check=True).stdout
 
 
-def test_a_crate_lists_every_file_with_what_went_in_and_what_came_out(exported: Path) -> None:
+def test_ro_crate_lists_every_file_with_inputs_and_outputs(exported: Path) -> None:
     from rocrate.rocrate import ROCrate
 
     crate = ROCrate(exported)
@@ -161,7 +161,7 @@ def test_a_crate_lists_every_file_with_what_went_in_and_what_came_out(exported: 
     assert crate.root_dataset["mentions"].id == action.id
 
 
-def test_the_commands(perilune: Command, control: Control, tmp_path: Path) -> None:
+def test_verify_and_export_commands(perilune: Command, control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=2))
     code, out, _ = perilune("verify")
     assert code == 0 and out == "verified: all 3 records\n"
@@ -185,7 +185,7 @@ def test_the_commands(perilune: Command, control: Control, tmp_path: Path) -> No
     assert (control.home.keys / "controller.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_changed_event_is_named(control: Control) -> None:
+def test_changed_event_is_named(control: Control) -> None:
     carry_out(control, drill_plan("one", steps=1))
     assert record_problem(control) == ""
     with control.store.engine.connect() as connection:
@@ -195,9 +195,7 @@ def test_a_changed_event_is_named(control: Control) -> None:
     assert record_problem(control) == "the hash of event 3 does not match the event before it"
 
 
-def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
-    control: Control, perilune: Command
-) -> None:
+def test_incremental_check_starts_at_last_verified_event(control: Control, perilune: Command) -> None:
     carry_out(control, drill_plan("one", steps=1))
     assert perilune("reconcile")[0] == 0
     last = read_json(control.home.root / VERIFIED)["seq"]
@@ -208,7 +206,7 @@ def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
             connection.exec_driver_sql(f"UPDATE events SET hash = 'x' || hash WHERE seq = {seq}")
             connection.commit()
 
-    change(3)  # long ago: for a full check
+    change(3)  # before the last check: only a full check finds it
     assert record_problem(control, since_last=True) == ""
     assert perilune("verify")[0] == 1 and record_problem(control, since_last=True).startswith(
         "the hash of event 3 "
@@ -223,7 +221,7 @@ def test_a_check_begins_where_the_last_one_ended_if_that_is_as_it_was(
     assert code == 2 and f"event {last} " in err
 
 
-def test_of_two_who_make_a_key_at_once_one_key_stays(tmp_path: Path) -> None:
+def test_concurrent_key_creation_keeps_one_key(tmp_path: Path) -> None:
     made: list[SigningKey] = []
     threads = [threading.Thread(target=lambda: made.append(SigningKey(tmp_path / "keys"))) for _ in range(8)]
     for thread in threads:
@@ -237,7 +235,7 @@ def test_of_two_who_make_a_key_at_once_one_key_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["controller.key", "controller.pub"]
 
 
-def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
+def test_invalid_keys_and_statements_are_refused(tmp_path: Path) -> None:
     (tmp_path / "controller.key").write_text("no key")
     with pytest.raises(RequestError, match="holds no Ed25519 key"):
         SigningKey(tmp_path)

@@ -1,4 +1,4 @@
-"""A run on rented machines whose every command is killed: nobody helps, nothing is lost or doubled."""
+"""A run on rented machines survives the kill of every command: no intervention, no loss, no duplicate."""
 
 import multiprocessing
 import os
@@ -48,13 +48,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def idle(control: Control) -> bool:
-    """One pass over everything; whether nothing is left to be done."""
+    """Reconcile once; return whether nothing is left to do."""
     live = control.reconciler.all()
     return not live and not control.reconciler.unclean() and not control.reconciler.rentals.fleet.all()
 
 
 def recorded(home: Path) -> tuple[list[str], list[str]]:
-    """States of all runs and keys of all machines, in a record whose chain is whole."""
+    """States of all runs and keys of all machines; checks the hash chain of the events."""
     control = drill_control(home)
     with control.store.snapshot() as session:
         assert verify_events(session) is None
@@ -67,15 +67,13 @@ def recorded(home: Path) -> tuple[list[str], list[str]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=60.0)])
 @pytest.mark.usefixtures("hurried")
-def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
-    cloud: FakeCloud, tmp_path: Path
-) -> None:
+def test_run_succeeds_although_every_command_is_killed(cloud: FakeCloud, tmp_path: Path) -> None:
     home = tmp_path / "killed"
     rent_from(home, cloud.folder)
     where = rented_template(tmp_path / "python", grace=1.0)
     job = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True, tell="DRILL_TOKEN").job
     plan = StagePlan("drill", job.model_copy(update={"secrets": ("DRILL_TOKEN",)}))
-    taken = tmp_path / "taken"  # exists once the first machine was said to be taken away
+    taken = tmp_path / "taken"  # exists after the preemption notice of the first machine
 
     def command() -> None:
         control = drill_control(home)
@@ -92,14 +90,14 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
 
     def after(point: str) -> None:
         states, rented = recorded(home)
-        assert len(states) <= 1 and (states or not seen[-1])  # none is lost, none is doubled
+        assert len(states) <= 1 and (states or not seen[-1])  # no run is lost or duplicated
         assert "succeeded" not in seen[-1] or states == seen[-1]
         assert set(bill(cloud)["costs"]) <= set(rented)
         seen.append(states)
 
     points = killed_at_every_point(command, tmp_path / "points", after)
     assert set(points) == {*POINTS, *REMOTE_POINTS, *MACHINE_POINTS}, (
-        "a point at which nobody was killed, or without a name"
+        "a point without a kill, or a kill without a named point"
     )
     assert seen[points.index("submit.accepted") + 1] == ["queued"]
 
@@ -132,20 +130,20 @@ def test_a_run_whose_every_command_is_killed_ends_as_if_nothing_had_happened(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("hurried")
-def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
+def test_suspended_command_takes_no_result_after_its_machine_is_gone(
     cloud: FakeCloud, tmp_path: Path
 ) -> None:
     home, plan = tmp_path / "stopped", drill_plan(steps=2, noise=True)
     where = rented_template(tmp_path / "python", grace=1.0)
     rent_from(home, cloud.folder)
 
-    def stop_there(point: str) -> None:
+    def suspend_once(point: str) -> None:
         if point == "finalize.begun" and not (tmp_path / "once").exists():
             (tmp_path / "once").touch()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def command() -> None:
-        endings.reached = stop_there
+        endings.reached = suspend_once
         control = drill_control(home)
         next(advance(control, begin(control, [plan]), [plan], template=where))
         while not idle(control):
@@ -158,11 +156,11 @@ def test_a_command_that_was_stopped_until_its_machine_was_gone_takes_no_result(
     cloud.inject(key=key, fault=Fault.HOST_DEATH)
     control = drill_control(home)
 
-    def buried() -> bool:
+    def machine_is_gone() -> bool:
         control.reconciler.all()
         return not control.reconciler.rentals.fleet.all()
 
-    wait_for(buried, "the end of its machine")
+    wait_for(machine_is_gone, "the end of its machine")
     os.kill(stopped.pid or 0, signal.SIGCONT)
     stopped.join(60.0)
     assert stopped.exitcode == 0

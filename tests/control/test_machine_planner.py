@@ -1,4 +1,4 @@
-"""The life of a machine is planned by a pure function, so it is driven through simulated clouds."""
+"""The pure function that plans a machine's lifecycle, driven through simulated clouds."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -30,11 +30,11 @@ def at(seconds: float, wall: float = 0.0) -> Instant:
 
 @dataclass
 class World:
-    """A cloud with one machine at most, which lags, errs, forgets to answer, and takes machines away."""
+    """A cloud with at most one machine, with delays, errors, lost responses and preemptions."""
 
     chance: random.Random
     visibility: float
-    trouble: float  # probability that a call fails, in any of the ways calls fail
+    trouble: float  # probability that a call fails, in one of several ways
     until: float  # when all trouble ends
     now: float = 0.0
     born: float | None = None
@@ -60,7 +60,7 @@ class World:
 
     def terminate(self) -> None:
         if self.troubled() and self.chance.random() < 0.5:
-            return  # an error, and nothing was done
+            return  # an error without effect
         if self.alive():
             self.end()
 
@@ -85,7 +85,7 @@ class World:
 
 @dataclass
 class Life:
-    """What the control plane remembers of the machine, and everything it did."""
+    """The control plane's record of the machine, and all operations it performed."""
 
     recorded: Recorded
     done: list[tuple[float, Operation, str]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Life:
         idle = None if desire is Desire.HELD else idle or now
         self.recorded = replace(self.recorded, idle_since=idle)
         plan = plan_machine(desire, self.recorded, seen, now)
-        if seen.presence is Presence.UNKNOWN:  # the rule of rules
+        if seen.presence is Presence.UNKNOWN:  # never conclude anything from silence
             assert set(plan.operations) <= {Operation.MARK_TERMINATING, Operation.TERMINATE, Operation.DRAIN}
             assert Operation.DRAIN not in plan.operations or desire is not Desire.HELD
             assert not set(plan.operations) - {Operation.DRAIN} or self.condemned(desire, now)
@@ -105,7 +105,7 @@ class Life:
             self.apply(operation, world, now)
 
     def condemned(self, desire: Desire, now: Instant) -> bool:
-        """Whether something other than a look says that it is to go."""
+        """Whether the record alone, without an observation, calls for termination."""
         age = now.since(self.recorded.leased)
         idle = self.recorded.idle_since
         return (
@@ -126,7 +126,7 @@ class Life:
                 self.recorded = replace(self.recorded, asked=now)
                 world.create()
             case Operation.TERMINATE:
-                assert self.recorded.state is MachineState.TERMINATING  # the intent comes first
+                assert self.recorded.state is MachineState.TERMINATING  # the intent is recorded first
                 world.terminate()
             case Operation.RECORD_MISSING | Operation.MARK_TERMINATING:
                 missing = now if operation is Operation.RECORD_MISSING else None
@@ -149,7 +149,7 @@ def begun(visibility: float = 0.0) -> Life:
     st.sampled_from([30.0, 100.0, 10_000.0]),
     st.booleans(),
 )
-def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
+def test_every_machine_is_terminated_within_its_maximum_cost(
     seed: int, visibility: float, trouble: float, stormy_until: float, work: float, preempted: bool
 ) -> None:
     chance = random.Random(seed)
@@ -165,19 +165,19 @@ def test_every_machine_is_gone_in_the_end_and_costs_no_more_than_it_may(
                 world.end()
             world.notice = True
     assert life.recorded.state is MachineState.GONE and not world.alive()
-    assert world.made <= 1  # the key sees to that
+    assert world.made <= 1  # the key is idempotent
     if world.born is not None and world.ended is not None:
-        # The end of trouble may come after the end of the lease; nobody can end a machine through a dead API.
+        # Failures may outlast the lease; a machine cannot be terminated while the API is down.
         latest = max(LEASE.max_cost / PRICE * 3600, stormy_until) + visibility + 20.0 + GRACE
         assert cost(PRICE, world.ended - world.born) <= cost(PRICE, latest)
     buried = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_GONE]
     missed = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_MISSING]
-    assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two looks, some time apart
+    assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two observations, some time apart
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.floats(0, 12), st.floats(0, 0.9))
-def test_nothing_that_is_needed_is_ended_before_its_lease_is(
+def test_needed_machine_is_not_terminated_before_its_lease_ends(
     seed: int, visibility: float, trouble: float
 ) -> None:
     world = World(random.Random(seed), visibility, trouble, until=1e9)
@@ -192,18 +192,18 @@ def test_nothing_that_is_needed_is_ended_before_its_lease_is(
     assert world.ended is None
 
 
-def test_a_leap_of_the_wall_clock_touches_no_lease() -> None:
+def test_wall_clock_jump_changes_no_lease() -> None:
     recorded = begun().recorded
     for days in (-1, 1):
         leap = Instant("boot", 10.0, wall=days * 86400.0)
         assert leap.since(recorded.leased) == 10.0
         plan = plan_machine(Desire.HELD, recorded, Sighting(Presence.UNKNOWN), leap)
         assert plan.operations == ()
-    assert Instant("next boot", 3.0, wall=250.0).since(recorded.leased) == 250.0  # all there is, then
+    assert Instant("next boot", 3.0, wall=250.0).since(recorded.leased) == 250.0  # by the wall clock
     assert Instant("next boot", 3.0, wall=-250.0).since(recorded.leased) == 0.0
 
 
-def test_what_is_seen_again_had_not_been_gone() -> None:
+def test_machine_seen_again_after_gone_is_terminated() -> None:
     recorded = replace(begun().recorded, state=MachineState.GONE)
     seen = World(random.Random(0), 0.0, 0.0, 0.0).sighting(MachineStatus.RUNNING)
     plan = plan_machine(Desire.RELEASED, recorded, seen, at(50.0))
@@ -212,7 +212,7 @@ def test_what_is_seen_again_had_not_been_gone() -> None:
         assert plan_machine(Desire.RELEASED, recorded, quiet, at(50.0)).operations == ()
 
 
-def test_a_machine_is_asked_for_again_with_its_key_and_not_in_a_hurry() -> None:
+def test_planner_repeats_create_only_after_a_delay() -> None:
     asked = replace(begun(8.0).recorded, asked=at(0.0))
     for seconds, planned in ((4.0, ()), (7.9, ()), (8.1, (Operation.CREATE,))):
         plan = plan_machine(Desire.HELD, asked, Sighting(Presence.ABSENT), at(seconds))
@@ -222,7 +222,7 @@ def test_a_machine_is_asked_for_again_with_its_key_and_not_in_a_hurry() -> None:
     assert plan.operations == (Operation.CREATE,)
 
 
-def test_a_refusal_ends_it_and_a_silent_provider_is_asked_to_end_it_all_the_same() -> None:
+def test_refusal_ends_machine_and_silent_provider_still_gets_terminate_calls() -> None:
     refused = replace(begun().recorded, asked=at(0.0), refused=True)
     plan = plan_machine(Desire.HELD, refused, Sighting(Presence.ABSENT), at(1.0))
     assert plan.operations == (Operation.MARK_TERMINATING,)

@@ -1,4 +1,4 @@
-"""Rented machines of a real (fake) cloud, over HTTP, while calls fail, answers are lost and machines die."""
+"""Rented machines of the fake cloud, over HTTP: failing calls, lost responses and dying machines."""
 
 import multiprocessing
 import os
@@ -41,14 +41,16 @@ def kinds(control: Control) -> list[str]:
         return list(session.scalars(select(Event.kind).order_by(Event.seq)))
 
 
-def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+def test_machine_lifecycle_from_request_to_termination(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
     assert price_of(fleet.providers, SMALL) == 0.4
     key = rented(control, fleet)
     ready = tend_until(fleet, key, READY)
     assert ready.remote_id and bill(cloud)["alive"] == [key]
     end(control, collected=False)
     tend_until(fleet, key, MachineState.DRAINING)
-    assert bill(cloud)["alive"] == [key]  # what it holds is still to be fetched
+    assert bill(cloud)["alive"] == [key]  # its files are not collected yet
     assert accrued(ready) > 0
     with control.store.transaction() as session:
         session.get_one(Attempt, ("01RUN", 1)).cleanup = Cleanup.DONE.value
@@ -65,7 +67,7 @@ def test_from_the_wish_to_the_proof(control: Control, fleet: Fleet, cloud: FakeC
 
 
 @pytest.mark.parametrize("billed", [-1e9, float("nan")])
-def test_a_nonsensical_bill_makes_no_room_under_the_cap(
+def test_invalid_billed_seconds_never_make_cost_negative(
     control: Control, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch, billed: float
 ) -> None:
     real = FakeCloud.list
@@ -81,7 +83,7 @@ def test_a_nonsensical_bill_makes_no_room_under_the_cap(
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST_ANSWER, Fault.ERROR_AFTER])
-def test_a_creation_whose_answer_is_lost_is_adopted(
+def test_machine_is_adopted_when_create_response_is_lost(
     control: Control, fleet: Fleet, cloud: FakeCloud, fault: Fault
 ) -> None:
     cloud.inject(call="create", fault=fault, times=1)
@@ -96,7 +98,9 @@ def test_a_creation_whose_answer_is_lost_is_adopted(
 
 @pytest.mark.parametrize("weather", [Weather(late_seconds=0.6)])
 @pytest.mark.parametrize("needed", [True, False], ids=["adopted", "reaped"])
-def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: FakeCloud, needed: bool) -> None:
+def test_machine_created_late_is_adopted_or_terminated(
+    control: Control, fleet: Fleet, cloud: FakeCloud, needed: bool
+) -> None:
     cloud.inject(call="create", fault=Fault.LATE_EFFECT, times=1)
     key = rented(control, fleet)
     fleet.reconcile(key)
@@ -105,7 +109,7 @@ def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: Fak
         end(control)
     else:
         end(control)
-        tend_until(fleet, key, GONE)  # nothing was to be seen of it, twice
+        tend_until(fleet, key, GONE)  # two observations did not show it
         deadline = time.monotonic() + 60
         while not sweep(fleet):
             assert time.monotonic() < deadline
@@ -115,7 +119,7 @@ def test_a_creation_that_happens_late(control: Control, fleet: Fleet, cloud: Fak
     assert list(bill(cloud)["costs"]) == [key] and not bill(cloud)["alive"]
 
 
-def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
+def test_terminate_is_repeated_until_machine_is_gone(
     control: Control, fleet: Fleet, cloud: FakeCloud
 ) -> None:
     key = rented(control, fleet)
@@ -131,7 +135,7 @@ def test_an_end_that_is_not_proven_is_asked_for_again_and_again(
     assert not bill(cloud)["alive"]
 
 
-def test_cancelled_in_every_state_on_the_way(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+def test_cancel_in_every_state_leaves_no_machine(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
     untouched = rented(control, fleet, number=1)
     end(control, number=1)
     asked = rented(control, fleet, number=2)
@@ -150,9 +154,7 @@ def test_cancelled_in_every_state_on_the_way(control: Control, fleet: Fleet, clo
 
 
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=0.5)])
-def test_a_machine_that_is_taken_away_is_drained_and_then_gone(
-    control: Control, fleet: Fleet, cloud: FakeCloud
-) -> None:
+def test_preempted_machine_is_drained_then_gone(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
     cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=0.5)
@@ -160,7 +162,7 @@ def test_a_machine_that_is_taken_away_is_drained_and_then_gone(
     assert tend_until(fleet, key, GONE).reason == "preempted"
 
 
-def test_a_machine_that_dies_is_gone_after_two_looks(
+def test_dead_machine_is_gone_after_two_observations(
     control: Control, fleet: Fleet, cloud: FakeCloud
 ) -> None:
     key = rented(control, fleet)
@@ -176,9 +178,7 @@ def test_a_machine_that_dies_is_gone_after_two_looks(
     assert tend_until(fleet, key, GONE).reason == "host failure"
 
 
-def test_a_provider_that_is_not_configured_any_more_is_silent(
-    control: Control, fleet: Fleet, cloud: FakeCloud
-) -> None:
+def test_removed_provider_counts_as_unreachable(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
     providers = control.home.root / "providers.yaml"
@@ -192,7 +192,9 @@ def test_a_provider_that_is_not_configured_any_more_is_silent(
     tend_until(Fleet(control.home, control.store), key, GONE)
 
 
-def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+def test_unreachable_provider_is_recorded_and_machine_is_kept(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
     cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=3)
@@ -205,14 +207,14 @@ def test_a_silent_provider_is_a_condition(control: Control, fleet: Fleet, cloud:
     assert told == ["machine.unreachable", "machine.reachable"]
 
 
-def test_the_end_of_a_lease_ends_the_machine_whatever_runs_there(
+def test_machine_is_terminated_when_its_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = SMALL.model_copy(update={"lease": LEASE.model_copy(update={"max_cost": 0.4 / 3600 * 1.5})})
     key = rented(control, fleet, short)
     tend_until(fleet, key, READY)
     wall = time.time
-    for days in (1, -1):  # a wrong wall clock changes nothing
+    for days in (1, -1):  # a wrong wall clock has no effect
         monkeypatch.setattr(clock.time, "time", lambda days=days: wall() + days * 86400.0)
         machine = fleet.reconcile(key)
         assert machine is not None and machine.state == READY
@@ -222,19 +224,21 @@ def test_the_end_of_a_lease_ends_the_machine_whatever_runs_there(
     assert bill(cloud)["costs"][key] <= short.lease.max_cost * 1.5
 
 
-def test_the_provider_ends_it_when_nobody_else_does(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+def test_provider_terminates_machine_after_its_maximum_lifetime(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
     lease = LEASE.model_copy(update={"max_lifetime": 1.2})
     key = rented(control, fleet, SMALL.model_copy(update={"lease": lease}))
     tend_until(fleet, key, READY)
     deadline = time.monotonic() + 60
-    while bill(cloud)["alive"]:  # this control plane does nothing
+    while bill(cloud)["alive"]:  # the control plane does nothing here
         assert time.monotonic() < deadline
         time.sleep(0.1)
     found = cloud.find(key).machine
     assert found is not None and (found.status, found.reason) == (MachineStatus.ENDED, "lifetime")
 
 
-def test_a_home_from_yesterday_ends_what_it_does_not_remember(
+def test_home_with_old_database_terminates_unknown_machines(
     control: Control, fleet: Fleet, cloud: FakeCloud
 ) -> None:
     home = control.home
@@ -252,7 +256,7 @@ def test_a_home_from_yesterday_ends_what_it_does_not_remember(
     restored = drill_control(home.root)
     fleet = Fleet(home, restored.store)
     assert fleet.machine(second) is None
-    assert sweep(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may just have been made
+    assert sweep(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may be new
     assert sweep(fleet, grace=0.0) == [second]
     assert tend_until(fleet, second, GONE).reason == "it is not in this home's record"
     adopted = fleet.machine(first)
@@ -260,7 +264,9 @@ def test_a_home_from_yesterday_ends_what_it_does_not_remember(
     restored.store.close()
 
 
-def test_panic_ends_everything_without_a_database(control: Control, fleet: Fleet, cloud: FakeCloud) -> None:
+def test_panic_terminates_all_machines_without_database(
+    control: Control, fleet: Fleet, cloud: FakeCloud
+) -> None:
     keys = [rented(control, fleet, number=number) for number in (1, 2)]
     for key in keys:
         tend_until(fleet, key, READY)
@@ -275,7 +281,7 @@ def test_panic_ends_everything_without_a_database(control: Control, fleet: Fleet
     control.home.database.unlink()
 
 
-def test_the_daily_cap_counts_what_is_promised(control: Control, fleet: Fleet) -> None:
+def test_daily_cap_counts_promised_cost(control: Control, fleet: Fleet) -> None:
     lease = LEASE.model_copy(update={"max_lifetime": 3600.0 * 5})  # 1.0 by its cap on the cost
     rental = SMALL.model_copy(update={"lease": lease})
     key = rented(control, fleet, rental)
@@ -292,13 +298,13 @@ def test_the_daily_cap_counts_what_is_promised(control: Control, fleet: Fleet) -
     [  # hours at 0.4 an hour, with a lease of 5 hours and 1.0
         (0.5, READY, 0.0, 0.2, 0.8),
         (2.5, READY, 0.0, 1.0, 0.0),
-        (10.0, MachineState.TERMINATING, 0.0, 4.0, 0.0),  # nobody can end it
+        (10.0, MachineState.TERMINATING, 0.0, 4.0, 0.0),  # termination fails
         (30.0, MachineState.TERMINATING, 0.0, 9.6, 0.0),  # of its 30 hours, 24 are the last day's
         (30.0, GONE, 4.0, 1.6, 0.0),  # it ran for 10 hours, the last 4 of which count
         (30.0, GONE, 1.0, 0.0, 0.0),
     ],
 )
-def test_what_a_machine_really_runs_is_counted_until_it_is_gone(
+def test_daily_cap_counts_actual_runtime_until_machine_is_gone(
     control: Control, fleet: Fleet, age: float, state: MachineState, gone_cost: float, spent: float,
     to_come_yet: float,
 ) -> None:  # fmt: skip
@@ -318,13 +324,13 @@ def test_what_a_machine_really_runs_is_counted_until_it_is_gone(
         assert not over_the_cap(session, counted + 1.1, rental, 0.4)
 
 
-def test_the_name_under_which_a_home_rents_is_made_once(tmp_path: Path) -> None:
+def test_cluster_id_is_stable(tmp_path: Path) -> None:
     home = Home.open(tmp_path / "h")
     assert cluster_id(home) == cluster_id(Home.open(tmp_path / "h")) and len(cluster_id(home)) == 10
 
 
 def spawn(home: Path, cloud: Path, kill_at: str = "") -> multiprocessing.Process:
-    """A process that carries the life of one machine on from wherever it is, and may die on the way."""
+    """Start a process that continues the lifecycle of one machine, and dies at the named point `kill_at`."""
 
     def live() -> None:
         os.environ[KILL_AT] = kill_at
@@ -336,7 +342,7 @@ def spawn(home: Path, cloud: Path, kill_at: str = "") -> multiprocessing.Process
     return process
 
 
-def test_a_kill_at_any_point_leaks_nothing_and_makes_one_machine(
+def test_kill_at_any_point_creates_one_machine_and_leaks_none(
     fleet: Fleet, cloud: FakeCloud, tmp_path: Path
 ) -> None:
     homes = {point: tmp_path / point for point in MACHINE_POINTS}
@@ -360,7 +366,7 @@ def test_a_kill_at_any_point_leaks_nothing_and_makes_one_machine(
         control.store.close()
 
 
-def test_tending_all_tends_every_machine(control: Control, fleet: Fleet) -> None:
+def test_reconcile_all_handles_every_machine(control: Control, fleet: Fleet) -> None:
     key = rented(control, fleet)
     end(control)
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What a user sees of rented machines, and how to be rid of them, through the command line."""
+"""The commands for rented machines: list, show, rm, reap, cost and panic."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from perilune.execution.providers.fake.weather import Fault
 from perilune.execution.providers.protocol import MachineRequest
 
 
-def test_machines_are_listed_shown_and_ended(
+def test_machines_list_show_and_rm(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
 ) -> None:
     assert perilune("machines", "list")[1] == "no machines are rented\n"
@@ -38,7 +38,7 @@ def test_machines_are_listed_shown_and_ended(
     assert "no machine 'nonsense'" in perilune("machines", "show", "nonsense")[2]
 
 
-def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
+def test_machines_not_proven_gone_are_reported_with_their_cost(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
 ) -> None:
     key = rented(control, fleet)
@@ -57,7 +57,7 @@ def test_what_is_not_proven_gone_comes_first_with_what_it_costs(
     assert "0 per hour for 0 machines" in told and f"run {'01RUN'}" in told
 
 
-def test_reaping_finds_what_nothing_here_knows_of(
+def test_reap_terminates_machines_missing_from_record(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
 ) -> None:
     stray = fleet.key("01LOST", 3)
@@ -68,7 +68,7 @@ def test_reaping_finds_what_nothing_here_knows_of(
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_panic_says_what_is_left(
+def test_panic_reports_ended_machines_and_silent_providers(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command, silent: bool, tmp_path: Path
 ) -> None:
     tend_until(fleet, rented(control, fleet), MachineState.READY)
@@ -81,15 +81,15 @@ def test_panic_says_what_is_left(
     assert code == 0 and len(report["ended"]) == 1 and not report["left"] and not bill(cloud)["alive"]
 
 
-def test_panic_ends_what_the_record_knows_and_names_what_it_cannot_reach(
+def test_panic_ends_recorded_machines_and_names_unreachable_ones(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
 ) -> None:
-    """It finds machines by the record without the file that names them, and none without their provider."""
+    """Panic finds machines through the record without the `cluster` file, but not without their provider."""
     keys = [rented(control, fleet, number=number) for number in (1, 2)]
     for key in keys:
         tend_until(fleet, key, MachineState.READY)
     (control.home.root / "cluster").unlink()
-    assert tend_until(fleet, keys[0], MachineState.READY).missing_since is None  # it is not taken for gone
+    assert tend_until(fleet, keys[0], MachineState.READY).missing_since is None  # not counted as gone
     providers = control.home.root / "providers.yaml"
     rents = providers.read_text()
     for text, name in (("daily_cap: 1\nproviders: {}\n", "'fake'"), ("providers: 7", "providers.yaml")):

@@ -1,4 +1,4 @@
-"""A home of an older version is brought forward whole or not at all; one of a newer version is left alone."""
+"""A home of an older version is migrated completely or not at all; a home of a newer version is refused."""
 
 import sqlite3
 from collections.abc import Callable
@@ -22,7 +22,7 @@ FIRST = (Path(__file__).parent / "schema_1.sql").read_text()
 
 @pytest.fixture
 def old(tmp_path: Path) -> Home:
-    """A home whose database the first schema made."""
+    """A home whose database has the first schema."""
     home = Home.open(tmp_path / "old")
     with closing(sqlite3.connect(home.database)) as raw:
         raw.execute("PRAGMA journal_mode=WAL")
@@ -40,7 +40,7 @@ def number(database: Path) -> int:
         return int(raw.execute("PRAGMA user_version").fetchone()[0])
 
 
-def test_an_old_home_is_brought_forward_with_all_it_holds(old: Home) -> None:
+def test_migration_keeps_all_data_of_old_home(old: Home) -> None:
     before = {table: rows(old.database, table) for table in ("runs", "attempts", "events", "stages")}
     control = Control(old)
 
@@ -60,12 +60,12 @@ def test_an_old_home_is_brought_forward_with_all_it_holds(old: Home) -> None:
     copy = old.root / "state.schema-1.db"
     assert number(copy) == 1
     assert {table: rows(copy, table) for table in before} == before
-    Store(old)  # and a second time there is nothing to do
+    Store(old)  # a second open migrates nothing
     with control.store.snapshot() as session:
         assert len(list(session.scalars(select(Event.seq)))) == len(kinds)
 
 
-def test_a_migrated_database_is_like_a_new_one(old: Home, tmp_path: Path) -> None:
+def test_migrated_database_has_the_schema_of_a_new_one(old: Home, tmp_path: Path) -> None:
     new = Home.open(tmp_path / "new")
 
     def shape(home: Home) -> dict[str, list[tuple[object, ...]]]:
@@ -76,21 +76,21 @@ def test_a_migrated_database_is_like_a_new_one(old: Home, tmp_path: Path) -> Non
             ).fetchall()
             tables = [name for name, kind, _ in names if kind == "table"]
             found = {name: raw.execute(f"PRAGMA table_info({name})").fetchall() for name in tables}
-        # A column's place differs: SQLite adds at the end.
+        # The order of columns differs: SQLite adds new columns at the end.
         columns = {name: sorted(column[1:] for column in table) for name, table in found.items()}
         return columns | {"": sorted(names)}
 
     assert shape(old) == shape(new)
 
 
-def test_two_commands_that_find_an_old_home_migrate_it_once(old: Home) -> None:
+def test_concurrent_commands_migrate_once(old: Home) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: Store(old).close(), range(4)))
     kinds = [row[4] for row in rows(old.database, "events")]
     assert kinds.count("store.migrated") == 1
 
 
-def test_a_migration_that_fails_changes_nothing(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_migration_changes_nothing(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     before = rows(old.database, "runs")
     monkeypatch.setitem(MIGRATIONS, LATEST, (*MIGRATIONS[LATEST], "ALTER TABLE nowhere ADD COLUMN x"))
     with pytest.raises(WorkFailedError, match="nowhere"):
@@ -102,14 +102,14 @@ def full(database: Path, schema: int) -> Path:
     raise RequestError("the disk is full", where=str(database))
 
 
-def test_without_room_for_the_copy_nothing_is_migrated(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_migration_stops_when_backup_copy_fails(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "back_up", full)
     with pytest.raises(RequestError, match="full"):
         Store(old)
     assert number(old.database) == 1
 
 
-def test_the_copy_says_when_it_cannot_be_written(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_during_backup_copy_is_reported(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
 
     class Full(sqlite3.Connection):
@@ -123,7 +123,7 @@ def test_the_copy_says_when_it_cannot_be_written(old: Home, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("schema", [LATEST + 1, 99])
-def test_a_newer_home_is_refused_and_left_alone(old: Home, schema: int) -> None:
+def test_newer_home_is_refused_unchanged(old: Home, schema: int) -> None:
     with closing(sqlite3.connect(old.database)) as raw:
         raw.execute(f"PRAGMA user_version = {schema}")
     before = old.database.read_bytes()

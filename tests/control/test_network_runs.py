@@ -1,4 +1,4 @@
-"""Runs on a box behind a jump host: the system's OpenSSH, real sshds, and links that are cut."""
+"""Runs on a machine behind a jump host: the system's OpenSSH, real sshds, and links that go down."""
 
 import subprocess
 import threading
@@ -49,7 +49,7 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 
 class Far:
-    """Runs of a home on the box."""
+    """Runs of a home on the remote machine."""
 
     def __init__(self, control: Control, net: Network, folder: Path) -> None:
         self.control, self.net, self.workspace = control, net, folder / "workspace"
@@ -63,13 +63,13 @@ class Far:
         return next(advance(self.control, experiment, [plan], template=self.template)).run_id
 
     def look(self, run_id: str) -> Attempt | None:
-        """One look now; the current attempt after it, if there is one."""
+        """Observe now; return the current attempt, if there is one."""
         self.control.reconciler.look_now(run_id)
         self.control.reconciler.one(run_id)
         return (attempts_of(self.control, run_id) or [None])[-1]
 
     def until(self, run_id: str, is_so: Callable[[Attempt], Any]) -> None:
-        wait_for(lambda: (seen := self.look(run_id)) is not None and is_so(seen), "what was waited for")
+        wait_for(lambda: (seen := self.look(run_id)) is not None and is_so(seen), "the expected state")
 
     def finish(self, run_id: str) -> object:
         self.control.reconciler.look_now(run_id)
@@ -85,7 +85,7 @@ class Far:
         return self.workspace / run_id / str(epoch)
 
     def hanging(self, stage: str = "drill") -> str:
-        """A run that hangs at its third step unless it was resumed, with all it has done at home."""
+        """A run that hangs at its third step unless it was resumed; its checkpoint is already fetched."""
         run_id = self.submit(drill_plan(stage, steps=4, fail_at=2, how="hang", fresh_only=True))
         home = self.here(run_id)
         checkpoint = home / "artifacts" / "checkpoints" / "step-000002"
@@ -111,7 +111,7 @@ def reachable(attempt: Attempt) -> bool:
     return attempt.reachability == "reachable"
 
 
-def test_when_a_test_fails_nothing_of_its_machines_is_left(tmp_path: Path, net: Network) -> None:
+def test_failed_test_leaves_no_machine_or_network_behind(tmp_path: Path, net: Network) -> None:
     with pytest.raises(ZeroDivisionError), network(tmp_path / "machines") as made:
         machines = (made.here, made.jump, made.box)
         subprocess.run([*made.box.inside("--pid", "--net"), "setsid", "--fork", "sleep", "600"], check=True)
@@ -123,7 +123,7 @@ def test_when_a_test_fails_nothing_of_its_machines_is_left(tmp_path: Path, net: 
     assert [number in there for number in numbers] == [False, False, False, True]
 
 
-def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Network, tmp_path: Path) -> None:
+def test_run_behind_jump_host_survives_cuts_of_both_links(far: Far, net: Network, tmp_path: Path) -> None:
     straight = SshSettings(host="10.77.2.1", config=str(net.folder / "config"))
     with pytest.raises(HostUnreachableError, match="unreachable"):
         SshHost(straight, tmp_path).run(["true"])
@@ -131,7 +131,7 @@ def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Net
     run_id = far.submit(drill_plan(steps=3, gate=str(tmp_path / "gate"), say="as it was printed"))
     log = far.here(run_id) / "runtime" / "runtime.log"
     far.until(run_id, lambda _: log.exists())
-    assert net.box.connections() == before + 1  # for some ten commands
+    assert net.box.connections() == before + 1  # one connection for about ten commands
 
     net.near.cut()
     far.until(run_id, unreachable)
@@ -140,7 +140,7 @@ def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Net
 
     net.far.cut()
     (tmp_path / "gate").touch()
-    wait_for((far.there(run_id) / "runtime" / "result.json").exists, "the end of it there")
+    wait_for((far.there(run_id) / "runtime" / "result.json").exists, "the end of the worker there")
     far.until(run_id, unreachable)
     assert far.states(run_id) == [("running", "")]
     net.far.restore()
@@ -153,7 +153,7 @@ def test_a_run_behind_a_jump_host_outlives_cuts_of_both_links(far: Far, net: Net
 
 
 @pytest.mark.thorough
-def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
+def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
     far: Far, net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "MARGIN", 2.0)
@@ -165,7 +165,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
     far.until(ends, lambda one: one.state == "running")
     nonce = read_claim(far.there(hangs) / "runtime").nonce  # type: ignore[union-attr]
     net.near.cut()
-    (tmp_path / "gate").touch()  # one ends while nobody sees it, the other hangs
+    (tmp_path / "gate").touch()  # one run ends unobserved, the other hangs
 
     def given_up() -> bool:
         far.control.reconciler.look_now(ends)
@@ -173,15 +173,17 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
         far.control.reconciler.all(act=False)
         return far.states(ends) == far.states(hangs) == [("lost", "unreachable")]
 
-    wait_for(given_up, "giving them up")
-    assert not marked(MARK, nonce)  # it has stopped itself
+    wait_for(given_up, "the loss of both attempts")
+    assert not marked(MARK, nonce)  # the attempt stopped itself
     net.near.restore()
     for run_id, why in ((ends, ""), (hangs, "no contact for 5 s")):
         assert isinstance(far.finish(run_id), StageFinished)
         assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
-        wait_for(lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "tidying")
+        wait_for(
+            lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "the cleanup"
+        )
         late = read_json(far.here(run_id) / "runtime" / "result.json")
-        assert late["message"] == why  # it came home as evidence, and as nothing else
+        assert late["message"] == why  # the late verdict is collected as evidence, but not accepted
         first, second = attempts_of(far.control, run_id)
         assert first.manifest_digest is None and second.manifest_digest != late["manifest_digest"]
         assert far.control.run(run_id).manifest_digest == second.manifest_digest
@@ -190,9 +192,7 @@ def test_what_a_link_hid_for_too_long_has_ended_and_is_not_taken(
 
 
 @pytest.mark.thorough
-def test_another_key_of_the_box_or_of_the_jump_host_stops_a_run_before_and_only_hides_it_after(
-    far: Far, net: Network
-) -> None:
+def test_changed_host_key_fails_new_run_and_makes_active_run_unreachable(far: Far, net: Network) -> None:
     for seed, machine in enumerate((net.box, net.jump)):
         with machine.replaced():
             before = machine.connections()
@@ -216,15 +216,15 @@ def test_another_key_of_the_box_or_of_the_jump_host_stops_a_run_before_and_only_
 
 
 @pytest.mark.thorough
-def test_a_session_that_is_cut_in_the_middle_of_a_verb_on_a_slow_line(
+def test_cut_session_resumes_transfers_and_starts_worker_once(
     far: Far, net: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sending and fetching go on, and what was begun has begun once."""
+    """Upload and download resume after the cut, and the worker starts once."""
     calls: list[str] = []
     cut: list[str] = []
     run = SshHost.run
 
-    def half_way(verb: str) -> Callable[[], bool]:
+    def half_done(verb: str) -> Callable[[], bool]:
         sent = net.far.carried()
         return {
             "receive": lambda: any(far.workspace.glob("*/tmp.*/*")),
@@ -237,9 +237,9 @@ def test_a_session_that_is_cut_in_the_middle_of_a_verb_on_a_slow_line(
         calls.append(verb)
         if verb not in {"receive", "start", "look"} or verb in cut:
             return run(self, command, **options)
-        ended, there = threading.Event(), half_way(verb)
+        ended, there = threading.Event(), half_done(verb)
 
-        def strike() -> None:
+        def cut_when_half_done() -> None:
             while not ended.is_set():
                 if there():
                     cut.append(verb)
@@ -247,7 +247,7 @@ def test_a_session_that_is_cut_in_the_middle_of_a_verb_on_a_slow_line(
                     break
                 time.sleep(0.002)
 
-        striking = threading.Thread(target=strike)
+        striking = threading.Thread(target=cut_when_half_done)
         striking.start()
         try:
             return run(self, command, **options)
