@@ -1,4 +1,4 @@
-"""An experiment goes on from stage to stage without the command that asked for it, once."""
+"""Later stages of an experiment start without the command that submitted it, and each starts once."""
 
 import json
 import signal
@@ -82,18 +82,18 @@ def kinds(control: Control) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
-def test_a_recipe_as_it_was_recorded_asks_for_the_same_work(control: Control, name: str) -> None:
+def test_recorded_recipe_plans_the_same_jobs(control: Control, name: str) -> None:
     read = load_recipe(bundled_recipe(name))
     recorded = recorded_recipe(control, open_experiment(control, read))
 
-    def asked(recipe: Recipe) -> list[tuple[bytes, dict[str, str]]]:
+    def jobs_and_inputs(recipe: Recipe) -> list[tuple[bytes, dict[str, str]]]:
         return [(job_document(plan.job), dict(plan.consumes)) for plan in stage_plans(recipe)]
 
-    assert asked(recorded) == asked(read)
+    assert jobs_and_inputs(recorded) == jobs_and_inputs(read)
 
 
 @pytest.mark.thorough
-def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
+def test_each_later_stage_starts_once_despite_kills_and_concurrent_commands(
     control: Control, recipe: Path, tmp_path: Path, processes: list[subprocess.Popen[str]]
 ) -> None:
     first_daemon = daemon(processes)
@@ -104,14 +104,14 @@ def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
     wait_for((attempt / "runtime" / "claim.json").exists, "the first stage's claim")
     assert explain(control, told["run"]).next.endswith("; then stage second starts")
 
-    # Between two stages nobody is there.
+    # No process is alive between the first two stages.
     first_daemon.send_signal(signal.SIGKILL)
     first_daemon.wait()
     (tmp_path / "gates" / "first").touch()
     wait_for((attempt / "runtime" / "result.json").exists, "the first stage's result")
     assert [run.stage for run in runs(control)] == ["first"]
 
-    # Then three are there at once: a daemon, a command that was given again, and one that waits.
+    # Then three processes advance the experiment: a daemon, a repeated `run`, and a `wait`.
     daemon(processes)
     attached = begin(processes, "run", str(recipe), "--json")
     waiting = begin(processes, "wait", "three", "--json")
@@ -128,13 +128,13 @@ def test_later_stages_begin_once_whoever_dies_and_whoever_else_is_at_it(
         (stage, "succeeded", 1) for stage in STAGES
     ]
     assert control.summary(runs(control)[-1])["total"] == 3
-    wait_for(lambda: kinds(control)[-1] == "completed", "the wish's end")
-    assert kinds(control) in (  # the command that was given again may have asked again
+    wait_for(lambda: kinds(control)[-1] == "completed", "the completed submission")
+    assert kinds(control) in (  # the repeated command may have submitted again
         ["created", "submitted", "completed"], ["created", "submitted", "submitted", "completed"],
     )  # fmt: skip
 
 
-def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_for_again(
+def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
     control: Control, recipe: Path, tmp_path: Path
 ) -> None:
     read = load_recipe(recipe, [f"third.{key}" for key in ("fail_at=0", "how=work")])
@@ -143,49 +143,49 @@ def test_what_was_cancelled_or_failed_is_followed_by_nothing_until_it_is_asked_f
     assert [plan.job for plan in stage_plans(recorded_recipe(control, experiment))] == [p.job for p in plans]
     starter = StageStarter(control)
 
-    def going_on() -> list[object]:
+    def started_stages() -> list[object]:
         return [what for _, what in starter.start_next_stages()]
 
     first = next(advance(control, experiment, plans)).run_id
-    assert going_on() == []  # it is under way
+    assert started_stages() == []  # the first stage is active
     control.reconciler.one(first)
     (tmp_path / "gates" / "first").touch()
     wait_for(lambda: starter.advance_run(first)[1])
     assert explain(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
-    assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
+    assert started_stages() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
     assert "with the next `perilune run`" in explain(control, first).next
     with pytest.raises(RequestError, match="the experiment is not running"):
         cancel_experiment(control, experiment)
 
-    events = advance(control, experiment, plans)  # asked for again: the first is reused
+    events = advance(control, experiment, plans)  # submitted again: the first stage is reused
     assert next(events).run_id == first
-    (begun,) = going_on()
+    (begun,) = started_stages()
     joined = next(events)
     assert isinstance(begun, StageStarted) and isinstance(joined, StageStarted)
     assert joined.run_id == begun.run_id and not joined.attached
 
-    def newer_code(stage: str) -> str:  # another digest, as a daemon of another version would have it
+    def submit_newer_code(stage: str) -> str:  # another digest, as from a daemon of another version
         submission = Submission(experiment, stage, "drill", part="later")
         return submit(
             control.home, control.store, submission, partial(freeze, drill_job(stage, say="newer"), {})
         ).id
 
-    assert newer_code("second") == begun.run_id
+    assert submit_newer_code("second") == begun.run_id
     cancel(control, begun.run_id)
-    assert going_on() == []
+    assert started_stages() == []
     with pytest.raises(ExperimentCancelledError):
-        newer_code("third")  # by whoever was about to begin it just then
+        submit_newer_code("third")  # by a process that was about to start it
     assert len(runs(control)) == 2
 
     (tmp_path / "gates" / "second").touch()
     last = list(advance(control, experiment, plans))[-1]
     assert isinstance(last, StageFailed) and (last.stage, last.cause) == ("third", "work_failed")
-    assert going_on() == [] and starter.advance_experiment(experiment)[1] == RunState.FAILED
+    assert started_stages() == [] and starter.advance_experiment(experiment)[1] == RunState.FAILED
     assert kinds(control) == ["created", *["submitted", "cancelled"] * 2, "submitted", "failed"]
 
 
-def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended(
+def test_blocked_next_stage_is_reported_once_and_starts_when_repaired(
     control: Control, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for stage in STAGES:
@@ -194,17 +194,17 @@ def test_what_stands_in_the_way_of_the_next_stage_is_told_once_and_may_be_mended
     experiment, plans = open_experiment(control, read), stage_plans(read)
     events = advance(control, experiment, plans, poll=0.02)
     first = next(event for event in events if isinstance(event, StageFinished)).run_id
-    del events  # as if killed
+    del events  # like a kill
     output = control.directory(control.run(first)) / "artifacts" / "data"
     output.rename(tmp_path / "aside")
     starter = StageStarter(control)
     ((_, told),) = starter.start_next_stages()
     assert isinstance(told, PeriluneError) and "produced no data" in str(told)
-    assert list(starter.start_next_stages()) == []  # a while later
+    assert list(starter.start_next_stages()) == []  # the second pass
     assert any("produced no data" in fact for fact in explain(control, first).because)
-    ((_, again),) = StageStarter(control).start_next_stages()  # another process says it too
+    ((_, again),) = StageStarter(control).start_next_stages()  # another process reports it too
     assert str(again) == str(told)
-    with monkeypatch.context() as patch:  # another version, or a plugin that is broken
+    with monkeypatch.context() as patch:  # another version, or a broken plugin
         patch.setattr(next_stage_module, "recorded_recipe", lambda *_: {}["stages"])
         ((_, broken),) = StageStarter(control).start_next_stages()
     assert "KeyError" in str(broken)

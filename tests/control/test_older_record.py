@@ -1,4 +1,4 @@
-"""The record of yesterday, put back under the files of today: nothing is removed, nothing runs twice."""
+"""An old copy of the database under newer files: nothing is deleted, nothing runs twice."""
 
 import shutil
 import sqlite3
@@ -23,7 +23,7 @@ from perilune.control.runs.requests import cancel
 from perilune.execution.processes import ProcessIdentity
 
 
-def copied(control: Control, destination: Path) -> None:
+def copy_database(control: Control, destination: Path) -> None:
     with (
         closing(sqlite3.connect(control.home.database)) as source,
         closing(sqlite3.connect(destination)) as copy,
@@ -31,7 +31,7 @@ def copied(control: Control, destination: Path) -> None:
         source.backup(copy)
 
 
-def put_back(control: Control, copy: Path) -> Control:
+def restore_database(control: Control, copy: Path) -> Control:
     control.store.close()
     for leftover in control.home.root.glob("state.db-*"):
         leftover.unlink()
@@ -39,26 +39,24 @@ def put_back(control: Control, copy: Path) -> Control:
     return drill_control(control.home.root)
 
 
-def test_runs_that_the_record_does_not_know_stay(control: Control, tmp_path: Path) -> None:
+def test_unrecorded_runs_are_kept(control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1))
-    copied(control, tmp_path / "yesterday.db")
+    copy_database(control, tmp_path / "yesterday.db")
     last = carry_out(control, drill_plan("two", steps=1))[-1]
-    later = put_back(control, tmp_path / "yesterday.db")
+    later = restore_database(control, tmp_path / "yesterday.db")
     later.reconciler.all()
     assert (later.home.attempt(last.run_id, 1) / "artifacts" / "summary.json").is_file()
-    events = carry_out(later, drill_plan("two", steps=1))  # made anew, since nothing is known of it
+    events = carry_out(later, drill_plan("two", steps=1))  # a new run, because the old one is unknown
     assert events[-1].run_id != last.run_id
     later.store.close()
 
 
 @pytest.mark.thorough
-def test_an_attempt_that_the_record_does_not_know_is_stopped_before_the_next(
-    control: Control, tmp_path: Path
-) -> None:
+def test_unrecorded_attempt_is_stopped_before_the_next_starts(control: Control, tmp_path: Path) -> None:
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=False)
     events, first = start(control, plan)
     wait_for(lambda: has_event(first, "hangs"), "the hang")
-    copied(control, tmp_path / "yesterday.db")  # attempt 1 is running
+    copy_database(control, tmp_path / "yesterday.db")  # attempt 1 is running
     events.close()
     run_id = only_run(control).id
     identity = ProcessIdentity.of(worker_of(first))
@@ -66,10 +64,10 @@ def test_an_attempt_that_the_record_does_not_know_is_stopped_before_the_next(
     identity.send(9)
     wait_for(lambda: control.reconciler.one(run_id) and control.home.attempt(run_id, 2).is_dir(), "attempt 2")
     second = control.home.attempt(run_id, 2)
-    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "its hang")
+    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "the hang of attempt 2")
     alive = family(second)
     assert alive
-    later = put_back(control, tmp_path / "yesterday.db")
+    later = restore_database(control, tmp_path / "yesterday.db")
     wait_for(lambda: later.reconciler.one(run_id).current_epoch == 3, "attempt 3")
     assert not family(second)
     assert later.home.attempt(run_id, 2).is_dir()

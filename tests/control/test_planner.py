@@ -1,4 +1,4 @@
-"""The plan is a pure function, so it can be asked about every situation there is."""
+"""Every combination of state, observation and situation goes through the pure planning function."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -44,76 +44,76 @@ SITUATIONS = [
 ]
 
 
-def out_of_sight(seen: Observation) -> bool:
+def is_unseen(seen: Observation) -> bool:
     return bool(seen.unseen or (seen.claim and seen.worker is Presence.UNKNOWN))
 
 
-def everything() -> Iterator[tuple[AttemptState, Observation, dict[str, Any], Step]]:
-    """Every situation there is, with the step that is planned in it."""
+def all_situations() -> Iterator[tuple[AttemptState, Observation, dict[str, Any], Step]]:
+    """All combinations of state, observation and situation, with the planned step."""
     for state, seen, now in product(AttemptState, OBSERVATIONS, SITUATIONS):
         yield state, seen, now, next_step(state, seen, Situation(**now))
 
 
-def test_what_has_ended_is_left_alone() -> None:
-    assert {step for state, _, _, step in everything() if state.terminal} == {Step.WAIT}
+def test_ended_attempts_only_wait() -> None:
+    assert {step for state, _, _, step in all_situations() if state.terminal} == {Step.WAIT}
 
 
-def test_a_verdict_is_always_taken_up_whatever_else_is_wanted() -> None:
-    steps = {step for state, seen, _, step in everything() if seen.verdict and not state.terminal}
+def test_verdict_is_always_finalized() -> None:
+    steps = {step for state, seen, _, step in all_situations() if seen.verdict and not state.terminal}
     assert steps == {Step.FINALIZE}
 
 
-def test_not_seeing_justifies_nothing_before_the_policy_or_the_user_says_so() -> None:
+def test_unseen_attempt_is_lost_only_after_timeout_or_force() -> None:
     unseen = [
         (now["unseen_seconds"] >= 1800 or now["force"], step)
-        for state, seen, now, step in everything()
-        if out_of_sight(seen) and not seen.verdict and not state.terminal
+        for state, seen, now, step in all_situations()
+        if is_unseen(seen) and not seen.verdict and not state.terminal
         if not (seen.refused and state in BEFORE_START)
     ]
     assert {step for given_up, step in unseen if not given_up} == {Step.UNREACHABLE}
     assert {step for given_up, step in unseen if given_up} == {Step.LOSE}
 
 
-def test_a_place_that_refuses_fails_the_attempt_only_before_anything_was_begun_there() -> None:
-    refused = {(state, step) for state, seen, _, step in everything() if step is Step.REFUSED}
+def test_host_refusal_fails_attempt_only_before_start() -> None:
+    refused = {(state, step) for state, seen, _, step in all_situations() if step is Step.REFUSED}
     assert refused == {(state, Step.REFUSED) for state in BEFORE_START}
 
 
-def test_force_changes_nothing_for_what_can_be_seen() -> None:
-    for state, seen, now, step in everything():
-        if now["force"] and not out_of_sight(seen):
+def test_force_changes_nothing_for_visible_attempts() -> None:
+    for state, seen, now, step in all_situations():
+        if now["force"] and not is_unseen(seen):
             assert step is next_step(state, seen, Situation(**now | {"force": False}))
 
 
-def test_nothing_is_staged_or_started_over_a_claim() -> None:
-    steps = {step for _, seen, _, step in everything() if seen.claim}
+def test_claimed_attempt_is_never_staged_or_started() -> None:
+    steps = {step for _, seen, _, step in all_situations() if seen.claim}
     assert not steps & {Step.STAGE, Step.START, Step.START_FAILED}
 
 
-def test_death_is_declared_on_evidence_only() -> None:
-    for state, seen, _, step in everything():
+def test_death_needs_evidence() -> None:
+    for state, seen, _, step in all_situations():
         if step is Step.DIED:
             vanished = seen.claim is None and state in {AttemptState.RUNNING, AttemptState.FINALIZING}
             assert vanished or seen.worker is Presence.ABSENT
 
 
-def test_a_cancelled_attempt_never_goes_further() -> None:
-    steps = {step for _, _, now, step in everything() if now["cancel"]}
+def test_cancelled_attempt_never_advances() -> None:
+    steps = {step for _, _, now, step in all_situations() if now["cancel"]}
     assert not steps & {Step.STAGE, Step.START, Step.ADOPT, Step.DIED}
 
 
-def test_every_step_has_its_situation() -> None:
-    assert {step for _, _, _, step in everything()} == set(Step)
+def test_every_step_is_planned_in_some_situation() -> None:
+    assert {step for _, _, _, step in all_situations()} == set(Step)
 
 
-def test_starting_is_repeated_but_not_for_ever() -> None:
+def test_start_is_repeated_up_to_a_maximum() -> None:
     nothing = Observation()
     steps = [next_step(AttemptState.STARTING, nothing, Situation(starts=n)) for n in range(MAX_STARTS + 1)]
     assert steps == [Step.START] * MAX_STARTS + [Step.START_FAILED]
     assert next_step(AttemptState.STARTING, nothing, Situation(starts=1, starting=True)) is Step.WAIT
 
 
-def test_every_cause_has_a_class_and_each_class_its_own_budget() -> None:
+def test_every_cause_has_a_retry_class_with_its_own_budget() -> None:
     policy = RetryPolicy(infrastructure=2, lost=1, user=0)
     classes = Counter(retry_class(cause) for cause in Cause)
     assert classes == {"infrastructure": 6, "preemption": 2, "lost": 2, "user": len(Cause) - 10}

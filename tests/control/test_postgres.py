@@ -1,4 +1,4 @@
-"""The same promises on a real PostgreSQL server."""
+"""The store on a real PostgreSQL server."""
 
 import threading
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def control(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterat
     opened.store.close()
 
 
-def test_runs_go_their_way_and_commands_find_them(control: Control, perilune: Command) -> None:
+def test_runs_and_commands_work_on_postgresql(control: Control, perilune: Command) -> None:
     assert isinstance(control.store.database, Postgres) and not control.home.database.exists()
     plans = [drill_plan("one", steps=1), drill_plan("two", fail_at=0, how="work")]
     events = carry_out(control, *plans)
@@ -47,14 +47,14 @@ def test_runs_go_their_way_and_commands_find_them(control: Control, perilune: Co
         assert verify_events(session) is None
 
 
-def test_events_only_grow(control: Control) -> None:
+def test_events_are_append_only(control: Control) -> None:
     carry_out(control, drill_plan("one", steps=1))
     for statement in ("UPDATE events SET detail = '{}'", "DELETE FROM events", "TRUNCATE events"):
         with pytest.raises(DatabaseError, match="append-only"), control.store.engine.begin() as connection:
             connection.execute(text(statement))
 
 
-def test_writers_take_turns_and_no_event_is_lost(control: Control) -> None:
+def test_concurrent_writers_lose_no_event(control: Control) -> None:
     def write(number: int) -> None:
         for _ in range(10):
             with control.store.transaction() as session:
@@ -70,7 +70,7 @@ def test_writers_take_turns_and_no_event_is_lost(control: Control) -> None:
         assert session.scalar(text("SELECT count(*) FROM events WHERE kind = 'drill'")) == 60
 
 
-def test_a_snapshot_is_one_state_and_takes_no_lock(control: Control) -> None:
+def test_snapshot_is_consistent_and_takes_no_lock(control: Control) -> None:
     with control.store.snapshot() as session:
         before = session.scalar(text("SELECT count(*) FROM events"))
         with control.store.transaction() as other:
@@ -79,7 +79,7 @@ def test_a_snapshot_is_one_state_and_takes_no_lock(control: Control) -> None:
         assert session.scalar(text("SELECT count(*) FROM events")) == before
 
 
-def test_homes_do_not_see_each_other(control: Control, tmp_path: Path) -> None:
+def test_homes_are_isolated(control: Control, tmp_path: Path) -> None:
     carry_out(control, drill_plan("one", steps=1))
     other = drill_control(tmp_path / "other")
     with other.store.snapshot() as session:
@@ -87,9 +87,7 @@ def test_homes_do_not_see_each_other(control: Control, tmp_path: Path) -> None:
     other.store.close()
 
 
-def test_a_home_stays_with_its_database(
-    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     assert isinstance(database_of(control.home), Postgres)  # remembered
     monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
@@ -111,7 +109,7 @@ def test_a_home_stays_with_its_database(
         ("nonsense", "not a database URL"),
     ],
 )
-def test_what_is_no_database_is_refused(
+def test_invalid_database_url_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, what: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, url)
@@ -121,7 +119,7 @@ def test_what_is_no_database_is_refused(
     assert not (tmp_path / "home" / "database").exists()
 
 
-def test_a_server_that_is_away_is_told_of_and_nothing_is_remembered(
+def test_unreachable_server_is_reported_and_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")

@@ -1,4 +1,4 @@
-"""Slots and priorities: never more at once than there are, the highest first, and nobody is forgotten."""
+"""Slots and priorities: at most one active run per slot, highest priority first, and no run starves."""
 
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,14 @@ def states(control: Control, runs: list[str]) -> list[str]:
     return [control.run(run).state for run in runs]
 
 
-def order_of_beginning(control: Control) -> list[str]:
+def start_order(control: Control) -> list[str]:
     with control.store.snapshot() as session:
         query = select(Event.run_id).where(Event.kind == "attempt.planned").order_by(Event.seq)
         return [run for run in session.scalars(query) if run]
 
 
 @pytest.mark.thorough
-def test_runs_take_turns_by_priority(control: Control) -> None:
+def test_runs_start_in_order_of_priority(control: Control) -> None:
     low = [submitted(control, f"low{number}", Template(slots=1), steps=1) for number in range(2)]
     high = submitted(control, "high", Template(slots=1, priority=5), steps=1)
     runs = [*low, high]
@@ -48,21 +48,23 @@ def test_runs_take_turns_by_priority(control: Control) -> None:
 
     wait_for(over)
     assert most == 1
-    assert order_of_beginning(control) == [high, *low]
+    assert start_order(control) == [high, *low]
 
 
 @pytest.mark.thorough
-def test_who_waits_helps_those_before_it_along(control: Control) -> None:
+def test_waiting_run_advances_the_runs_before_it(control: Control) -> None:
     first = submitted(control, "first", Template(slots=1), steps=1)
     second = submitted(control, "second", Template(slots=1), steps=1)
     turn = explain(control, second)
     assert "attempt 1 waits for a slot: 0 of 1 slots are taken, 1 ahead in the queue" in turn.because
-    wait_for(lambda: control.reconciler.one(second).state == RunState.SUCCEEDED)  # nobody looks at the first
+    wait_for(lambda: control.reconciler.one(second).state == RunState.SUCCEEDED)  # not `first`
     assert control.run(first).state == RunState.SUCCEEDED
-    assert order_of_beginning(control) == [first, second]
+    assert start_order(control) == [first, second]
 
 
-def test_slots_are_a_placements_and_without_them_all_begin(control: Control, tmp_path: Path) -> None:
+def test_slots_count_all_runs_of_a_placement_and_are_unlimited_by_default(
+    control: Control, tmp_path: Path
+) -> None:
     gate = str(tmp_path / "gate")
     runs = [submitted(control, f"free{number}", Template(), steps=1, gate=gate) for number in range(3)]
     control.reconciler.all()
@@ -70,14 +72,14 @@ def test_slots_are_a_placements_and_without_them_all_begin(control: Control, tmp
     slots = Template(slots=5)
     two = [submitted(control, f"two{number}", slots, steps=1, gate=gate) for number in range(2)]
     control.reconciler.all()
-    assert states(control, two) == ["active"] * 2  # five at once, three of which are the others'
+    assert states(control, two) == ["active"] * 2  # five active runs, three without slots
     one = submitted(control, "one", slots, steps=1)
     assert explain(control, one).because[-1].endswith("5 of 5 slots are taken")
     Path(gate).touch()
     wait_for(lambda: control.reconciler.all() == [])
 
 
-def test_a_cancelled_run_holds_nobody_up(control: Control) -> None:
+def test_cancelled_run_does_not_block_the_queue(control: Control) -> None:
     from perilune.control.runs.requests import request_cancel
 
     first = submitted(control, "first", Template(slots=1, priority=9), steps=1)

@@ -1,4 +1,4 @@
-"""Commands that only tell do not wait for a machine that does not answer."""
+"""Commands that only show state do not wait for an unresponsive machine."""
 
 import socket
 import subprocess
@@ -18,7 +18,7 @@ from perilune.control.runs.templates import OverSsh, Template
 
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """A port that takes connections and never says a word."""
+    """A port that accepts connections and never sends anything."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -31,9 +31,7 @@ def listing() -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_a_listing_tells_what_is_recorded_when_a_machine_does_not_answer(
-    control: Control, silent: int
-) -> None:
+def test_runs_shows_last_known_state_when_machine_does_not_answer(control: Control, silent: int) -> None:
     there = OverSsh(host="127.0.0.1", port=silent, config="/dev/null")
     plan = drill_plan()
     next(advance(control, begin(control, [plan]), [plan], template=Template(placement=there)))
@@ -53,11 +51,11 @@ def test_a_listing_tells_what_is_recorded_when_a_machine_does_not_answer(
         )
         move_run(session, run, RunState.ACTIVE)
 
-    out, err = listing()  # had it waited until the way there is given up, it would know
+    out, err = listing()  # without waiting for the connection timeout
     assert "active" in out
     assert f"no answer from drill ({run_id}); showing the last known state" in err
 
     control.home.daemon.mkdir()
-    with locked(control.home.daemon):  # a daemon looks anyway
+    with locked(control.home.daemon):  # a daemon observes the machine anyway
         out, err = listing()
     assert "active" in out and err == ""

@@ -1,4 +1,4 @@
-"""Attempts on a Ray cluster: a real one, of two nodes on this machine, with a token of its own."""
+"""Attempts on a real Ray cluster with two nodes on this machine and its own token."""
 
 import hashlib
 import io
@@ -76,10 +76,10 @@ def new_key() -> str:
     return f"perilune-drills-{secrets.token_hex(6)}-1-0"
 
 
-def made(
+def create_machines(
     provider: RayCluster, kind: str = "small", nodes: int = 1, lifetime: float = 600.0
 ) -> list[RentedMachine]:
-    """The machines of a new attempt, once they are there."""
+    """Create the machines of a new attempt and wait until they run."""
     key = new_key()
     provider.create(key, MachineRequest(kind, lifetime, nodes))
     tag = key.removesuffix("-0")
@@ -94,7 +94,7 @@ def made(
 
 
 def has_ended(provider: RayCluster, key: str) -> str:
-    """Wait for the end of a machine; why it ended."""
+    """Wait for the end of a machine; return the reason."""
 
     def over() -> RentedMachine | None:
         seen = provider.find(key).machine
@@ -110,7 +110,7 @@ def on(host: Host, folder: Path, workspace: str = "~/.perilune/attempts") -> Rem
 
 @pytest.fixture(scope="module")
 def machine(provider: RayCluster) -> RentedMachine:
-    return made(provider)[0]
+    return create_machines(provider)[0]
 
 
 class TestRay(PlacementConformance):
@@ -120,7 +120,7 @@ class TestRay(PlacementConformance):
 
 
 def ask(provider: RayCluster, key: str, *, proven: bool = True, nonce: str = "") -> str:
-    """Ask a machine for a command by hand, without a proof or with an old nonce; what it says to that."""
+    """Send a raw command request without a proof or with an old nonce; return the machine's answer."""
     host, _, port = provider.settings.gateway.rpartition(":")
     token = provider._ready[key.removesuffix("-0")].token if proven else ""
     with socket.create_connection((host, int(port)), 10.0) as wire, wire.makefile("rb") as answers:
@@ -135,7 +135,7 @@ def ask(provider: RayCluster, key: str, *, proven: bool = True, nonce: str = "")
         return said.decode().strip().rpartition("PermissionError: ")[2]
 
 
-def test_what_a_command_reads_and_says_arrives_as_it_was(
+def test_host_transfers_command_data_unchanged_and_checks_tokens(
     provider: RayCluster, machine: RentedMachine, ray: LocalRay
 ) -> None:
     host = provider.host(machine)
@@ -144,7 +144,7 @@ def test_what_a_command_reads_and_says_arrives_as_it_was(
         answer = host.run(["tee", "/dev/stderr"], source=io.BytesIO(data), sink=back)
         back.seek(0)
         assert answer.exit_code == 0 and hashlib.sha256(back.read()).digest() == hashlib.sha256(data).digest()
-    assert host.run(["true"], source=io.BytesIO(data)).exit_code == 0  # nobody reads it
+    assert host.run(["true"], source=io.BytesIO(data)).exit_code == 0  # the command does not read it
     assert host.run(["sh", "-c", "echo here; echo there >&2; exit 7"]).output == b"here\n"
     assert host.run(["sh", "-c", "kill -9 $$"]).exit_code == 137
     missing = host.run(["/no/such/program"])
@@ -161,16 +161,16 @@ def test_what_a_command_reads_and_says_arrives_as_it_was(
         RayHost(provider.settings.gateway, new_key(), "0" * 64).run(["true"])
 
 
-def test_the_machines_of_an_attempt_come_together_go_together_and_leave_nothing(
+def test_machines_of_an_attempt_start_and_end_together_without_leftovers(
     provider: RayCluster, ray: LocalRay, tmp_path: Path
 ) -> None:
     spread = ray.provider(strategy="STRICT_SPREAD")
-    first, second = made(spread, nodes=2)
+    first, second = create_machines(spread, nodes=2)
     again = spread.create(second.key, MachineRequest("small", 600.0, 2))
     assert (again.key, again.status) == (second.key, MachineStatus.RUNNING)
     assert {first.address, second.address} == {HEAD, SECOND}
     assert [(one.kind, one.price) for one in (first, second)] == [("small", 0.4)] * 2
-    told = RayCluster(provider.settings)  # who was not there when they were made
+    told = RayCluster(provider.settings)  # a client that did not create them
     assert {one.key for one in told.list("perilune-drills-")} >= {first.key, second.key}
     homes = [told.host(one).run(["pwd"]).output.decode().strip() for one in (first, second)]
     assert len(set(homes)) == 2 and all(stat.S_IMODE(Path(home).stat().st_mode) == 0o700 for home in homes)
@@ -183,19 +183,19 @@ def test_the_machines_of_an_attempt_come_together_go_together_and_leave_nothing(
     assert working(attempt)
     told.terminate(first.key)
     assert has_ended(told, second.key) == "terminated"
-    until(lambda: not working(attempt), "the end of what ran there")
-    assert told.find(first.key).presence is Presence.PRESENT  # ended is evidence
+    until(lambda: not working(attempt), "the end of the processes there")
+    assert told.find(first.key).presence is Presence.PRESENT  # an ended machine stays listed
     told.terminate(first.key)
     told.terminate(new_key())
     assert told.find(new_key()).presence is Presence.ABSENT
 
     assert Path(homes[0]).exists()
-    (short,) = made(provider, "elsewhere", lifetime=6.0)  # whoever comes next tidies up
+    (short,) = create_machines(provider, "elsewhere", lifetime=6.0)  # the next machine cleans up
     assert not any(Path(home).exists() for home in homes)
     assert has_ended(provider, short.key) == "lifetime"
 
 
-def test_what_cannot_be_had_waits_or_is_refused(provider: RayCluster, ray: LocalRay) -> None:
+def test_unavailable_machines_stay_pending_or_are_refused(provider: RayCluster, ray: LocalRay) -> None:
     key = new_key()
     provider.create(key, MachineRequest("huge", 600.0))
     (seen,) = provider.list(key)
@@ -216,9 +216,7 @@ def test_what_cannot_be_had_waits_or_is_refused(provider: RayCluster, ray: Local
     assert has_ended(broken, failing) == "host failure: there is no /no/such/python on the head node"
 
 
-def test_what_is_configured_reaches_a_job_as_it_is_and_mistakes_are_named(
-    ray: LocalRay, control: Control
-) -> None:
+def test_settings_are_quoted_for_the_job_and_unknown_keys_are_named(ray: LocalRay, control: Control) -> None:
     odd = ray.provider(workspace='~/$(touch /tmp/x) "; `id`', namespace="a b&c", python="/o dd/python")
     parts = shlex.split(odd._entrypoint("perilune-a-b-1", MachineRequest("small", 5.0)))
     assert parts[0] == "/o dd/python" and parts[parts.index("--workspace") + 1] == odd.settings.workspace
@@ -235,7 +233,7 @@ def test_what_is_configured_reaches_a_job_as_it_is_and_mistakes_are_named(
 def rents_from(
     control: Control, ray: LocalRay, folder: Path, monkeypatch: pytest.MonkeyPatch, nodes: int | None = None
 ) -> Template:
-    """Let the home rent from the cluster, and look often; a template that does."""
+    """Let the home rent from the cluster with frequent observations; return a template for it."""
     hurry(monkeypatch)
     settings = ray.settings().model_dump(mode="json")
     providers = {"daily_cap": 100.0, "providers": {"mine": settings}}
@@ -250,7 +248,7 @@ def rents_from(
     )
 
 
-def test_an_attempt_on_two_nodes_is_one_job(
+def test_attempt_on_two_nodes_is_one_job(
     control: Control, ray: LocalRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = rents_from(control, ray, tmp_path, monkeypatch, nodes=2)
@@ -269,7 +267,7 @@ def rented(control: Control) -> list[str]:
 
 
 def on_nodes(ray: LocalRay, bundle: Path, **changes: object) -> subprocess.Popen[str]:
-    """A process that runs a stage of asynchronous training, which samples on the nodes of the cluster."""
+    """Start a process that trains asynchronously and samples on the nodes of the cluster."""
     ahead = {"staleness": 0, "workers": 2, "ray": {"address": f"{HEAD}:{ray.port}", **changes}}
     make_bundle(bundle, make_job("rl", asynchronous=ahead, **SAMPLED))
     access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(ray.folder / "token")}
@@ -288,8 +286,8 @@ def actors() -> list[psutil.Process]:
 
 
 @pytest.mark.thorough
-def test_nodes_that_sample_for_training_may_be_lost(ray: LocalRay, tmp_path: Path) -> None:
-    """The checkpoint is that of synchronous training, although one of two rollout processes is killed."""
+def test_training_survives_lost_rollout_process(ray: LocalRay, tmp_path: Path) -> None:
+    """The checkpoint equals that of synchronous training although one of two rollout processes is killed."""
     process = on_nodes(ray, tmp_path / "ray")
     figures = tmp_path / "ray" / "artifacts" / "metrics.jsonl"
     wait_for(lambda: figures.exists() or process.poll() is not None, "a step")
@@ -307,15 +305,15 @@ def test_nodes_that_sample_for_training_may_be_lost(ray: LocalRay, tmp_path: Pat
 
 
 @pytest.mark.thorough
-def test_a_cluster_without_room_for_all_that_sample_is_named(ray: LocalRay, tmp_path: Path) -> None:
+def test_too_few_gpus_for_rollout_processes_are_reported(ray: LocalRay, tmp_path: Path) -> None:
     told, _ = on_nodes(ray, tmp_path / "bundle", gpus=1).communicate(timeout=300)
     assert "the Ray cluster has 0 GPUs, and 2 rollout processes need 2" in told
 
 
-def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
+def test_killed_node_ends_its_machines_and_their_processes(
     provider: RayCluster, ray: LocalRay, tmp_path: Path
 ) -> None:
-    (one,) = made(provider, "elsewhere")
+    (one,) = create_machines(provider, "elsewhere")
     attempt = assigned(tmp_path)
     placement = on(provider.host(one), tmp_path / "python")
     stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
@@ -324,12 +322,12 @@ def test_a_node_that_is_killed_takes_its_machines_and_all_they_ran_with_it(
     assert look(placement, attempt).worker is Presence.PRESENT and working(attempt)
     ray.kill(SECOND)
     assert has_ended(provider, one.key).startswith("host failure")
-    until(lambda: not working(attempt), "the end of what ran there")
+    until(lambda: not working(attempt), "the end of the processes there")
     assert placement.observe(attempt).unseen
 
 
 @pytest.mark.thorough
-def test_a_head_that_is_restarted_costs_what_had_not_come_home(
+def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     control: Control, ray: LocalRay, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = rents_from(control, ray, tmp_path, monkeypatch)
@@ -342,11 +340,11 @@ def test_a_head_that_is_restarted_costs_what_had_not_come_home(
         with control.store.snapshot() as session:
             return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
-    def came_home() -> bool:
+    def checkpoint_fetched() -> bool:
         control.reconciler.one(run.id)
         return (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists()
 
-    until(came_home, "a checkpoint")
+    until(checkpoint_fetched, "a checkpoint")
     first = Assignment(run.id, 1, control.directory(run))
     assert working(first)
     code, out, _ = perilune("machines", "list", "--json")
@@ -354,12 +352,15 @@ def test_a_head_that_is_restarted_costs_what_had_not_come_home(
     assert code == 0 and (listed["provider"], listed["kind"], listed["state"]) == ("mine", "small", "ready")
     for node in (HEAD, SECOND):
         ray.kill(node)
-    wait_for(lambda: control.reconciler.all() or attempts()[0].reachability == "unreachable", "silence")
-    assert [one.state for one in attempts()] == ["running"]  # nobody knows
+    wait_for(
+        lambda: control.reconciler.all() or attempts()[0].reachability == "unreachable",
+        "the unreachable attempt",
+    )
+    assert [one.state for one in attempts()] == ["running"]  # its state is unknown
     ray.start_head()
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
-    assert not working(first)  # whom nobody could ask to stop
+    assert not working(first)  # it ended without a stop request
     assert [(one.state, one.cause) for one in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
     assert verify(control.directory(run), run.bundle_digest) == []
     until(lambda: control.reconciler.all(act=False) or not rented(control), "the end of every machine")

@@ -1,4 +1,4 @@
-"""A damaged or lost record is noticed, and made again from what lies on the disk."""
+"""A damaged or lost database is detected and rebuilt from the files on disk."""
 
 import json
 import random
@@ -14,13 +14,13 @@ from perilune.execution.processes import ProcessIdentity
 PAGE = 4096
 
 
-def lose(database: Path) -> None:
+def delete_database(database: Path) -> None:
     for path in database.parent.glob("state.db*"):
         path.unlink()
 
 
-def spoil(database: Path) -> None:
-    """Overwrite 3 pages; not the first, without which it is no database at all."""
+def overwrite_pages(database: Path) -> None:
+    """Overwrite 3 pages but not the first, which makes the file a database."""
     pages = database.stat().st_size // PAGE
     with database.open("r+b") as file:
         for page in random.Random(1).sample(range(pages // 2, pages), 3):
@@ -28,17 +28,17 @@ def spoil(database: Path) -> None:
             file.write(random.Random(page).randbytes(PAGE))
 
 
-def no_database(database: Path) -> None:
+def replace_by_garbage(database: Path) -> None:
     database.write_bytes(b"x" * 5000)
 
 
-def test_a_record_that_is_damaged_is_named_and_made_again(perilune: Command, control: Control) -> None:
+def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: Control) -> None:
     events, attempt = hanging(control)
     live, worker = attempt.parents[1].name, worker_of(attempt)
     one, two = drill_plan("one", steps=1), drill_plan("two", steps=2)
     carry_out(control, one, two)
     carry_out(control, drill_plan("bad", fail_at=0, how="work"), name="failing")
-    assert perilune("verify")[0] == 0 and perilune("rebuild")[0] == 2  # nothing is wrong
+    assert perilune("verify")[0] == 0 and perilune("rebuild")[0] == 2  # nothing is damaged yet
     control.store.close()
 
     def runs() -> dict[str, object]:
@@ -47,7 +47,7 @@ def test_a_record_that_is_damaged_is_named_and_made_again(perilune: Command, con
         return {run["run_id"]: [run[key] for key in same] for run in found}
 
     told = runs()
-    for damage in (lose, spoil, no_database):
+    for damage in (delete_database, overwrite_pages, replace_by_garbage):
         damage(control.home.database)
         code, out, err = perilune("verify")
         assert code == 1 and "perilune rebuild" in out + err
@@ -65,15 +65,15 @@ def test_a_record_that_is_damaged_is_named_and_made_again(perilune: Command, con
     events.close()  # type: ignore[attr-defined]
 
 
-def test_runs_of_which_little_is_legible_come_back_too(perilune: Command, control: Control) -> None:
+def test_rebuild_recovers_runs_with_unreadable_files(perilune: Command, control: Control) -> None:
     *_, event = carry_out(control, drill_plan("one", steps=1))
     run = control.home.run(event.run_id)
     control.store.close()
-    (run / "submission.json").unlink()  # made by an earlier version
+    (run / "submission.json").unlink()  # as from an earlier version
     for path in control.home.experiments.glob("*/recipe.json"):
         path.write_text("{")
     (control.home.runs / "stray").mkdir()
-    lose(control.home.database)
+    delete_database(control.home.database)
     code, out, _ = perilune("rebuild")
     assert code == 0 and "not rebuilt: experiment" in out and "not rebuilt: run stray" in out
     (found,) = json.loads(perilune("runs", "--json")[1])["runs"]

@@ -1,4 +1,4 @@
-"""What happens when something dies, is stopped, or cannot be seen: with real processes and real signals."""
+"""Recovery from killed, stopped and unreachable workers and commands, with real processes and signals."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def totals(control: Control, run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("victim", ["worker", "task", "worker with daemon"])
-def test_a_killed_attempt_is_taken_up_from_its_last_checkpoint(control: Control, victim: str) -> None:
+def test_killed_attempt_resumes_from_its_last_checkpoint(control: Control, victim: str) -> None:
     events, attempt = hanging(control, "daemon" if victim.endswith("daemon") else "hang")
     os.kill(family(attempt)[0] if victim == "task" else worker_of(attempt), signal.SIGKILL)
     seen = list(events)
@@ -74,13 +74,11 @@ def test_a_killed_attempt_is_taken_up_from_its_last_checkpoint(control: Control,
     run = only_run(control)
     assert [one.state for one in attempts(control, run.id)] == ["failed", "succeeded"]
     assert [one.cleanup for one in attempts(control, run.id)] == ["done", "done"]
-    assert totals(control, run) == [2, 6, 12, 20]  # as if nothing had happened
+    assert totals(control, run) == [2, 6, 12, 20]  # the same as without the kill
     assert not family(attempt)
 
 
-def test_a_killed_command_leaves_the_run_going_and_the_next_one_attaches(
-    control: Control, tmp_path: Path
-) -> None:
+def test_run_survives_killed_command_and_next_command_attaches(control: Control, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     code = COMMAND.format(here=str(Path(__file__).parents[1] / "drill"))
     arguments = [sys.executable, "-c", code, str(control.home.root), str(gate)]
@@ -98,11 +96,11 @@ def test_a_killed_command_leaves_the_run_going_and_the_next_one_attaches(
     assert worker_of(attempt) == worker
     gate.touch()
     assert isinstance(list(third)[-1], StageFinished)
-    assert second.communicate()[0] in {"StageFinished\n", "StageReused\n"}  # it may have come late
+    assert second.communicate()[0] in {"StageFinished\n", "StageReused\n"}  # it may find the run finished
     assert only_run(control).current_epoch == 1
 
 
-def test_a_finished_stage_is_not_run_again_but_a_changed_one_is(control: Control) -> None:
+def test_finished_stage_is_reused_and_changed_stage_runs_again(control: Control) -> None:
     plans = [drill_plan("first", steps=2), drill_plan("second", {"data": "first"}, steps=1)]
     once = carry_out(control, *plans)
     assert [type(event) for event in once if not isinstance(event, StageProgress)] == [
@@ -111,7 +109,7 @@ def test_a_finished_stage_is_not_run_again_but_a_changed_one_is(control: Control
         StageStarted,
         StageFinished,
     ]
-    assert once[-1].summary["total"] == 6 + 2  # the second began from the first's total
+    assert once[-1].summary["total"] == 6 + 2  # the second stage starts from the total of the first
     assert [type(event) for event in carry_out(control, *plans)] == [StageReused, StageReused]
     changed = [plans[0], drill_plan("second", {"data": "first"}, steps=2)]
     again = carry_out(control, *changed, name="changed")
@@ -120,14 +118,14 @@ def test_a_finished_stage_is_not_run_again_but_a_changed_one_is(control: Control
 
 
 @pytest.mark.thorough
-def test_a_result_whose_evidence_is_gone_is_not_reused(control: Control) -> None:
+def test_result_with_missing_artifacts_is_not_reused(control: Control) -> None:
     first = carry_out(control, drill_plan(steps=1))[-1]
     (control.directory(only_run(control)) / "artifacts" / "data" / "total.json").unlink()
     second = carry_out(control, drill_plan(steps=1))[-1]
     assert isinstance(second, StageFinished) and second.run_id != first.run_id
 
 
-def test_what_the_task_itself_got_wrong_is_not_retried(control: Control) -> None:
+def test_task_failure_is_not_retried(control: Control) -> None:
     last = carry_out(control, drill_plan(fail_at=1, how="work"))[-1]
     assert isinstance(last, StageFailed)
     assert (last.cause, last.message, last.cancelled) == ("work_failed", "nothing was learnt", False)
@@ -136,7 +134,7 @@ def test_what_the_task_itself_got_wrong_is_not_retried(control: Control) -> None
 
 
 @pytest.mark.thorough
-def test_retries_for_infrastructure_are_bounded(tmp_path: Path) -> None:
+def test_infrastructure_retries_are_bounded(tmp_path: Path) -> None:
     control = drill_control(tmp_path / "home", RetryPolicy(infrastructure=1, base=0.01))
     last = carry_out(control, drill_plan(fail_at=1, how="kill"))[-1]
     assert isinstance(last, StageFailed) and last.cause == "killed"
@@ -144,7 +142,7 @@ def test_retries_for_infrastructure_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_worker_told_to_leave_by_its_machine_is_a_preemption(control: Control) -> None:
+def test_sigterm_to_worker_counts_as_preemption(control: Control) -> None:
     events, attempt = hanging(control)
     os.kill(worker_of(attempt), signal.SIGTERM)
     assert isinstance(list(events)[-1], StageFinished)
@@ -153,12 +151,12 @@ def test_a_worker_told_to_leave_by_its_machine_is_a_preemption(control: Control)
     assert totals(control, run) == [2, 6, 12, 20]
 
 
-def test_cancel_is_proven_and_the_next_run_goes_on_from_there(control: Control) -> None:
+def test_cancel_ends_all_processes_and_next_run_resumes_from_checkpoint(control: Control) -> None:
     events, attempt = hanging(control)
     assert len(family(attempt)) == 1
     run = cancel(control, only_run(control).id)
     assert run.state == "cancelled" and not family(attempt)
-    assert attempts(control, run.id)[0].manifest_digest  # what it left is vouched for
+    assert attempts(control, run.id)[0].manifest_digest  # its files are attested
     last = list(events)[-1]
     assert isinstance(last, StageFailed) and last.cancelled
     with pytest.raises(RequestError, match="already been cancelled"):
@@ -168,7 +166,7 @@ def test_cancel_is_proven_and_the_next_run_goes_on_from_there(control: Control) 
     assert control.run(again[-1].run_id).retry_of == run.id
 
 
-def test_cancel_before_anything_was_started(control: Control) -> None:
+def test_cancel_of_queued_run_creates_no_attempt(control: Control) -> None:
     plan = drill_plan()
     events = advance(control, begin(control, [plan]), [plan])
     queued = next(events).run_id
@@ -181,7 +179,7 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
     control.reconciler.one(run_id)  # admitted, staged, started
     assert attempts(control, run_id)[0].state == "starting"
-    other = drill_control(control.home.root)  # another command: it did not start that worker
+    other = drill_control(control.home.root)  # another command, which did not start the worker
     run = cancel(other, run_id)
     assert run.state == "cancelled"
     attempt = control.directory(run)
@@ -190,7 +188,7 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     assert not family(attempt) and not (attempt / "runtime" / "runtime.log").exists()
 
 
-def test_a_worker_that_has_begun_has_all_the_time_it_takes(
+def test_start_timeout_does_not_end_worker_with_claim(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, attempt = hanging(control)
@@ -198,29 +196,29 @@ def test_a_worker_that_has_begun_has_all_the_time_it_takes(
     there = Assignment(only_run(control).id, 1, attempt)
     assert control.reconciler.placements.local.starting(there)
     control.reconciler.all()
-    assert family(attempt), "a worker was ended that had claimed its attempt"
+    assert family(attempt), "the start timeout ended a worker with a claim"
     cancel(control, only_run(control).id)
 
 
-def test_a_wish_to_cancel_survives_the_command_that_had_it(control: Control) -> None:
+def test_cancel_request_survives_killed_command(control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
     with control.store.transaction() as session:
-        session.get_one(Run, run_id).desired = "cancelled"  # all that a command killed at once leaves
+        session.get_one(Run, run_id).desired = "cancelled"  # the only trace of a command killed at once
     control.reconciler.all()
     assert control.run(run_id).state == "cancelled" and not family(attempt)
 
 
-def test_success_wins_over_a_late_cancel(control: Control) -> None:
+def test_success_wins_over_late_cancel(control: Control) -> None:
     plan = drill_plan(steps=1)
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
     control.reconciler.one(run_id)
     result = control.home.attempt(run_id, 1) / "runtime" / "result.json"
-    wait_for(result.exists, "a result that nobody has looked at")
+    wait_for(result.exists, "an unobserved result")
     assert cancel(control, run_id).state == "succeeded"
 
 
-def test_a_result_of_an_old_epoch_is_not_taken(control: Control) -> None:
+def test_result_of_old_epoch_is_refused(control: Control) -> None:
     _, attempt = hanging(control)
     os.kill(family(attempt)[0], signal.SIGKILL)
     run_id = only_run(control).id
@@ -236,18 +234,18 @@ def test_a_result_of_an_old_epoch_is_not_taken(control: Control) -> None:
 
 
 @pytest.mark.thorough
-def test_a_claim_left_by_a_machine_that_was_restarted_is_dead(control: Control) -> None:
+def test_claim_from_before_a_reboot_counts_as_dead(control: Control) -> None:
     events, attempt = hanging(control)
     path = attempt / "runtime" / "claim.json"
     os.kill(worker_of(attempt), signal.SIGKILL)
-    # Another process has been given the worker's number after a restart: ours.
+    # After the reboot, another process has the worker's process ID: this one.
     path.write_text(json.dumps(read_json(path) | {"pid": os.getpid(), "boot_id": "before"}))
     assert isinstance(list(events)[-1], StageFinished)
     assert [one.cause for one in attempts(control, only_run(control).id)] == ["runner_died", ""]
 
 
 @pytest.mark.thorough
-def test_what_cannot_be_seen_keeps_running_until_the_policy_gives_it_up(control: Control) -> None:
+def test_unreachable_attempt_keeps_running_until_policy_declares_it_lost(control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
     path = attempt / "runtime" / "claim.json"
@@ -265,12 +263,12 @@ def test_what_cannot_be_seen_keeps_running_until_the_policy_gives_it_up(control:
         assert (first.state, first.cause, second.state) == ("lost", "unreachable", "succeeded")
         assert family(attempt) and first.cleanup == "pending"
     finally:
-        write_json(path, claim)  # the abandoned one is seen again, and ended
+        write_json(path, claim)  # the lost attempt becomes visible again
     control.reconciler.all()
     assert not family(attempt) and attempts(control, run_id)[0].cleanup == "done"
 
 
-def test_what_cannot_be_seen_is_cancelled_only_by_force_and_stopped_when_it_is_seen(control: Control) -> None:
+def test_unreachable_run_needs_force_to_cancel_and_stops_when_seen_again(control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
     path = attempt / "runtime" / "claim.json"
@@ -296,14 +294,14 @@ def test_what_cannot_be_seen_is_cancelled_only_by_force_and_stopped_when_it_is_s
     control.reconciler.all()
     assert family(attempt) and [one.number for one in control.reconciler.unclean()] == [1]
 
-    write_json(path, claim)  # it is seen again
+    write_json(path, claim)  # the attempt becomes visible again
     control.reconciler.all(act=False)
     assert not family(attempt) and not control.reconciler.unclean()
     assert control.run(run_id).state == "cancelled" and control.run(run_id).manifest_digest is None
 
 
 @pytest.mark.thorough
-def test_force_gives_up_processes_that_cannot_be_ended(
+def test_force_cancels_run_whose_processes_cannot_be_killed(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, attempt = hanging(control)
@@ -318,7 +316,7 @@ def test_force_gives_up_processes_that_cannot_be_ended(
     assert not family(attempt) and not control.reconciler.unclean()
 
 
-def test_retry_is_a_linked_run_from_the_last_checkpoint(control: Control) -> None:
+def test_retry_creates_linked_run_from_last_checkpoint(control: Control) -> None:
     failed = carry_out(control, drill_plan(steps=4, fail_at=2, how="raise", fresh_only=True))[-1]
     assert isinstance(failed, StageFailed)
     new = retry(control, failed.run_id)
@@ -333,7 +331,7 @@ def test_retry_is_a_linked_run_from_the_last_checkpoint(control: Control) -> Non
     assert control.run(failed.run_id).state == "failed"  # history is not rewritten
 
 
-def test_a_worker_that_cannot_start_is_reported_with_what_it_said(
+def test_failed_worker_start_is_reported_with_its_output(
     control: Control, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "broken").mkdir()
@@ -357,7 +355,7 @@ def test_cancel_while_another_command_watches(control: Control) -> None:
     assert not family(attempt)
 
 
-def test_a_suspended_worker_is_said_not_to_go_on_by_itself(control: Control) -> None:
+def test_explain_reports_suspended_worker(control: Control) -> None:
     events, attempt = hanging(control)
     run = only_run(control)
     assert "continues by itself" in explain(control, run.id).next

@@ -1,7 +1,6 @@
-"""Runs on a machine elsewhere, and what becomes of them when the way there is cut, bent, or leads astray.
+"""Runs on a remote machine whose connection is cut, corrupts data, or leads to another machine.
 
-The machine is this one, reached over a line that tests hold in their hands; the same over a real sshd is in
-tests/execution.
+The machine is this one, reached through a host that the tests control; tests/execution uses a real sshd.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote")]
 
 
 class Elsewhere:
-    """A machine and the template that leads to it."""
+    """A remote machine and the template for it."""
 
     def __init__(self, folder: Path, python: Path) -> None:
         self.host = NearbyHost()
@@ -67,7 +66,7 @@ class Elsewhere:
         self.host.cut = lambda verb: ""
 
     def files(self, epoch: int = 1) -> Path:
-        """Where an attempt's files lie there."""
+        """The folder of an attempt's files on the machine."""
         (found,) = self.workspace.glob(f"*/{epoch}")
         return found
 
@@ -76,7 +75,7 @@ class Elsewhere:
         return dict(read_json(found))
 
     def working(self, epoch: int = 1) -> list[int]:
-        """Processes of an attempt's task that live there."""
+        """Live processes of an attempt's task on the machine."""
         claim = read_claim(self.files(epoch) / "runtime")
         return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
 
@@ -104,7 +103,7 @@ def carry_out(control: Control, box: Elsewhere, plan: StagePlan) -> list[StageEv
 
 
 def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
-    """A run that hangs at its third step unless it was resumed, pulled up to there; its directory here."""
+    """Start a run that hangs at its third step unless resumed; return its local folder of fetched files."""
     plan = drill_plan(steps=4, fail_at=2, how=how, fresh_only=True)
     events = advance(control, begin(control, [plan]), [plan], template=box.template, poll=0.05)
     next(events)
@@ -116,7 +115,7 @@ def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
         second = attempt / "artifacts" / "checkpoints" / "step-000002"
         return has_event(attempt, "hangs") and (second.exists() or box.template.bring != "all")
 
-    wait_for(pulled, "its second checkpoint here")
+    wait_for(pulled, "the second checkpoint")
     return attempt
 
 
@@ -134,7 +133,7 @@ def totals(control: Control) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box: Elsewhere) -> None:
+def test_every_verb_survives_cuts_before_and_after_execution(control: Control, box: Elsewhere) -> None:
     times: Counter[str] = Counter()
 
     def cut(verb: str) -> str:
@@ -154,11 +153,11 @@ def test_every_verb_may_be_cut_off_before_and_after_it_ran(control: Control, box
     assert verify_run(control) == [] and totals(control) == [2, 6, 12]
     assert [one.cleanup for one in attempts_of(control, run.id)] == ["done"]
     left = sorted(path.name for path in box.workspace.glob("0*/*"))
-    assert left == ["claim.1.json", "lock"]  # what fences stays
+    assert left == ["claim.1.json", "lock"]  # the fencing files stay
 
 
 @pytest.mark.thorough
-def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere, tmp_path: Path) -> None:
+def test_run_survives_command_killed_at_every_point(box: Elsewhere, tmp_path: Path) -> None:
     root, plan = tmp_path / "killed", drill_plan(steps=2, fail_at=1, how="kill", fresh_only=True)
 
     def command() -> None:
@@ -169,7 +168,7 @@ def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere
 
     points = killed_at_every_point(command, tmp_path / "points")
     assert set(points) == {*faults.POINTS, *faults.REMOTE_POINTS}, (
-        "a point at which nobody was killed, or without a name"
+        "a point without a kill, or a kill without a named point"
     )
     control = drill_control(root)
     run = only_run(control)
@@ -180,50 +179,48 @@ def test_a_command_that_dies_at_every_point_in_turn_costs_nothing(box: Elsewhere
     control.store.close()
 
 
-def test_a_link_that_is_down_ends_nothing(control: Control, box: Elsewhere, tmp_path: Path) -> None:
+def test_run_survives_broken_link(control: Control, box: Elsewhere, tmp_path: Path) -> None:
     plan = drill_plan(steps=3, gate=str(tmp_path / "gate"), say="as it was printed")
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
     run_id = only_run(control).id
     here = control.home.attempt(run_id, 1)
     log = here / "runtime" / "runtime.log"
-    wait_for(lambda: control.reconciler.one(run_id) and log.exists(), "a log here")
+    wait_for(lambda: control.reconciler.one(run_id) and log.exists(), "a local log")
     box.cut()
     (tmp_path / "gate").touch()
-    wait_for((box.files() / "runtime" / "result.json").exists, "the end of it there")
+    wait_for((box.files() / "runtime" / "result.json").exists, "the end of the worker")
 
     def unreachable() -> bool:
         control.reconciler.one(run_id)
         (one,) = attempts_of(control, run_id)
         return (one.state, one.reachability) == ("running", "unreachable")
 
-    wait_for(unreachable, "the condition")
+    wait_for(unreachable, "the attempt to be unreachable")
     box.restore()
     assert isinstance(finish(control), StageFinished)
     assert states(control) == [("succeeded", "")]
-    assert log.read_bytes() == (here / "artifacts" / "task.log").read_bytes()  # no gap, nothing twice
+    assert log.read_bytes() == (here / "artifacts" / "task.log").read_bytes()  # no gap and no duplicate
 
 
 @pytest.mark.thorough
-def test_a_machine_that_forgot_everything_costs_one_checkpoint_interval(
-    control: Control, box: Elsewhere
-) -> None:
+def test_machine_that_lost_all_files_costs_one_checkpoint_interval(control: Control, box: Elsewhere) -> None:
     box.brings("all")
     hanging(control, box)
-    forget_everything(box)
+    lose_all_files(box)
     last = finish(control)
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert states(control) == [("failed", "runner_died"), ("succeeded", "")]
     assert totals(control) == [2, 6, 12, 20]
 
 
-def forget_everything(box: Elsewhere) -> None:
+def lose_all_files(box: Elsewhere) -> None:
     """The machine loses the attempt and all of its files."""
     os.kill(box.claim()["pid"], signal.SIGKILL)
-    wait_for(lambda: not box.working(), "the task's end with its keeper")
+    wait_for(lambda: not box.working(), "the end of the task after its keeper")
     shutil.rmtree(box.workspace)
 
 
-def test_checkpoints_to_resume_from_stay_there_and_the_next_attempt_finds_them(
+def test_checkpoints_stay_on_machine_and_next_attempt_resumes_from_them(
     control: Control, box: Elsewhere
 ) -> None:
     attempt = hanging(control, box)
@@ -232,7 +229,7 @@ def test_checkpoints_to_resume_from_stay_there_and_the_next_attempt_finds_them(
 
     def cut(verb: str) -> str:
         times[verb] += verb in {"hold", "remove"}
-        return {1: "after"}.get(times[verb], "")  # its answer is lost, and it is asked again
+        return {1: "after"}.get(times[verb], "")  # the first response is lost, and the request repeated
 
     box.host.cut = cut
     last = finish(control)
@@ -247,9 +244,9 @@ def test_checkpoints_to_resume_from_stay_there_and_the_next_attempt_finds_them(
     assert left == ["claim.1.json", "claim.2.json", "lock"]
 
 
-def test_an_abandoned_attempt_that_still_runs_is_ended_and_resumed(control: Control, box: Elsewhere) -> None:
+def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere) -> None:
     hanging(control, box)
-    half = box.files() / "artifacts" / "checkpoints" / ".step-000003.tmp"  # as while it is being written
+    half = box.files() / "artifacts" / "checkpoints" / ".step-000003.tmp"  # as during a write
     half.mkdir()
     (half / "state.json").write_text("{")
     nonce = read_claim(box.files() / "runtime").nonce  # type: ignore[union-attr]
@@ -264,12 +261,12 @@ def test_an_abandoned_attempt_that_still_runs_is_ended_and_resumed(control: Cont
     def cut(verb: str) -> str:
         if verb == "hold":
             lives.append(bool(marked(MARK, nonce)))
-        return {1: "after"}.get(len(lives), "") if verb == "hold" else ""  # and it is asked again
+        return {1: "after"}.get(len(lives), "") if verb == "hold" else ""  # and the request is repeated
 
     box.host.cut = cut
     last = list(watch(control, again, poll=0.05))[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
-    assert len(lives) > 1 and not any(lives)  # nothing writes to what is held
+    assert len(lives) > 1 and not any(lives)  # no process writes to held files
     assert not list(box.workspace.glob(f"{again}/*/artifacts/checkpoints/.*"))
 
 
@@ -282,12 +279,12 @@ def verify_run(control: Control) -> list[Difference]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["forgets", "evicts"])
-def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
+def test_attempt_reports_restart_from_beginning_when_checkpoint_is_lost(
     control: Control, box: Elsewhere, how: str
 ) -> None:
     hanging(control, box)
     if how == "forgets":
-        forget_everything(box)
+        lose_all_files(box)
     else:
         os.kill(box.claim()["pid"], signal.SIGKILL)
 
@@ -305,13 +302,13 @@ def test_an_attempt_whose_machine_lost_the_checkpoint_says_that_it_starts_over(
     )
     assert next(said).message.startswith(message)
     second = control.home.attempt(run_id, 2)
-    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "its third step again")
+    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "the third step again")
     assert totals(control) == [2, 6]
     assert cancel(control, run_id).state == "cancelled"
 
 
 @pytest.mark.thorough
-def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Control, box: Elsewhere) -> None:
+def test_files_deleted_between_staging_and_start_are_sent_again(control: Control, box: Elsewhere) -> None:
     def cut(verb: str) -> str:
         if verb == "start" and box.host.calls.count("start") == 1:
             shutil.rmtree(box.workspace)
@@ -323,7 +320,7 @@ def test_files_that_vanish_between_staging_and_start_are_sent_again(control: Con
 
 
 @pytest.mark.thorough
-def test_a_process_number_that_was_given_to_another_is_not_alive(control: Control, box: Elsewhere) -> None:
+def test_reused_process_id_does_not_count_as_alive(control: Control, box: Elsewhere) -> None:
     hanging(control, box)
     (path,) = box.workspace.glob("*/claim.1.json")
     claim = box.claim()
@@ -334,15 +331,13 @@ def test_a_process_number_that_was_given_to_another_is_not_alive(control: Contro
     assert states(control)[0] == ("failed", "runner_died")
 
 
-def test_cancelling_is_proven_there_and_what_it_had_finished_is_here(
-    control: Control, box: Elsewhere
-) -> None:
+def test_cancel_ends_remote_processes_and_keeps_fetched_checkpoints(control: Control, box: Elsewhere) -> None:
     box.brings("all")
     attempt = hanging(control, box, "daemon")
     before = len(box.host.calls)
     control.reconciler.look_now(only_run(control).id)
     control.reconciler.one(only_run(control).id)
-    assert box.host.calls[before:] == ["look"]  # with which everything comes that is new
+    assert box.host.calls[before:] == ["look"]  # one call fetches everything new
     claim = read_claim(box.files() / "runtime")
     assert claim is not None and len(box.working()) == 2
     assert cancel(control, only_run(control).id).state == "cancelled"
@@ -363,7 +358,7 @@ class Stalled(NearbyHost):
             return super().run(command, source=source, **rest)
         self.calls.append("receive")
         assert source is not None
-        with os.fdopen(os.dup(source.fileno()), "rb") as own:  # as a process that was started with it
+        with os.fdopen(os.dup(source.fileno()), "rb") as own:  # as a child process would
             self.sent = len(own.read(1000))
             self.stalls.set()
             assert self.let_go.wait(PATIENCE)
@@ -372,7 +367,7 @@ class Stalled(NearbyHost):
         raise HostUnreachableError("the upload ended early")
 
 
-def test_cancelling_does_not_wait_for_an_upload(control: Control, box: Elsewhere) -> None:
+def test_cancel_does_not_wait_for_upload(control: Control, box: Elsewhere) -> None:
     box.host = host = Stalled()
     plan = drill_plan()
     experiment = begin(control, [plan])
@@ -384,13 +379,13 @@ def test_cancelling_does_not_wait_for_an_upload(control: Control, box: Elsewhere
     assert cancel(drill_control(control.home.root), run_id).state == "cancelled"
     assert isinstance(uploading.result(PATIENCE)[-1], StageFailed)
     assert states(control) == [("cancelled", "stopped")] and "start" not in host.calls
-    host.let_go.set()  # until then nothing read what was sent
+    host.let_go.set()  # nothing has read the upload so far
     wait_for(lambda: not host.let_go.is_set(), "the end of the stream")
     (wheel,) = control.home.bundle(run_id).glob("scripts/*.whl")
     assert host.sent < wheel.stat().st_size and read_progress(control.home.attempt(run_id, 1)) is None
 
 
-def test_a_time_limit_is_named_and_not_tried_again(
+def test_time_limit_fails_run_without_retry(
     control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box.limited(max_lifetime=4.0)
@@ -401,14 +396,14 @@ def test_a_time_limit_is_named_and_not_tried_again(
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
-def test_a_bundle_that_arrives_damaged_is_not_started(control: Control, box: Elsewhere, how: str) -> None:
+def test_damaged_bundle_is_not_started(control: Control, box: Elsewhere, how: str) -> None:
     spoilt: list[int] = []
 
     def bend(data: bytes) -> bytes:
         if box.host.calls[-1] != "receive" or spoilt:
             return data
         spoilt.append(len(data))
-        at = data.rindex(b'[["') + 20  # in the list of files
+        at = data.rindex(b'[["') + 20  # inside the list of files
         return data[:at] + (b"" if how == "truncated" else bytes([data[at] ^ 1]) + data[at + 1 :])
 
     box.host.bend = bend
@@ -417,16 +412,14 @@ def test_a_bundle_that_arrives_damaged_is_not_started(control: Control, box: Els
     assert box.host.calls.count("start") == 1 and not list(box.workspace.glob("*/tmp.*"))
 
 
-def test_the_wrong_machine_is_a_hard_stop_and_while_it_runs_a_condition(
-    control: Control, box: Elsewhere
-) -> None:
+def test_refused_host_fails_run_before_any_upload(control: Control, box: Elsewhere) -> None:
     box.host.refuses = True
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
     assert set(box.host.calls) == {"look"}
 
 
-def test_a_secret_goes_to_the_task_and_stays_nowhere(
+def test_secret_reaches_remote_task_and_is_stored_nowhere(
     control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     value = "canary-5d1e77"
@@ -449,16 +442,14 @@ def test_a_secret_goes_to_the_task_and_stays_nowhere(
     )
 
 
-def test_a_secret_that_is_not_set_here_is_named_before_anything_is_started(
-    control: Control, box: Elsewhere
-) -> None:
+def test_missing_secret_is_named_before_start(control: Control, box: Elsewhere) -> None:
     job = drill_plan(steps=1).job.model_copy(update={"secrets": ("DRILL_ABSENT",)})
     last = carry_out(control, box, StagePlan("drill", job))[-1]
     assert isinstance(last, StageFailed) and last.cause == "request_error" and "DRILL_ABSENT" in last.message
     assert "start" not in box.host.calls
 
 
-def test_an_interpreter_that_holds_something_else_is_refused(
+def test_interpreter_without_required_packages_is_refused(
     control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts, "requirements_lock", lambda task: "pydantic==1.0\n")
@@ -467,10 +458,10 @@ def test_an_interpreter_that_holds_something_else_is_refused(
     assert "lacks packages that the bundle needs: pydantic==1.0" in last.message
 
 
-def test_the_environment_is_made_there_from_the_bundle_and_no_index(
+def test_remote_environment_is_built_from_bundle_without_package_index(
     control: Control, box: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripts, "requirements_lock", lambda task: "")  # what it would name is lent below
+    monkeypatch.setattr(scripts, "requirements_lock", lambda task: "")  # packages are on PYTHONPATH
     lent = [str(INSTALLED), *(path for path in sys.path if path.endswith("site-packages"))]
     site = Site(
         python=sys.executable,
@@ -490,7 +481,7 @@ def test_the_environment_is_made_there_from_the_bundle_and_no_index(
     assert prefix.startswith(str(tmp_path / "there" / "environments"))
 
 
-def test_the_template_is_recorded_with_the_run(control: Control, box: Elsewhere) -> None:
+def test_template_is_recorded_with_the_run(control: Control, box: Elsewhere) -> None:
     plan = drill_plan(steps=1)
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
     run = only_run(control)
@@ -500,10 +491,10 @@ def test_the_template_is_recorded_with_the_run(control: Control, box: Elsewhere)
     assert cancel(control, run.id).state == "cancelled"
 
 
-def test_a_box_without_perilune_is_not_tried_again(
+def test_machine_without_perilune_is_not_retried(
     control: Control, box: Elsewhere, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its Python holds the package, and the command is not there: no other attempt would find it."""
+    """The Python there has the package but no `perilune` command, so a retry would fail in the same way."""
     python = interpreter(tmp_path / "bare")
     (python.parent / "perilune").unlink()
     site = Site(python=str(python), installed=True, workspace=str(box.workspace))

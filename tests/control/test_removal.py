@@ -1,4 +1,4 @@
-"""Removing an experiment: all of it or none; runs that others use stay, and the record verifies."""
+"""`perilune rm` deletes an experiment completely or not at all and keeps shared runs; the record verifies."""
 
 import json
 import os
@@ -31,9 +31,7 @@ def runs_of(control: Control) -> dict[str, Run]:
         return {run.id: run for run in session.scalars(select(Run).order_by(Run.id))}
 
 
-def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
-    control: Control, perilune: Command
-) -> None:
+def test_rm_deletes_experiment_and_keeps_shared_runs(control: Control, perilune: Command) -> None:
     shared, own = drill_plan("shared", steps=1), drill_plan("own", steps=2)
     carry_out(control, shared, own, name="first")
     assert type(carry_out(control, shared, name="second")[0]) is StageReused
@@ -44,7 +42,7 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
     code, out, _ = perilune("rm", "first")
     assert code == 0 and "perilune rm first --yes" in out
     assert f"remove own, succeeded, run {gone.id}" in out and f"keep   run {kept.id}" in out
-    assert runs_of(control).keys() == before.keys()  # it only said so
+    assert runs_of(control).keys() == before.keys()  # a preview only
 
     code, out, _ = perilune("rm", "first", "--yes", "--json")
     assert code == 0
@@ -62,7 +60,7 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
     for command in (("verify",), ("runs",), ("events",), ("gc",)):
         assert perilune(*command)[0] == 0, command
 
-    # The same recipe is a new experiment, and finds the shared run again.
+    # The same recipe is a new experiment and reuses the shared run.
     kinds = [type(event) for event in carry_out(control, shared, own, name="first")]
     assert kinds[0] is StageReused and len(kinds) > 2
     for name in ("third", ""):
@@ -73,11 +71,11 @@ def test_an_experiment_goes_whole_and_shared_runs_stay_with_the_other(
 
 
 @pytest.mark.thorough
-def test_a_kill_at_any_point_leaves_nothing_that_is_half_removed(control: Control, perilune: Command) -> None:
+def test_next_command_completes_killed_rm(control: Control, perilune: Command) -> None:
     for number, point in enumerate(REMOVAL_POINTS, start=1):
         carry_out(control, drill_plan(steps=number), name=point)
         killed_at(point, point)
-        assert runs_of(control) == {}  # the record comes first
+        assert runs_of(control) == {}  # the database is changed first
         assert list(control.home.experiments.iterdir())
         assert bool(list(control.home.runs.iterdir())) == (point == "remove.recorded")
         assert perilune("verify")[0] == 0  # any command completes the removal
@@ -88,7 +86,7 @@ def test_a_kill_at_any_point_leaves_nothing_that_is_half_removed(control: Contro
     assert [row.detail["name"] for row in removed] == list(REMOVAL_POINTS)
 
 
-def test_a_run_that_no_removal_names_is_evidence_and_stays(control: Control) -> None:
+def test_unrecorded_run_without_removal_event_is_kept(control: Control) -> None:
     carry_out(control, drill_plan(steps=1))
     stranger = control.home.run("01J00000000000000000000000") / "attempts" / "1"
     stranger.mkdir(parents=True)
@@ -96,7 +94,7 @@ def test_a_run_that_no_removal_names_is_evidence_and_stays(control: Control) -> 
     assert stranger.is_dir()
 
 
-def test_live_work_is_refused(control: Control, perilune: Command) -> None:
+def test_rm_refuses_live_runs(control: Control, perilune: Command) -> None:
     hanging(control)
     run = only_run(control)
     code, _, err = perilune("rm", "drills", "--yes")

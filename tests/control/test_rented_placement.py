@@ -1,4 +1,4 @@
-"""The suite that every placement passes, over machines that are rented."""
+"""The placement conformance suite on rented machines."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from perilune.execution.placements.remote import Site
 class TestRented(PlacementConformance):
     @pytest.fixture
     def placement(self, control: Control, fleet: Fleet, tmp_path: Path) -> Placement:
-        """With a machine for each attempt of the suite."""
+        """A placement with one machine for each attempt of the suite."""
         for run_id, number in (("01DRILL", 1), ("01DRILL", 2), ("01NEVER", 1)):
             key = rented(control, fleet, number=number, run_id=run_id)
             tend_until(fleet, key, MachineState.READY)

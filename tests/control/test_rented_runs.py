@@ -1,4 +1,4 @@
-"""Runs on rented machines: from a template to evidence at home, while machines are taken away and die."""
+"""Runs on rented machines: preemptions, dead machines, cut links, ended leases, clock jumps and panic."""
 
 import itertools
 import os
@@ -42,8 +42,8 @@ def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageE
     return advance(control, begin(control, [plan]), [plan], template=template, poll=0.05)
 
 
-def state_of(control: Control, state: str) -> str:
-    """Reconcile until the first attempt is in that state; the run's id."""
+def run_in_state(control: Control, state: str) -> str:
+    """Reconcile until the first attempt is in this state; return the run id."""
     deadline = time.monotonic() + PATIENCE
     while not (found := attempts(control)) or found[0].state != state:
         assert time.monotonic() < deadline, f"{found and found[0].state} is not {state}"
@@ -52,7 +52,7 @@ def state_of(control: Control, state: str) -> str:
     return found[0].run_id
 
 
-def at_first_progress(events: Iterator[StageEvent]) -> None:
+def wait_for_progress(events: Iterator[StageEvent]) -> None:
     assert any(isinstance(event, StageProgress) for event in events)
 
 
@@ -65,17 +65,17 @@ def ends(control: Control) -> list[tuple[str, str]]:
     return [(one.state, one.cause) for one in attempts(control)]
 
 
-def looked_at(control: Control) -> Attempt:
-    """The last attempt, after a look at everything."""
+def observe_now(control: Control) -> Attempt:
+    """Observe everything now; return the last attempt."""
     control.reconciler.look_now(attempts(control)[-1].run_id)
     control.reconciler.all()
     return attempts(control)[-1]
 
 
 def hanging(control: Control, template: Template) -> Iterator[StageEvent]:
-    """The events to come of a run that hangs at its third step, and whose second checkpoint is home."""
+    """Start a run that hangs at its third step; return its events after the second checkpoint is fetched."""
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
-    at_first_progress(events)
+    wait_for_progress(events)
     run = only_run(control)
     second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
     wait_for(lambda: control.reconciler.one(run.id) and second.exists(), "its second checkpoint")
@@ -86,7 +86,7 @@ def cost_of_the_day(fleet: Fleet) -> float:
     return today(fleet.all(gone=True))
 
 
-def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
+def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     providers = control.home.root / "providers.yaml"
@@ -94,7 +94,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     providers.write_text(enough.replace("daily_cap: 100.0", "daily_cap: 0.01"))
     events = go(control, template, drill_plan(steps=3))
     next(events)
-    assert state_of(control, "planned")
+    assert run_in_state(control, "planned")
     (attempt,) = attempts(control)
     assert "daily cap" in attempt.message and not bill(cloud)["costs"]
     assert any("daily cap" in fact for fact in explain(control, attempt.run_id).because)
@@ -106,7 +106,7 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
     run = only_run(control)
     (attempt,) = attempts(control)
     assert (attempt.placement, attempt.state, attempt.message) == ("fake:small", "succeeded", "")
-    assert verify(control.directory(run), run.bundle_digest) == []  # the evidence is at home
+    assert verify(control.directory(run), run.bundle_digest) == []  # collected
     assert [one.state for one in fleet.all()] == ["terminating"] and bill(cloud)["alive"]
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     all_gone(control, cloud)
@@ -119,12 +119,12 @@ def test_a_run_waits_for_the_days_budget_has_a_machine_and_gives_it_back(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("weather", [Weather(notice_seconds=30.0)])
-def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
+def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    template = template.model_copy(update={"bring": "final"})  # until the machine is about to go
+    template = template.model_copy(update={"bring": "final"})  # until the preemption notice
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
-    at_first_progress(events)
+    wait_for_progress(events)
     run = only_run(control)
     key = fleet.key(run.id, 1)
     cloud.inject(key=key, fault=Fault.LINK_CUT, seconds=1.5)
@@ -152,7 +152,7 @@ def test_a_cut_link_ends_nothing_and_a_notice_costs_no_finished_step(
     assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4f}")
 
 
-def test_a_machine_that_dies_costs_what_had_not_come_home(
+def test_run_resumes_from_fetched_checkpoint_after_machine_death(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     events = hanging(control, template)
@@ -165,7 +165,7 @@ def test_a_machine_that_dies_costs_what_had_not_come_home(
 
 
 @pytest.mark.thorough
-def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_done_again(
+def test_attempt_is_lost_when_machine_dies_before_collection(
     control: Control,
     fleet: Fleet,
     cloud: FakeCloud,
@@ -173,30 +173,30 @@ def test_a_machine_that_dies_before_its_evidence_is_home_is_lost_and_its_run_don
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once when nobody had seen its end yet, once when the end was seen and nothing had come."""
+    """The first machine dies before its end is observed, the second after that but before collection."""
     events = go(control, template, drill_plan(steps=1, noise=True, gate=str(tmp_path / "gate")))
     next(events)
-    run_id = state_of(control, "running")
+    run_id = run_in_state(control, "running")
     (tmp_path / "gate").touch()
     finished = "*/home/.perilune/attempts/**/runtime/result.json"
-    wait_for(lambda: any((cloud.folder / "machines").glob(finished)), "its end, at which nobody looks")
+    wait_for(lambda: any((cloud.folder / "machines").glob(finished)), "the unobserved end")
     cloud.inject(key=fleet.key(run_id, 1), fault=Fault.HOST_DEATH)
 
-    def die_seen(point: str) -> None:
+    def kill_after_observed_end(point: str) -> None:
         if point == "finalize.begun" and control.run(run_id).current_epoch == 2:
             cloud.inject(key=fleet.key(run_id, 2), fault=Fault.HOST_DEATH)
 
-    monkeypatch.setattr(endings, "reached", die_seen)
+    monkeypatch.setattr(endings, "reached", kill_after_observed_end)
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("lost", "machine_lost")] * 2 + [("succeeded", "")]
     *lost, third = attempts(control)
-    assert [one.manifest_digest for one in lost] == [None, None]  # how they ended, nobody knows
+    assert [one.manifest_digest for one in lost] == [None, None]  # their outcome is unknown
     assert control.run(run_id).manifest_digest == third.manifest_digest
     all_gone(control, cloud)
 
 
 @pytest.mark.thorough
-def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
+def test_wall_clock_jumps_do_not_affect_runs_or_costs(
     control: Control,
     fleet: Fleet,
     cloud: FakeCloud,
@@ -208,17 +208,20 @@ def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
     events = hanging(control, template)
     run_id = only_run(control).id
     spent = cost_of_the_day(fleet)
-    for days in (1, -1, 0):  # seen, unseen and seen again
+    for days in (1, -1, 0):  # each link cut and restored
         cloud.inject(key=fleet.key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
         for wanted in ("unreachable", "reachable"):
             leap[0] = DAY * days
-            wait_for(lambda wanted=wanted: looked_at(control).reachability == wanted, wanted)
+            wait_for(lambda wanted=wanted: observe_now(control).reachability == wanted, wanted)
             assert ends(control) == [("running", "")]
             assert cost_of_the_day(fleet) == pytest.approx(spent)
     leap[0] = DAY
     os.kill(read_claim(control.directory(only_run(control)) / "runtime").pid, signal.SIGKILL)  # type: ignore[union-attr]
-    wait_for(lambda: control.reconciler.all(act=False) and control.run(run_id).state == "queued", "its death")
-    leap[0] = 0.0  # now it is to be tried again tomorrow, if that clock is asked
+    wait_for(
+        lambda: control.reconciler.all(act=False) and control.run(run_id).state == "queued",
+        "the recorded death",
+    )
+    leap[0] = 0.0  # by the wall clock, the retry is now due tomorrow
     assert control.run(run_id).not_before > time.time() + DAY / 2
     assert "may start, and no command" in " ".join(explain(control, run_id).because)
     assert isinstance(list(events)[-1], StageFinished)
@@ -228,19 +231,19 @@ def test_leaps_of_the_wall_clock_end_hurry_and_delay_nothing(
 
 
 @pytest.mark.parametrize("when", ["requested", "running"])
-def test_cancelling_ends_the_machine(
+def test_cancel_terminates_machine(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template, when: str
 ) -> None:
     if when == "requested":
         cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=1000)
     events = go(control, template, drill_plan(fail_at=1, how="hang"))
     next(events)
-    run_id = state_of(control, "provisioning" if when == "requested" else "running")
+    run_id = run_in_state(control, "provisioning" if when == "requested" else "running")
     assert cancel(control, run_id).state == "cancelled"
     all_gone(control, cloud)
 
 
-def test_what_cannot_be_rented_says_so(
+def test_unavailable_machine_kind_or_provider_is_reported(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     assert isinstance(template.placement, OnRented)
@@ -261,7 +264,7 @@ def test_what_cannot_be_rented_says_so(
     assert "waits for its provider" in explain(control, started.run_id).because[-1]
 
 
-def test_a_lease_that_is_over_ends_the_run(
+def test_run_fails_when_its_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     assert isinstance(template.placement, OnRented)
@@ -273,13 +276,13 @@ def test_a_lease_that_is_over_ends_the_run(
     assert all(cost <= lease.max_cost * 1.5 for cost in bill(cloud)["costs"].values())
 
 
-def test_who_follows_a_run_sees_the_machines_of_earlier_stages_gone(
+def test_advance_terminates_idle_machines_of_finished_stages(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     plans = [drill_plan("first", steps=1), drill_plan("second", steps=3, seconds=0.5)]
     events = advance(control, begin(control, plans), plans, template=template, poll=0.05)
     (first,) = itertools.islice((event.run_id for event in events if isinstance(event, StageFinished)), 1)
-    with control.store.transaction() as session:  # which the second stage does not fit
+    with control.store.transaction() as session:  # too short for the second stage
         session.get_one(Machine, fleet.key(first, 1)).lease = LEASE.model_copy(
             update={"idle": 1e-3}
         ).model_dump()
@@ -288,21 +291,21 @@ def test_who_follows_a_run_sees_the_machines_of_earlier_stages_gone(
     assert states[first] == "gone" and second in states
 
 
-def test_a_panic_stops_what_wants_machines_until_it_is_lifted(
+def test_panic_stops_renting_until_lifted(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    """One run has a machine, one is about to have one, one is submitted later: none gets any."""
+    """One run has a machine, one is about to get one, one is submitted later: after panic, none gets one."""
     plans = [
         drill_plan(f"run{number}", steps=1, fail_at=0, how="hang", fresh_only=True) for number in range(3)
     ]
     started = [next(go(control, template, plan)).run_id for plan in plans[:2]]
     wait_for(lambda: control.reconciler.one(started[0]) and attempts_of(control, started[0]), "an attempt")
-    state_of(control, "running")
+    run_in_state(control, "running")
     assert panic(control.home, 30.0).complete
     made = set(bill(cloud)["costs"])
     started.append(next(go(control, template, plans[2])).run_id)
 
-    later = drill_control(control.home.root)  # another process, as a daemon that is started anew
+    later = drill_control(control.home.root)  # another process, like a restarted daemon
     for _ in range(20):
         for one in (control, later):
             one.reconciler.all()

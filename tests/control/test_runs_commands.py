@@ -1,4 +1,4 @@
-"""The commands about runs, through the command line."""
+"""The commands for runs, through the command line."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from perilune.control.runs.progress import StageFinished
 from perilune.execution.processes import Presence, ProcessIdentity
 
 
-def test_an_empty_home_says_what_to_do(perilune: Command) -> None:
+def test_commands_in_empty_home_suggest_next_command(perilune: Command) -> None:
     assert perilune("runs") == (0, "no runs yet; try: perilune quickstart\n", "")
     assert json.loads(perilune("runs", "--json")[1])["runs"] == []
     code, _, err = perilune("show", "nothing")
     assert code == 2 and "no run is called 'nothing'" in err and "try: perilune runs" in err
 
 
-def test_runs_are_listed_in_order_of_stages_and_found_by_many_names(
+def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(
     perilune: Command, control: Control
 ) -> None:
     plans = [drill_plan("zeta", steps=1), drill_plan("alpha", {"data": "zeta"}, fail_at=0, how="work")]
@@ -49,7 +49,7 @@ def test_runs_are_listed_in_order_of_stages_and_found_by_many_names(
     assert perilune("runs", "drills", "-e", "drills")[0] == 2
 
 
-def test_warnings_and_figures_of_a_run_are_shown(perilune: Command, control: Control) -> None:
+def test_show_prints_warnings_and_metrics(perilune: Command, control: Control) -> None:
     event = carry_out(control, drill_plan("one", steps=1))[0]
     path = control.directory(find_run(control, event.run_id)) / "artifacts" / "summary.json"
     trained = {"first": {"loss": 2.5}, "last": {"loss": 0.5}, "validation": {"validation_accuracy": 0.75}}
@@ -77,24 +77,24 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
     (damaged / "attempts" / "1" / "artifacts" / "metrics.jsonl").write_text("")
     code, _, err = perilune("collect", "one")
     assert code == 1 and "artifacts/metrics.jsonl has changed" in err
-    for content in ("{}", "{"):  # another summary, and half of one
+    for content in ("{}", "{"):  # a changed summary and a truncated one
         (damaged / "attempts" / "1" / "artifacts" / "summary.json").write_text(content)
         code, out, _ = perilune("show", "one")
         assert code == 0
         assert f"  error      artifacts: damaged or missing; `perilune verify {damaged.name}`" in out
 
 
-def test_what_a_task_prints_cannot_command_the_terminal(perilune: Command, control: Control) -> None:
+def test_logs_escape_terminal_control_sequences(perilune: Command, control: Control) -> None:
     said = "\x1b]52;c;cm0=\x07\x1b[2J\x9b2K done\rover"
     carry_out(control, drill_plan("loud", steps=1, say=said))
     code, out, _ = perilune("logs", "loud")
     assert code == 0 and "\\x1b]52;c;cm0=\\x07\\x1b[2J\\x9b2K done\nover" in out
     assert not set("\x1b\x07\x9b\r") & set(out)
-    code, out, _ = perilune("logs", "loud", "--json")  # programs get what was printed
+    code, out, _ = perilune("logs", "loud", "--json")  # JSON output has the unescaped text
     assert any(said.partition("\r")[0] in line for line in json.loads(out)["lines"]) and out.isascii()
 
 
-def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Control) -> None:
+def test_reproduce_exits_with_0_only_for_identical_results(perilune: Command, control: Control) -> None:
     carry_out(control, drill_plan("same", steps=2), drill_plan("noisy", steps=1, noise=True))
     code, out, _ = perilune("reproduce", "same", "--json")
     assert code == 0 and json.loads(out)["identical"] is True
@@ -107,7 +107,7 @@ def test_reproduce_leaves_with_0_only_on_identity(perilune: Command, control: Co
     assert Path(document["directory"], "runtime", "result.json").exists()
 
 
-def test_reproduce_names_a_package_that_is_not_the_same(
+def test_reproduce_names_changed_package(
     perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = tmp_path / "lib" / "swapped-1.0.dist-info"
@@ -123,7 +123,7 @@ def test_reproduce_names_a_package_that_is_not_the_same(
     assert code == 0 and "swapped 1.0, installed files: sha256 " in out
 
 
-def test_what_is_not_proven_to_have_stopped_is_said_first(perilune: Command, control: Control) -> None:
+def test_commands_report_attempts_not_proven_to_have_stopped(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     path = attempt / "runtime" / "claim.json"
     claim = path.read_text()
@@ -152,9 +152,7 @@ def test_cancel_retry_and_reconcile(perilune: Command, control: Control) -> None
     assert perilune("reconcile") == (0, "no live runs\n", "")
 
 
-def test_a_dead_worker_is_noticed_by_a_listing_which_starts_nothing(
-    perilune: Command, control: Control
-) -> None:
+def test_runs_records_dead_worker_and_starts_no_attempt(perilune: Command, control: Control) -> None:
     events, attempt = hanging(control)
     worker = ProcessIdentity.of(worker_of(attempt))
     assert worker is not None and worker.send(signal.SIGKILL)
@@ -165,7 +163,7 @@ def test_a_dead_worker_is_noticed_by_a_listing_which_starts_nothing(
     assert isinstance(list(events)[-1], StageFinished)
 
 
-def test_a_bundle_is_run_by_hand(perilune: Command, tmp_path: Path) -> None:
+def test_worker_command_runs_a_bundle(perilune: Command, tmp_path: Path) -> None:
     good, bad = (
         drill_bundle(tmp_path / "good", steps=1),
         drill_bundle(tmp_path / "bad", fail_at=0, how="request"),
@@ -177,7 +175,7 @@ def test_a_bundle_is_run_by_hand(perilune: Command, tmp_path: Path) -> None:
     assert perilune("worker", str(tmp_path))[0] == 2
 
 
-def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Control) -> None:
+def test_reconcile_names_edited_event(perilune: Command, control: Control) -> None:
     import sqlite3
 
     carry_out(control, drill_plan(steps=1))
@@ -190,7 +188,7 @@ def test_a_record_that_was_edited_is_pointed_at(perilune: Command, control: Cont
     assert code == 2 and "the hash of event 3 does not match" in err
 
 
-def test_what_is_proven_to_have_stopped_is_no_longer_called_unreachable() -> None:
+def test_doubts_omits_unreachable_after_proven_stop() -> None:
     assert doubts("running", "unreachable", "none") == ", unreachable"
     assert doubts("lost", "unreachable", "pending") == ", not proven to have stopped"
     assert doubts("lost", "unreachable", "done") == ""

@@ -1,4 +1,4 @@
-"""Optuna's proposals: in the space, reproducible, and without memory of their own."""
+"""Optuna's proposals: inside the search space, reproducible and stateless."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def optuna() -> object:
 
 
 @pytest.mark.usefixtures("optuna")
-def test_a_search_finds_the_best_of_a_known_curve_and_depends_on_the_arms_alone() -> None:
+def test_search_improves_on_known_curve_and_depends_only_on_arms() -> None:
     axes = [
         parse_axis("rl.lr=1e-6..1e-2"),
         parse_axis("rl.samples=2..16"),
@@ -50,18 +50,18 @@ def test_a_search_finds_the_best_of_a_known_curve_and_depends_on_the_arms_alone(
     assert all(1e-6 <= float(one.partition("=")[2]) <= 1e-2 for one in lr)
     assert all(2 <= int(one.partition("=")[2]) <= 16 for one in samples)
     first, last = ([value(one) for one in part] for part in (arms[:5], arms[-5:]))
-    assert sum(last) > sum(first)  # five at random, then by what was seen
+    assert sum(last) > sum(first)  # the first five are random
 
 
 @pytest.mark.usefixtures("optuna")
-def test_a_search_ends_when_every_arm_was_tried() -> None:
+def test_search_ends_when_every_arm_was_tried() -> None:
     axes = [parse_axis("rl.algorithm=grpo,gspo")]
     arms = [("rl.algorithm=grpo",), ("rl.algorithm=gspo",)]
     assert propose(axes, arms, {arms[0]: 1.0}, maximize=False) is None
 
 
 @pytest.mark.usefixtures("optuna")
-def test_a_sweep_searches_until_its_number_of_arms(
+def test_sweep_search_stops_at_its_number_of_arms(
     perilune: Command, control: Control, tmp_path: Path
 ) -> None:
     path = tmp_path / "one.yaml"
@@ -83,7 +83,7 @@ def test_a_sweep_searches_until_its_number_of_arms(
     steps = [arm["settings"]["only.steps"] for arm in document["arms"]]
     assert len(set(steps)) == 3 and document["best"] == steps.index(max(steps)) + 1
     again = json.loads(perilune(*command)[1])
-    assert again["arms"] == document["arms"]  # all arms are there: none is proposed again
+    assert again["arms"] == document["arms"]  # all arms exist, so none is proposed again
 
 
 def test_without_optuna_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

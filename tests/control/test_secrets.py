@@ -1,4 +1,4 @@
-"""Secrets: kept elsewhere, given to runs, and in no file, archive, record or process list."""
+"""Secrets reach runs from external sources and appear in no file, archive, database or process list."""
 
 import base64
 import io
@@ -69,7 +69,7 @@ def keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def places_of(needle: str, root: Path) -> list[str]:
-    """Files below `root` that hold `needle`, inside compressed archives and in the rows of databases, too."""
+    """Files below `root` that contain `needle`, also inside compressed archives and database rows."""
     found = []
     for path in (path for path in root.rglob("*") if path.is_file()):
         data = path.read_bytes()
@@ -88,7 +88,7 @@ def command_lines() -> str:
     return "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-def test_a_canary_is_given_to_the_run_and_found_nowhere(
+def test_secret_reaches_task_and_appears_in_no_file_or_process_list(
     control: Control, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
@@ -102,7 +102,7 @@ def test_a_canary_is_given_to_the_run_and_found_nowhere(
     assert isinstance(last, StageFinished)
     run = control.run(last.run_id)
     log = (control.directory(run) / "artifacts" / "task.log").read_text()
-    assert "the secret is [JUDGE_KEY]." in log  # it was there, and was replaced
+    assert "the secret is [JUDGE_KEY]." in log  # the secret was printed and redacted
     pack(control.directory(run), control.home.root / "packed.tar.gz")
     export(control, run, control.home.root / "exported", crate=True)
     back_up(control.store, control.home, control.home.root / "backup", evidence=True)
@@ -114,7 +114,7 @@ def test_a_canary_is_given_to_the_run_and_found_nowhere(
     (control.home.root / "leak.db").unlink(missing_ok=True)
     with tarfile.open(control.home.root / "leak.tar.gz", "w:gz") as tar:
         tar.add(kept)
-    assert places_of(CANARY, control.home.root) == ["leak.tar.gz"]  # the search can find
+    assert places_of(CANARY, control.home.root) == ["leak.tar.gz"]  # places_of does find secrets
 
 
 EARLY = """
@@ -136,7 +136,7 @@ FORMS = tuple(
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere", "elsewhere, before there is a worker"])
-def test_a_task_that_prints_and_raises_a_secret_leaves_it_nowhere(
+def test_secret_printed_and_raised_by_task_is_redacted_everywhere(
     control: Control,
     perilune: Command,
     tmp_path: Path,
@@ -171,7 +171,7 @@ def test_a_task_that_prints_and_raises_a_secret_leaves_it_nowhere(
         assert places_of(form, tmp_path) == []
 
 
-def test_what_a_command_raises_and_prints_is_redacted(
+def test_secret_printed_and_raised_by_command_is_redacted(
     control: Control, perilune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -191,7 +191,7 @@ def test_what_a_command_raises_and_prints_is_redacted(
     assert list(tmp_path.glob("perilune-*.txt")) and places_of(CANARY, tmp_path) == []
 
 
-def test_what_is_recorded_is_redacted(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_is_redacted_in_database(control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", CANARY)
     assert secret_value("JUDGE_KEY") == CANARY
     carry_out(control, drill_plan("one", steps=1))
@@ -206,9 +206,7 @@ def test_what_is_recorded_is_redacted(control: Control, monkeypatch: pytest.Monk
     assert record_problem(control) == ""
 
 
-def test_freezing_refuses_a_value_that_is_kept_elsewhere(
-    control: Control, tmp_path: Path, perilune: Command
-) -> None:
+def test_freeze_refuses_job_with_secret_value(control: Control, tmp_path: Path, perilune: Command) -> None:
     kept = tmp_path / "kept"
     kept.write_text(CANARY)
     assert perilune("secrets", "set", "JUDGE_KEY", "--file", str(kept))[0] == 0
@@ -216,7 +214,7 @@ def test_freezing_refuses_a_value_that_is_kept_elsewhere(
         freeze(drill_job(secrets=("JUDGE_KEY",), say=f"key {CANARY}"), {}, tmp_path / "bundle")
 
 
-def test_where_secrets_are_kept(
+def test_secrets_commands_and_sources(
     control: Control, perilune: Command, keyring: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "no secrets are configured" in perilune("secrets", "list")[1]
@@ -247,7 +245,7 @@ def test_where_secrets_are_kept(
         require_secret("NOWHERE", "stage one")
 
 
-def test_a_value_in_the_place_of_a_place_is_not_repeated(control: Control) -> None:
+def test_error_about_invalid_source_hides_the_value(control: Control) -> None:
     (control.home.root / "secrets.yaml").write_text(f"JUDGE_KEY: {CANARY}\n")
     with pytest.raises(RequestError, match="is not a valid list of secret sources: JUDGE_KEY") as found:
         secret_value("JUDGE_KEY")

@@ -1,4 +1,4 @@
-"""A recipe on a machine behind a real sshd, by the template that the documentation shows."""
+"""A recipe on a machine behind a real sshd, with the template from the documentation."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def server(tmp_path: Path) -> Iterator[Sshd]:
 
 
 def write_template(home: Path, server: Sshd, port: int, workspace: Path) -> None:
-    """templates/lab.yaml as the page shows it, with this machine's own address, keys and folders."""
+    """Write templates/lab.yaml from the page with the address, keys and folders of this machine."""
     block = re.search(r'```yaml title="[^"]*/lab.yaml"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     assert block is not None
     document = yaml.safe_load(block[1])
@@ -62,7 +62,7 @@ def write_template(home: Path, server: Sshd, port: int, workspace: Path) -> None
     (home / "templates" / "lab.yaml").write_text(yaml.safe_dump(document))
 
 
-def test_a_recipe_runs_on_a_box_and_its_evidence_comes_home(
+def test_recipe_runs_over_ssh_and_changed_host_key_is_refused(
     perilune: Command, control: Control, server: Sshd, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "far.yaml"
@@ -76,11 +76,11 @@ def test_a_recipe_runs_on_a_box_and_its_evidence_comes_home(
     (attempt,) = attempts_of(control, run.id)
     assert (attempt.placement, attempt.state, attempt.cleanup) == ("ssh:127.0.0.1", "succeeded", "done")
     assert verify(control.directory(run), run.bundle_digest) == []
-    assert not list((tmp_path / "box" / "workspace").glob("*/1"))  # nothing is left there but what fences
+    assert not list((tmp_path / "box" / "workspace").glob("*/1"))  # only fencing files are left
     code, out, _ = perilune("run", str(recipe), "--template", "lab", "--with", "limits.max_lifetime=1")
     assert code == 2
 
-    make_key(server.folder / "host_key")  # the machine is another one now
+    make_key(server.folder / "host_key")  # as if another machine had the address
     server.stop()
     server.start()
     code, _, err = perilune("run", str(recipe), "--template", "lab", "--seed", "4")
@@ -88,10 +88,10 @@ def test_a_recipe_runs_on_a_box_and_its_evidence_comes_home(
     line.close()
 
 
-def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
+def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     control: Control, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine goes off after a checkpoint of which nothing has come home."""
+    """The machine fails after writing a checkpoint that was never fetched."""
     monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
     monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
     monkeypatch.setattr(limits, "MARGIN", 0.2)
@@ -107,14 +107,14 @@ def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True, gate=str(gate))
     run_id = next(advance(control, begin(control, [plan]), [plan], template=template)).run_id
 
-    def looked(number: int = 1) -> str:
+    def observed_state(number: int = 1) -> str:
         time.sleep(0.2)
         control.reconciler.look_now(run_id)
         control.reconciler.one(run_id)
         attempts = attempts_of(control, run_id)
         return attempts[number - 1].state if len(attempts) >= number else ""
 
-    wait_for(lambda: looked() == "running", "a worker")
+    wait_for(lambda: observed_state() == "running", "a worker")
     line.cut()
     gate.touch()
     files = workspace / run_id / "1"
@@ -124,11 +124,14 @@ def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
     for pid in (keeper, claim.pid, *(process.pid for process in marked(MARK, claim.nonce))):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: looked(2) == "lost", "giving up that attempt, and the next, which finds no machine")
+    wait_for(
+        lambda: observed_state(2) == "lost",
+        "the loss of that attempt and of the next, which finds no machine",
+    )
     assert not list(control.home.attempt(run_id, 1).glob("artifacts/checkpoints/*"))
     line.restore()
     third = control.home.attempt(run_id, 3)
-    wait_for(lambda: looked(3) == "succeeded" or has_event(third, "hangs"), "the next attempt")
+    wait_for(lambda: observed_state(3) == "succeeded" or has_event(third, "hangs"), "the next attempt")
     assert [one.state for one in attempts_of(control, run_id)] == ["lost", "lost", "succeeded"]
     assert control.summary(control.run(run_id))["began_at"] == 2
     whole = carry_out(control, drill_plan(steps=4), name="uninterrupted")[-1]
@@ -137,6 +140,6 @@ def test_a_lost_attempt_is_resumed_from_what_its_machine_still_has(
                 for one in (run_id, whole.run_id)]  # fmt: skip
     for name in ("data/total.json", "metrics.jsonl"):
         assert files_of[0][name] == files_of[1][name], name
-    wait_for(lambda: not control.reconciler.all() and not control.reconciler.unclean(), "tidying")
+    wait_for(lambda: not control.reconciler.all() and not control.reconciler.unclean(), "the cleanup")
     assert not files.exists()
     line.close()

@@ -1,4 +1,4 @@
-"""The store keeps what it acknowledged, whole, and its record cannot be edited unseen."""
+"""The store is durable and atomic, and detects edits of its events."""
 
 import resource
 import sqlite3
@@ -13,7 +13,7 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 
 
-def test_sqlite_is_set_to_keep_what_it_acknowledged(control: Control) -> None:
+def test_sqlite_settings_are_durable(control: Control) -> None:
     with control.store.snapshot() as session:
         settings = {
             name: session.scalar(text(f"PRAGMA {name}"))
@@ -22,7 +22,7 @@ def test_sqlite_is_set_to_keep_what_it_acknowledged(control: Control) -> None:
     assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
-def test_a_transaction_is_all_or_nothing(control: Control) -> None:
+def test_transaction_is_atomic(control: Control) -> None:
     with pytest.raises(KeyError), control.store.transaction() as session:
         session.add(Experiment(id="e", name="n", recipe_digest="d", created=0.0, used=0.0))
         record(session, "experiment.created", experiment="e")
@@ -33,14 +33,14 @@ def test_a_transaction_is_all_or_nothing(control: Control) -> None:
         assert session.scalars(select(Event)).all() == []
 
 
-def test_a_reader_does_not_wait_for_a_writer(control: Control) -> None:
+def test_reader_does_not_wait_for_writer(control: Control) -> None:
     with control.store.transaction() as writer:
         record(writer, "first")
         with control.store.snapshot() as reader:
             assert reader.scalars(select(Event)).all() == []
 
 
-def test_events_can_only_be_added(control: Control) -> None:
+def test_events_are_append_only(control: Control) -> None:
     with control.store.transaction() as session:
         record(session, "first")
     for statement in ("UPDATE events SET kind = 'other'", "DELETE FROM events"):
@@ -51,7 +51,7 @@ def test_events_can_only_be_added(control: Control) -> None:
 @pytest.mark.parametrize(
     "tampering", ["UPDATE events SET time = 1 WHERE seq = 2", "DELETE FROM events WHERE seq = 2"]
 )
-def test_tampering_around_the_program_is_noticed(control: Control, tampering: str) -> None:
+def test_tampering_with_database_is_detected(control: Control, tampering: str) -> None:
     with control.store.transaction() as session:
         for kind in ("first", "second", "third"):
             record(session, kind, run_id=None, detail={"n": 1})
@@ -73,13 +73,13 @@ def refused(home: Home) -> PeriluneError:
     return caught.value
 
 
-def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+def test_damaged_database_is_reported(tmp_path: Path) -> None:
     home = Home.open(tmp_path)
     home.database.write_bytes(b"this is not SQLite" * 100)
     assert "damaged" in refused(home).what
 
 
-def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
+def test_file_size_limit_is_reported(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -89,7 +89,7 @@ def test_a_limit_on_the_size_of_files_is_told(tmp_path: Path) -> None:
     assert isinstance(error, RequestError) and "ulimit -f" in error.remedy
 
 
-def test_a_home_that_cannot_be_written_to_is_a_wrong_request() -> None:
+def test_unwritable_home_is_request_error() -> None:
     with pytest.raises(RequestError) as caught:
         Home.open(Path("/proc/perilune"))
     assert caught.value.where == "/proc/perilune" and "PERILUNE_HOME" in caught.value.remedy

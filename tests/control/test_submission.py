@@ -1,4 +1,4 @@
-"""Submission: one wish, one run, whoever asks, how often, and wherever the power fails."""
+"""Each submission creates exactly one run, despite repetition, concurrency and kills."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from perilune.control.runs.progress import StageFinished, StageReused
 from perilune.control.runs.submission import Submission, submit
 from perilune.errors import RequestError
 
-pytestmark = pytest.mark.xdist_group("crash sweep")  # one module fixture serves them all
+pytestmark = pytest.mark.xdist_group("crash sweep")  # the tests share one module fixture
 
 CHILD = """
 import json, os, sys
@@ -36,7 +36,7 @@ root, *points = sys.argv[1:]
 if not points:
     go(root)
 children = {{}}
-for point in points:  # each of them begins with everything imported
+for point in points:  # forked, so that every child has the imports
     children[point] = os.fork()
     if children[point] == 0:
         os.environ["{kill_at}"] = point
@@ -60,22 +60,22 @@ def run_directories(control: Control) -> list[str]:
 
 
 def command(root: Path, *points: str) -> subprocess.Popen[bytes]:
-    """A process that carries out one experiment in the home at `root`.
+    """Start a process that runs one experiment in the home at `root`.
 
-    With points, one in a home for each of them, in a process of its own that dies there; says how they ended.
+    With points, one experiment for each in its own home and process, which dies there; prints the exit codes.
     """
     code = CHILD.format(here=str(Path(__file__).parents[1] / "drill"), kill_at=KILL_AT)
     return subprocess.Popen([sys.executable, "-c", code, str(root), *points], stdout=subprocess.PIPE)
 
 
-def test_the_same_key_is_the_same_run(control: Control) -> None:
+def test_same_key_returns_same_run(control: Control) -> None:
     first, second = (submit_drill(control, "mine") for _ in range(2))
     assert first.id == second.id
     assert run_directories(control) == [first.id]
     assert verify(control.home.bundle(first.id), first.bundle_digest) == []
 
 
-def test_the_same_key_for_another_bundle_is_a_conflict_and_leaves_nothing(control: Control) -> None:
+def test_same_key_for_another_bundle_is_refused_without_leftovers(control: Control) -> None:
     first = submit_drill(control, "mine")
     with pytest.raises(RequestError, match=f"key 'mine' was used for another bundle .run {first.id}"):
         submit_drill(control, "mine", steps=9)
@@ -83,7 +83,7 @@ def test_the_same_key_for_another_bundle_is_a_conflict_and_leaves_nothing(contro
     assert list(control.home.temporary.iterdir()) == []
 
 
-def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: Path) -> None:
+def test_failed_freeze_leaves_no_files(control: Control, tmp_path: Path) -> None:
     experiment = begin(control, [drill_plan()])
     missing = partial(freeze, drill_job(), {"data": tmp_path / "absent"})
     with pytest.raises(RequestError):
@@ -92,7 +92,7 @@ def test_a_job_that_cannot_be_frozen_leaves_nothing(control: Control, tmp_path: 
 
 
 @pytest.mark.thorough
-def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
+def test_concurrent_commands_share_one_run(tmp_path: Path) -> None:
     root = tmp_path / "home"
     children = [command(root) for _ in range(3)]
     assert [child.wait() for child in children] == [0, 0, 0]
@@ -105,7 +105,7 @@ def test_commands_at_once_share_one_run(tmp_path: Path) -> None:
     assert run_directories(control) == [run.id]
 
 
-def test_what_keeps_a_run_from_going_on_keeps_no_other(control: Control) -> None:
+def test_blocked_run_blocks_no_other_run(control: Control) -> None:
     stuck, other = submit_drill(control, "a"), submit_drill(control, "b", steps=1)
     (control.home.run(stuck.id) / "template.json").write_text("{")
 
@@ -114,31 +114,31 @@ def test_what_keeps_a_run_from_going_on_keeps_no_other(control: Control) -> None
         return control.run(other.id).state == "succeeded"
 
     wait_for(other_ended)
-    (condition,) = control.reconciler.conditions.all(stuck.id)  # which is told all the same
+    (condition,) = control.reconciler.conditions.all(stuck.id)  # the error of the blocked run
     assert "template.json" in condition.message
-    with pytest.raises(RequestError, match=r"template\.json"):  # who follows that run is told as well
+    with pytest.raises(RequestError, match=r"template\.json"):  # commands for that run report it too
         control.reconciler.one(stuck.id)
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
-    """For every named point, a home in which a command was killed exactly there, and how it ended."""
+    """For every named point, a home in which a command was killed there, and its exit code."""
     root = tmp_path_factory.mktemp("killed")
     said, _ = command(root, *POINTS).communicate()
     return {point: (root / point, status) for point, status in json.loads(said).items()}
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_anywhere_heals(
+def test_next_command_recovers_after_kill_at_any_point(
     killed: dict[str, tuple[Path, int]], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(home_module, "SWEEP_AFTER", 0.0)
     root, status = killed[point]
     assert status == -9, "the point was never reached"
     control = drill_control(root)
-    control.reconciler.all()  # what any next command begins with
+    control.reconciler.all()  # every command starts with this
     events = carry_out(control, drill_plan(steps=2))
-    assert isinstance(events[-1], StageFinished | StageReused)  # the worker may have ended meanwhile
+    assert isinstance(events[-1], StageFinished | StageReused)  # the worker may have finished in the meantime
     with control.store.snapshot() as session:
         run = session.scalars(select(Run)).one()
         assert (run.state, run.current_epoch) == ("succeeded", 1)
@@ -153,7 +153,7 @@ def test_a_kill_anywhere_heals(
     control.store.close()
 
 
-def test_an_accepted_run_is_carried_out_by_the_reconciler_alone(tmp_path: Path) -> None:
+def test_reconciler_alone_completes_accepted_run(tmp_path: Path) -> None:
     said, _ = command(tmp_path, "submit.accepted").communicate()
     assert json.loads(said) == {"submit.accepted": -9}
     control = drill_control(tmp_path / "submit.accepted")

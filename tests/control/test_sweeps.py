@@ -1,4 +1,4 @@
-"""Sweeps: arms run once, what they share runs once for all, and a failure or a kill loses nothing."""
+"""Sweeps: each arm runs once, arms share equal stages, and failures or kills lose no result."""
 
 import json
 import signal
@@ -39,13 +39,13 @@ def runs(control: Control) -> list[Run]:
         return list(session.scalars(select(Run).order_by(Run.id)))
 
 
-def beginnings(control: Control) -> list[str]:
+def start_order(control: Control) -> list[str]:
     with control.store.snapshot() as session:
         query = select(Event.run_id).where(Event.kind == "attempt.planned").order_by(Event.seq)
         return [run for run in session.scalars(query) if run]
 
 
-def test_arms_share_what_is_equal_and_a_failure_stops_no_other(
+def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     perilune: Command, control: Control, recipe: str
 ) -> None:
     command = (
@@ -76,7 +76,7 @@ def test_arms_share_what_is_equal_and_a_failure_stops_no_other(
     assert document["arms"][3]["seeds"][0]["problem"] == "last is failed: nothing was learnt"
     assert Path(document["page"]).read_text().startswith("<!doctype html>")
 
-    # The same command retries what failed, and only that; a plan knows what is finished, and for how long.
+    # The same command retries only failed stages; a plan knows finished stages and their durations.
     assert perilune(*command, "--json")[0] == 1
     assert [run.stage for run in runs(control)].count("first") == 1 and len(runs(control)) == 6
     plan = json.loads(perilune(*command, "--plan", "--json")[1])
@@ -87,7 +87,7 @@ def test_arms_share_what_is_equal_and_a_failure_stops_no_other(
 
 
 @pytest.mark.thorough
-def test_a_killed_sweep_continues_with_the_same_command(
+def test_killed_sweep_continues_with_the_same_command(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
     gate, path = tmp_path / "gate", tmp_path / "two.yaml"
@@ -106,7 +106,7 @@ def test_a_killed_sweep_continues_with_the_same_command(
     process = subprocess.Popen(
         [sys.executable, "-m", "perilune.cli.main", *command], stdout=subprocess.DEVNULL
     )
-    wait_for(lambda: len(beginnings(control)) == 1, "the first attempt")
+    wait_for(lambda: len(start_order(control)) == 1, "the first attempt")
     process.send_signal(signal.SIGKILL)
     process.wait()
     gate.touch()
@@ -122,7 +122,7 @@ def test_a_killed_sweep_continues_with_the_same_command(
 
 
 @pytest.mark.thorough
-def test_arms_take_turns_in_the_slots_and_earlier_arms_go_first(control: Control, recipe: str) -> None:
+def test_slots_limit_active_arms_and_earlier_arms_finish_first(control: Control, recipe: str) -> None:
     runner = SweepRunner(control, Template(slots=1))
     experiments = []
     for seed in range(3):
@@ -134,14 +134,14 @@ def test_arms_take_turns_in_the_slots_and_earlier_arms_go_first(control: Control
         states = runner.look()
         most = max(most, sum(run.state == "active" for run in runs(control)))
     assert most == 1 and all(state.succeeded for state in states.values())
-    order = [next(run for run in runs(control) if run.id == one) for one in beginnings(control)]
+    order = [next(run for run in runs(control) if run.id == one) for one in start_order(control)]
     ends = {
         one: max(place for place, run in enumerate(order) if run.experiment_id == one) for one in experiments
     }
     assert sorted(ends, key=lambda one: ends[one]) == experiments
 
 
-def test_cancelling_stops_every_arm(control: Control, tmp_path: Path) -> None:
+def test_cancel_stops_every_arm(control: Control, tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(RECIPE.format(gate=tmp_path / "never"))
     runner = SweepRunner(control, Template(slots=1))
@@ -151,15 +151,13 @@ def test_cancelling_stops_every_arm(control: Control, tmp_path: Path) -> None:
     wait_for(lambda: runner.look() and any(run.state == "active" for run in runs(control)), "an active run")
     stopping = runner.request_cancel()
     (run,) = runs(control)  # both arms share it
-    assert (run.state, run.desired, stopping) == ("active", "cancelled", [run.id])  # whoever dies now
+    assert (run.state, run.desired, stopping) == ("active", "cancelled", [run.id])  # survives a kill
     runner.cancel(stopping)
     assert [run.state for run in runs(control)] == ["cancelled"]
     assert all(state.is_over and not state.succeeded for state in runner.look().values())
 
 
-def test_names_and_options_that_cannot_be_are_refused(
-    perilune: Command, recipe: str, control: Control
-) -> None:
+def test_invalid_keys_and_options_are_refused(perilune: Command, recipe: str, control: Control) -> None:
     for arguments, message in (
         (("--set", "last.stepz=1,2"), "last.stepz is not a known key"),
         (("--set", "last.steps=1..5"), "last.steps has a range"),

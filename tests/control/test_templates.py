@@ -1,4 +1,4 @@
-"""Templates: what is wrong in one is said with its line, and only what it allows can be changed."""
+"""Templates: errors name the line, and only allowed keys can be overridden."""
 
 import json
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         ("placement:\n  name: local\n  site: {}\n", 1, "placement.site is only for containers"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(home: Home, text: str, line: int, what: str) -> None:
+def test_template_errors_name_the_line(home: Home, text: str, line: int, what: str) -> None:
     write(home, text)
     with pytest.raises(RequestError) as wrong:
         load_template(home, "box")
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_said_with_its_line(home: Home, text: str, line: int, w
     assert wrong.value.where.endswith(f"box.yaml:{line}")
 
 
-def test_only_what_a_template_allows_can_be_changed(home: Home) -> None:
+def test_only_allowed_overrides_are_accepted(home: Home) -> None:
     write(home, SSH + "allowed_overrides: [limits.max_lifetime, resources.threads]\n")
     changed = load_template(home, "box", ["limits.max_lifetime=60", "resources.threads=3"])
     assert (changed.limits.max_lifetime, changed.resources.threads) == (60.0, 3)
@@ -89,14 +89,14 @@ def test_only_what_a_template_allows_can_be_changed(home: Home) -> None:
         load_template(home, "box", ["limits"])
 
 
-def test_one_that_is_not_there_is_told_from_those_that_are(home: Home) -> None:
+def test_missing_template_error_names_existing_templates(home: Home) -> None:
     write(home, SSH)
     with pytest.raises(RequestError, match="no template is called 'bok'") as missing:
         load_template(home, "bok")
     assert "'box'" in missing.value.remedy and "local" in missing.value.remedy
 
 
-def test_the_job_is_the_recipes_with_what_the_machine_has() -> None:
+def test_template_resources_override_those_of_the_job() -> None:
     template = Template.model_validate({"resources": {"threads": 7}})
     assert template.job(drill_job()).resources.threads == 7
     assert template.job(drill_job()).resources.device == "cpu"
@@ -105,7 +105,7 @@ def test_the_job_is_the_recipes_with_what_the_machine_has() -> None:
 
 @pytest.mark.parametrize("where", ["{name: local}", "{name: ssh, host: box}", RENTED])
 @pytest.mark.parametrize(("how", "launcher"), [("", "process"), (DOCKER, "docker")])
-def test_each_launcher_goes_with_each_placement(
+def test_each_launcher_works_with_each_placement(
     control: Control, home: Home, where: str, how: str, launcher: str
 ) -> None:
     write(home, f"placement: {where}\n{how}")
@@ -120,7 +120,7 @@ def test_each_launcher_goes_with_each_placement(
     )
 
 
-def test_containers_of_several_machines_have_to_reach_one_another(home: Home) -> None:
+def test_containers_on_several_machines_need_host_network(home: Home) -> None:
     rented = f"placement: {RENTED}\n"
     write(home, rented + DOCKER + "resources: {nodes: 2}\n")
     job = drill_job().model_copy(update={"task": "gang_drill"})
@@ -131,7 +131,7 @@ def test_containers_of_several_machines_have_to_reach_one_another(home: Home) ->
     assert load_template(home, "box").job(job).resources.nodes == 2
 
 
-def test_an_attempt_elsewhere_is_given_up_only_when_it_must_have_stopped(home: Home) -> None:
+def test_remote_attempt_is_lost_only_after_it_must_have_stopped(home: Home) -> None:
     assert Template().policy().lost_after == 1800.0
     write(home, SSH + "limits: {on_box_stop_after: 1200}\n")
     assert load_template(home, "box").policy().lost_after == 1270.0
@@ -139,7 +139,7 @@ def test_an_attempt_elsewhere_is_given_up_only_when_it_must_have_stopped(home: H
     assert load_template(home, "box").policy().lost_after == 1800.0
 
 
-def test_the_commands(perilune: Command, tmp_path: Path) -> None:
+def test_templates_commands(perilune: Command, tmp_path: Path) -> None:
     (tmp_path / "home" / "templates").mkdir()
     (tmp_path / "home" / "templates" / "box.yaml").write_text("description: far\n" + SSH)
     code, out, _ = perilune("templates", "list", "--json")
@@ -177,7 +177,7 @@ def test_every_key_is_documented() -> None:
             assert f"| `{key}` |" in page and (field.description or "").partition(";")[0] in page, key
 
 
-def test_a_retry_goes_by_the_host_key_that_the_template_has_now(control: Control) -> None:
+def test_retry_uses_current_host_key_of_template(control: Control) -> None:
     before, now = (f"ssh-ed25519 {letter * 68}" for letter in "AB")
     path = control.home.root / "templates" / "box.yaml"
     path.parent.mkdir()
@@ -193,27 +193,27 @@ def test_a_retry_goes_by_the_host_key_that_the_template_has_now(control: Control
     path.write_text(f"placement: {{name: ssh, host: box.invalid, port: 2222, host_key: {now}}}\nslots: 1\n")
     again = recorded_template(control.home, retry(control, run.id).id)
     assert again is not None and isinstance(again.placement, OverSsh)
-    assert again.placement.host_key == now and again.slots is None  # nothing else of it changes
+    assert again.placement.host_key == now and again.slots is None  # everything else is unchanged
     path.write_text(f"placement: {{name: ssh, host: other.invalid, host_key: {before}}}\n")
     assert with_present_host_key(control.home, again) == again
 
 
-def test_a_checkpoint_that_a_later_stage_takes_cannot_stay_on_its_machine(tmp_path: Path) -> None:
+def test_bring_metrics_is_refused_when_later_stage_needs_checkpoint(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "name: two\nmodel: {preset: tiny}\nenvironment: {id: calculator}\nstages:\n"
-        "  - {name: climb, task: rl, checkpoint: model, steps: 1}\n"
-        "  - {name: after, task: evaluate, checkpoint: climb}\n"
+        "  - {name: train, task: rl, checkpoint: model, steps: 1}\n"
+        "  - {name: after, task: evaluate, checkpoint: train}\n"
     )
     loaded = load_recipe(recipe)
     left = Template.model_validate({"bring": "metrics", "placement": {"name": "ssh", "host": "box"}})
-    with pytest.raises(RequestError, match="stage after takes the checkpoint of stage climb"):
+    with pytest.raises(RequestError, match="stage after takes the checkpoint of stage train"):
         stage_plans(loaded, left)
-    for template in (left.model_copy(update={"bring": "final"}), Template(bring="metrics")):  # or is here
+    for template in (left.model_copy(update={"bring": "final"}), Template(bring="metrics")):  # or a local run
         assert len(stage_plans(loaded, template)) == 2
 
 
-def test_a_rented_machine_brings_everything_home_unless_the_template_says_otherwise() -> None:
+def test_rented_machines_bring_all_by_default() -> None:
     rented = {
         "name": "rented",
         "provider": "fake",

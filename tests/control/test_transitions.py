@@ -1,4 +1,4 @@
-"""The three machines, written down a second time: every other transition raises, in the rows themselves."""
+"""State machines of runs, attempts and machines: database rows refuse every transition not listed here."""
 
 from itertools import product
 
@@ -38,7 +38,7 @@ def legal(table: str) -> set[tuple[str, str]]:
     [(Run, RunState, RUN), (Attempt, AttemptState, ATTEMPT), (Machine, MachineState, MACHINE)],
     ids=["run", "attempt", "machine"],
 )
-def test_only_listed_transitions_are_possible(row: type, states: type, table: str) -> None:
+def test_only_listed_transitions_are_allowed(row: type, states: type, table: str) -> None:
     for before, after in product(states, states):
         one = row(state=before.value)
         if (before.value, after.value) in legal(table):
@@ -50,7 +50,7 @@ def test_only_listed_transitions_are_possible(row: type, states: type, table: st
             assert one.state == before.value
 
 
-def test_terminal_states_are_those_nothing_follows() -> None:
+def test_terminal_states() -> None:
     assert {state for state in RunState if state.terminal} == {"succeeded", "failed", "cancelled"}
     ended = {"succeeded", "failed", "preempted", "lost", "cancelled"}
     assert {state for state in AttemptState if state.terminal} == ended
