@@ -1,4 +1,4 @@
-"""A fake cloud, homes that rent from it, and attempts that want a machine."""
+"""Helpers for tests with the fake cloud: homes that rent from it, and attempts that need a machine."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ SMALL = Rental(provider="fake", kind="small", lease=LEASE)
 
 
 def hurry(patch: pytest.MonkeyPatch, look_seconds: float = 0.0) -> None:
-    """Let what takes seconds between two looks take less, in this process."""
+    """Shorten the intervals between observations and repeated calls in this process."""
     patch.setattr(machine_planner, "LEAST_GAP", 0.05)
     patch.setattr(machine_planner, "ASK_GAP", 0.2)
     patch.setattr(listings, "LOOK_SECONDS", look_seconds)
@@ -45,7 +45,7 @@ def rent_from(
     visibility: float = 0.0,
     names: tuple[str, ...] = ("fake",),
 ) -> None:
-    """Let the home at `home` rent from the fake cloud at `cloud`, by the names of providers."""
+    """Write a providers.yaml with which the home at `home` rents from the fake cloud at `cloud`."""
     provider = {"type": "fake", "folder": str(cloud), "visibility_seconds": visibility}
     home.mkdir(parents=True, exist_ok=True)
     document = {"daily_cap": daily_cap, "providers": {name: dict(provider) for name in names}}
@@ -53,7 +53,7 @@ def rent_from(
 
 
 def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Attempt:
-    """A run, and its current attempt, as they are before there is a machine."""
+    """Add a run and its current attempt, which has no machine yet."""
     with control.store.transaction() as session:
         run = session.get(Run, run_id)
         if run is not None:
@@ -76,7 +76,7 @@ def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Atte
 
 
 def rented_template(folder: Path, grace: float | None = None) -> Template:
-    """A template of small machines that use this Python, installed at `folder`."""
+    """A template for small machines that use this Python, installed at `folder`."""
     site = Site(python=str(interpreter(folder, grace=grace)), installed=True)
     place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
@@ -86,14 +86,14 @@ def rented_template(folder: Path, grace: float | None = None) -> Template:
 def rented(
     control: Control, fleet: Fleet, rental: Rental = SMALL, number: int = 1, run_id: str = "01RUN"
 ) -> str:
-    """Key of the machine that a new attempt is to have."""
+    """Request a machine for a new attempt; return its key."""
     attempt = an_attempt(control, number, run_id)
     with control.store.transaction() as session:
         return fleet.rent(session, attempt, rental, price=0.4)[0].key
 
 
 def end(control: Control, *, collected: bool = True, number: int = 1) -> None:
-    """The attempt ends."""
+    """End the attempt as cancelled."""
     with control.store.transaction() as session:
         row = session.get_one(Attempt, ("01RUN", number))
         row.cleanup = (Cleanup.DONE if collected else Cleanup.PENDING).value
@@ -101,7 +101,7 @@ def end(control: Control, *, collected: bool = True, number: int = 1) -> None:
 
 
 def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 60.0) -> Machine:
-    """Tend a machine until it is in that state."""
+    """Reconcile a machine until it is in this state."""
     deadline = time.monotonic() + seconds
     while (machine := fleet.reconcile(key)) is None or machine.state != state:
         assert time.monotonic() < deadline, f"{machine and (machine.state, machine.reason)} is not {state}"
@@ -110,12 +110,12 @@ def tend_until(fleet: Fleet, key: str, state: MachineState, seconds: float = 60.
 
 
 def bill(cloud: FakeCloud) -> dict[str, Any]:
-    """What the cloud itself knows: costs by key, what is alive."""
+    """The cloud's own account: costs by key, and keys of live machines."""
     return dict(cloud.call("GET", "/bill"))
 
 
 def all_gone(control: Control, cloud: FakeCloud) -> None:
-    """Reconcile until no machine is left, here and at the cloud, and nothing of any attempt."""
+    """Reconcile until no machine is left and the cleanup of all attempts is done."""
 
     def gone() -> bool:
         control.reconciler.all(act=False)
@@ -128,7 +128,7 @@ def all_gone(control: Control, cloud: FakeCloud) -> None:
 
 
 def life_of_a_machine(home: Path) -> None:
-    """Rent a machine, have it, give it back; from wherever an earlier process has come to."""
+    """Rent, use and release a machine; continues where an earlier process stopped."""
     control = drill_control(home)
     fleet = Fleet(control.home, control.store)
     key = fleet.key("01RUN", 1)

@@ -1,4 +1,4 @@
-"""Fixtures: a fake cloud in a process of its own, and a home that rents from it."""
+"""Fixtures: a fake cloud in its own process, and a home that rents from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ def weather() -> Weather:
 
 @pytest.fixture
 def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
-    """A cloud in a process of its own; at the end all its machines are."""
+    """A cloud in its own process; teardown kills all its machines."""
     process = start(tmp_path / "cloud", weather)
     client = FakeCloud(tmp_path / "cloud")
     yield client
@@ -35,7 +35,7 @@ def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
 @pytest.fixture
 def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     hurry(monkeypatch)
-    # Look as often as these short runs want it.
+    # Short runs need frequent observations.
     monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
     monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
     rent_from(control.home.root, cloud.folder)

@@ -1,6 +1,6 @@
-"""Real containers: a Docker daemon of our own, and Podman, with an image that is made here out of nothing.
+"""Real containers: a private Docker daemon, and Podman, with an image built here from scratch.
 
-The image has folders and links only: what runs in it lies on this machine, and is mounted.
+The image has only folders and links; programs are mounted from this machine.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ runtime = "runc"
 
 @dataclass(frozen=True)
 class Program:
-    """A program with Docker's command line, and the ID of the image that it has.
+    """A program with Docker's command line, and the ID of its image.
 
-    It can be made to fail: what faults/COMMAND beside it says in the shell's language comes before COMMAND.
+    Tests can make it fail: the shell code in faults/COMMAND beside it runs before COMMAND.
     """
 
     path: Path
@@ -46,12 +46,12 @@ class Program:
 
     @property
     def unspoilt(self) -> Program:
-        """The same, which no fault makes fail."""
+        """The same program without injected faults."""
         return Program(self.path.with_name("unspoilt"), self.image)
 
     @contextmanager
     def fault(self, command: str, line: str) -> Iterator[None]:
-        """While the block lasts, have `line` come before `command`. It knows the program as "$program"."""
+        """Run the shell code `line` before `command` inside the block. "$program" is the real program."""
         path = self.path.parent / "faults" / command
         path.write_text(line)
         try:
@@ -65,7 +65,7 @@ class Program:
         return done.stdout.strip()
 
     def container(self, *mounts: Path, **settings: object) -> Container:
-        """A container in which this interpreter and the drills are found."""
+        """Settings of a container with this interpreter and the drill task."""
         needed = {Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), SOURCE, INSTALLED, *mounts}
         needed |= {Path(os.path.realpath(one)) for one in needed}
         own = sorted(str(one) for one in needed if one == Path("/usr") or not one.is_relative_to("/usr"))
@@ -82,7 +82,7 @@ class Program:
 
 
 def image() -> bytes:
-    """A tar of the image."""
+    """The image as a tar archive."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name in FOLDERS:
@@ -98,7 +98,7 @@ def image() -> bytes:
 
 
 def program(folder: Path, name: str, command: str) -> Program:
-    """`command` as a program in `folder`, with the image in it."""
+    """Wrap `command` as a program in `folder` and import the image."""
     path = folder / name
     (folder / "faults").mkdir()
     fault = f'program="{command}"; [ ! -e "{folder}/faults/$1" ] || . "{folder}/faults/$1"'
@@ -116,7 +116,7 @@ def program(folder: Path, name: str, command: str) -> Program:
 
 @contextmanager
 def docker(folder: Path) -> Iterator[Program]:
-    """Docker, with a daemon of its own."""
+    """Docker with its own daemon."""
     needs("dockerd", "docker.io")
     folder.mkdir(parents=True)
     with TemporaryDirectory(prefix="docker") as state, (folder / "log").open("wb") as log:
@@ -144,7 +144,7 @@ def _answers(socket: Path) -> bool:
 
 @contextmanager
 def podman(folder: Path) -> Iterator[Program]:
-    """Podman, with a store of its own."""
+    """Podman with its own storage."""
     needs("podman", "podman runc")
     folder.mkdir(parents=True)
     (folder / "conf").write_text(PODMAN)
@@ -154,7 +154,7 @@ def podman(folder: Path) -> Iterator[Program]:
 
 
 def tried(found: Program) -> Program:
-    """A program that runs containers, where this machine's kernel lets it."""
+    """Return the program if this machine can run containers with it; otherwise xfail."""
     where = ["run", "--rm", "--network=none", "--volume=/usr:/usr:ro", found.image]
     command = [str(found.path), *where, "/usr/bin/true"]
     first = subprocess.run(command, capture_output=True, check=False)

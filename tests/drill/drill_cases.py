@@ -1,4 +1,4 @@
-"""Bundles, stages and homes for drills, with real processes. Imported by the tests of both planes."""
+"""Bundles, stages and homes for tests with the drill task in real processes. Both planes' tests use them."""
 
 import os
 import subprocess
@@ -84,7 +84,7 @@ def wait_for(happened: Callable[[], Any], what: str = "it") -> Any:
 
 
 def family(bundle: Path) -> list[int]:
-    """Numbers of the living processes of an attempt, its worker left out."""
+    """Process IDs of the live processes of an attempt, without its worker."""
     claim = read_claim(bundle / "runtime")
     return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
 
@@ -100,7 +100,7 @@ def only_run(control: Control) -> Run:
 
 
 def start(control: Control, plan: StagePlan) -> tuple[Iterator[StageEvent], Path]:
-    """Advance until the first progress is seen; the events to come, and the attempt's directory."""
+    """Advance until the first progress; return the remaining events and the attempt's directory."""
     events = advance(control, begin(control, [plan]), [plan], poll=0.02)
     for event in events:
         if isinstance(event, StageProgress):
@@ -109,7 +109,7 @@ def start(control: Control, plan: StagePlan) -> tuple[Iterator[StageEvent], Path
 
 
 def hanging(control: Control, how: str = "hang") -> tuple[Iterator[StageEvent], Path]:
-    """A run that hangs at its third step unless it was resumed."""
+    """Start a run that hangs at its third step unless it was resumed."""
     plan = drill_plan(steps=4, fail_at=2, how=how, fresh_only=True)
     events, attempt = start(control, plan)
     wait_for(lambda: has_event(attempt, "hangs"), "the hang")

@@ -1,4 +1,4 @@
-"""Fixtures of both planes' tests; their conftest files import them."""
+"""Fixtures for the tests of both planes; their conftest files import them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def forget_plugins() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def drill_installed() -> Iterator[None]:
-    """The task "drill" can be found, here and in every process started from here."""
+    """Make the task "drill" importable, here and in every child process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(INSTALLED))
         patch.setenv("PYTHONPATH", str(INSTALLED), prepend=os.pathsep)
@@ -43,7 +43,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 
 @pytest.fixture
 def perilune(capsys: pytest.CaptureFixture[str], control: Control) -> Command:
-    """Runs a command; gives its exit code, stdout and stderr."""
+    """Run a command; returns its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -57,7 +57,7 @@ def perilune(capsys: pytest.CaptureFixture[str], control: Control) -> Command:
 
 @pytest.fixture(autouse=True)
 def nothing_left_running(tmp_path: Path) -> Iterator[None]:
-    """A test that fails half-way leaves no process behind."""
+    """Kill the processes that a failed test left."""
     yield
     for path in tmp_path.rglob("runtime/claim.json"):
         try:

@@ -1,4 +1,4 @@
-"""A machine that is this one, reached as one elsewhere is, by a way that can be cut; and its interpreter."""
+"""This machine as a remote host with a connection that tests can cut, and an interpreter for it."""
 
 import os
 import subprocess
@@ -17,12 +17,12 @@ from perilune.execution.placements.remote import RemotePlacement, Site
 
 
 class NearbyHost:
-    """Runs commands here. `cut` decides for each verb whether the way is cut, "before" or "after" it ran.
+    """Runs commands here. `cut` decides for each verb whether the connection drops "before" or "after" it.
 
     Attributes:
-        calls: the verbs that were asked for.
-        bend: changes what is sent to it.
-        within: command that runs every other one, as `unshare`.
+        calls: the verbs called so far.
+        bend: changes the data sent to the host.
+        within: prefix of every command, such as `unshare`.
     """
 
     name = "nearby"
@@ -67,9 +67,9 @@ class NearbyHost:
 
 
 def interpreter(folder: Path, grace: float | None = None) -> Path:
-    """A Python "installed" at `folder` that holds perilune as it is now and the drill task.
+    """A Python "installed" at `folder` with the current perilune and the drill task.
 
-    With `grace`, its `perilune worker` gives a task that is asked to stop so many seconds, not the usual ten.
+    With `grace`, its `perilune worker` gives a task this many seconds to stop instead of ten.
     """
     found = folder / "bin"
     if found.is_dir():
@@ -89,7 +89,7 @@ def interpreter(folder: Path, grace: float | None = None) -> Path:
 def nearby(
     folder: Path, host: NearbyHost | None = None, limits: AttemptLimits | None = None
 ) -> RemotePlacement:
-    """A placement on this machine over a host, with its workspace in `folder`."""
+    """A remote placement on this machine through `host`, with its workspace in `folder`."""
     python = interpreter(folder / "python")
     site = Site(python=str(python), installed=True, workspace=str(folder / "workspace"))
     return RemotePlacement(host or NearbyHost(), site, limits or AttemptLimits())

@@ -1,4 +1,4 @@
-"""A command that dies of SIGKILL at every named point in turn, and is given again after each."""
+"""Run a command repeatedly and kill it with SIGKILL at one further named point each time."""
 
 import multiprocessing
 import os
@@ -15,14 +15,14 @@ def killed_at_every_point(
     notes: Path,
     after: Callable[[str], object] = lambda point: None,
 ) -> list[str]:
-    """Give the command, in a process of its own each time, until it ends by itself.
+    """Run the command, each time in a new process, until it ends by itself.
 
     Args:
-        notes: file in which a process leaves the point at which it dies.
-        after: is called when one has died, with that point.
+        notes: file in which a process records the point at which it dies.
+        after: called with the point after each kill.
 
     Returns:
-        The points in the order in which somebody died there.
+        The points in the order of the kills.
     """
     notes.touch()
 
@@ -48,4 +48,4 @@ def killed_at_every_point(
             assert process.exitcode == 0, f"after {points}: {process.exitcode}"
             return points
         after(points[-1])
-    raise AssertionError("it never ends")
+    raise AssertionError("the command did not end after 100 kills")

@@ -1,9 +1,9 @@
-"""Machines in namespaces of their own, with links between them that can be cut and slowed.
+"""Machines in their own Linux namespaces, with links that tests can cut and slow down.
 
-    here ── near ── jump ── far ── box        box is reached through jump alone
+    here ── near ── jump ── far ── box        jump is the only way to box
 
-A machine's first process ends with a pipe of ours, and the kernel ends with it whatever runs there, its
-network and its end of every link. So nothing outlives a test that fails, nor tests that are killed.
+A machine's first process ends when our pipe closes. The kernel then ends the machine's processes, its network
+and its end of every link. So nothing outlives a failed test, nor a killed test process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from sshd_cases import CONFIG, make_key
 
 from perilune.execution.hosts.ssh import SshSettings
 
-# A machine's first process: it leaves the dead to the kernel, and ends with its input.
+# A machine's first process: the kernel reaps its children, and it ends with its input.
 FIRST = 'trap "" CHLD && hostname "$0" && ip link set lo up && echo up && exec cat'
 JUMP, BOX = "10.77.1.2", "10.77.2.1"
 USER_CONFIG = f"""
@@ -46,7 +46,7 @@ Host *
 
 
 class Machine:
-    """A machine with a network, processes, mounts and a name of its own; the files are this machine's."""
+    """A machine with its own network, processes, mounts and host name; the files are this machine's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,15 +62,15 @@ class Machine:
         self.network = network_of(self.first)
 
     def inside(self, *namespaces: str) -> list[str]:
-        """How a command begins that is run there."""
+        """The prefix of a command that runs on the machine."""
         return ["nsenter", "--target", str(self.first), *namespaces]
 
     def run(self, *command: str) -> None:
-        """Run a command in its network."""
+        """Run a command in the machine's network."""
         subprocess.run([*self.inside("--net"), *command], check=True)
 
     def processes(self) -> list[psutil.Process]:
-        """All in its network, and so also ssh that only uses that."""
+        """All processes in its network, including ssh clients that only use its network."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ class Machine:
         return found
 
     def end(self) -> None:
-        """Pull its plug."""
+        """Power the machine off."""
         self._power.communicate("")
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -88,12 +88,12 @@ class Machine:
 
 
 def network_of(pid: int) -> Path:
-    """Which network a process is in."""
+    """The network namespace of a process."""
     return Path(f"/proc/{pid}/ns/net").readlink()
 
 
 class Server(Machine):
-    """A machine with an sshd, once it serves; whose keys lie in folder/name."""
+    """A machine with an sshd after `serve`; its keys are in folder/name."""
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
@@ -103,33 +103,33 @@ class Server(Machine):
         self.host_keys = {name: make_key(self.folder / name) for name in ("own", "other")}
 
     def serve(self, address: str, authorized: Path) -> None:
-        """Let in whoever has the key whose public half is `authorized`."""
+        """Start sshd; it accepts the key whose public half is `authorized`."""
         program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         assert program is not None, "needs sshd: apt install openssh-server"
-        Path("/run/sshd").mkdir(exist_ok=True)  # where root's sshd locks itself in
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation directory
         shutil.copy(self.folder / "own", self.folder / "host_key")
         keys = f"HostKey {self.folder}/host_key\nAuthorizedKeysFile {authorized}\n"
         config = self.folder / "config"
         config.write_text(f"Port 22\nListenAddress {address}\nLogLevel INFO\n{keys}{CONFIG}")
         own = self.inside("--net", "--pid", "--mount", "--uts")
         subprocess.run([*own, program, "-E", str(self._log), "-f", str(config)], check=True)
-        wait_for(lambda: self._record_event("Server listening") == 2, "its sshd")  # on the loopback too
+        wait_for(lambda: self._record_event("Server listening") == 2, "its sshd")  # also on the loopback
         children = psutil.Process(self.first).children()
         (self._sshd,) = (one for one in children if one.name() == "sshd")
 
     def connections(self) -> int:
-        """How many it has let in so far."""
+        """The number of accepted connections so far."""
         return self._record_event("Accepted publickey")
 
     def cut_sessions(self) -> None:
-        """End every connection; what was begun through one goes on."""
+        """End every connection; remote commands continue."""
         for session in self._sshd.children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 session.kill()
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Another machine has its address while the block lasts, as its host key tells; connections end."""
+        """Show another host key inside the block, like another machine at this address; connections end."""
         self._show("other")
         try:
             yield
@@ -148,7 +148,7 @@ class Server(Machine):
 
 
 class Link:
-    """A cable from machine `one` to machine `other`, which have the addresses 10.77.N.1 and 10.77.N.2."""
+    """A link between machines `one` and `other`, which have the addresses 10.77.N.1 and 10.77.N.2."""
 
     def __init__(self, one: Machine, other: Machine, number: int) -> None:
         self.one, self.other = one, other
@@ -159,16 +159,16 @@ class Link:
             machine.run("ip", "link", "set", device, "up")
 
     def cut(self) -> None:
-        """Nothing gets through, and nobody is told."""
+        """Drop all packets silently."""
         self.one.run("ip", "link", "set", self.other.name, "down")
 
     def restore(self) -> None:
-        """Everything gets through again, as fast as ever."""
+        """Transfer packets again."""
         self.one.run("ip", "link", "set", self.other.name, "up")
 
     @contextmanager
     def slowed(self, rate: str) -> Iterator[None]:
-        """Let so much through, both ways, and delay the rest, while the block lasts."""
+        """Limit the rate in both directions inside the block."""
         shape = ["root", "tbf", "rate", rate, "burst", "8kb", "latency", "50ms"]
         try:
             for machine, device in self._ends():
@@ -182,7 +182,7 @@ class Link:
                 machine.run("tc", "qdisc", "del", "dev", device, "root")
 
     def carried(self) -> int:
-        """Bytes that `one` has sent so far."""
+        """The number of bytes that `one` has sent so far."""
         table = Path(f"/proc/{self.one.first}/net/dev").read_text()
         (line,) = (line for line in table.splitlines() if line.strip().startswith(f"{self.other.name}:"))
         return int(line.split()[9])
@@ -193,7 +193,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """Three machines in a row. In folder/bin is an `ssh`, which is the system's on the first of them."""
+    """Three machines in a row. folder/bin has an `ssh` that runs the system's ssh on the first machine."""
 
     folder: Path
     here: Machine
@@ -203,13 +203,13 @@ class Network:
     far: Link
 
     def settings(self) -> SshSettings:
-        """The way to the box, by the user's own configuration."""
+        """Ssh settings for the box, through the user's own configuration."""
         return SshSettings(host="box", config=str(self.folder / "config"))
 
 
 @contextmanager
 def network(folder: Path) -> Iterator[Network]:
-    """Machines that exist while the block lasts, and of which nothing is left after it."""
+    """Create the machines for the block; remove every trace of them afterwards."""
     folder.mkdir()
     make_key(folder / "key")
     with ExitStack() as plugs:

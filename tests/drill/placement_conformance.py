@@ -1,6 +1,6 @@
-"""What every placement must do, as tests: a subclass of `PlacementConformance` has a fixture `placement`.
+"""Conformance tests for placements: a subclass of `PlacementConformance` has a fixture `placement`.
 
-The attempts run on this machine, wherever the placement believes to be, so that the tests can look at them.
+All attempts run on this machine, even for remote placements, so that the tests can inspect their processes.
 """
 
 import os
@@ -42,7 +42,7 @@ def look(placement: Placement, attempt: Assignment) -> Observation:
 
 
 def until(happened: Callable[[], Any], what: str) -> Any:
-    """Wait, looking as often as one looks at a machine elsewhere."""
+    """Wait, polling at an interval suitable for remote machines."""
     deadline = time.monotonic() + PATIENCE
     while not (found := happened()):
         assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:.0f} s"
@@ -51,7 +51,7 @@ def until(happened: Callable[[], Any], what: str) -> Any:
 
 
 def home_has(placement: Placement, attempt: Assignment, path: str) -> None:
-    """Wait until a file has come home."""
+    """Wait until a file is fetched."""
 
     def pulled() -> bool:
         placement.pull(attempt)
@@ -70,25 +70,25 @@ def ended(placement: Placement, attempt: Assignment) -> Observation:
 
 
 def working(attempt: Assignment) -> list[int]:
-    """Processes of the attempt's task that live, wherever it works."""
+    """Live processes of the attempt's task."""
     claim = read_claim(attempt.directory / "runtime")
     assert claim is not None
     return [process.pid for process in marked(MARK, claim.nonce)]
 
 
 class PlacementConformance:
-    """The tests."""
+    """The tests that every placement passes."""
 
-    def test_an_attempt_from_its_staging_to_its_removal(self, placement: Placement, tmp_path: Path) -> None:
+    def test_attempt_lifecycle_from_staging_to_removal(self, placement: Placement, tmp_path: Path) -> None:
         bundle = drill_bundle(tmp_path / "bundle", steps=3, gate=str(tmp_path / "gate"), say="hello")
         attempt = assigned(tmp_path)
         assert look(placement, attempt).claim is None
-        for _ in range(2):  # what was staged before it was known to be is staged again
+        for _ in range(2):  # staging is repeated when its response is lost
             stage(placement, attempt, bundle)
         assert look(placement, attempt).claim is None
         placement.start(attempt)
         claim = until(lambda: look(placement, attempt).claim, "a claim")
-        placement.start(attempt)  # the answer of the first may have been lost
+        placement.start(attempt)  # start is repeated when its response is lost
         seen = look(placement, attempt)
         assert (seen.claim, seen.worker, seen.verdict) == (claim, Presence.PRESENT, None)
         home_has(placement, attempt, "runtime/runtime.log")
@@ -103,7 +103,7 @@ class PlacementConformance:
         placement.remove(attempt)
         assert verify(attempt.directory) == []
 
-    def test_what_a_dead_attempt_had_finished_is_carried_to_the_next(
+    def test_next_attempt_resumes_from_checkpoint_of_dead_attempt(
         self, placement: Placement, tmp_path: Path
     ) -> None:
         bundle = drill_bundle(tmp_path / "bundle", steps=4, fail_at=2, how="daemon", fresh_only=True)
@@ -115,9 +115,9 @@ class PlacementConformance:
         claim = look(placement, first).claim
         assert claim is not None
         os.kill(claim.pid, signal.SIGKILL)
-        until(lambda: look(placement, first).worker is Presence.ABSENT, "its death")
+        until(lambda: look(placement, first).worker is Presence.ABSENT, "the death of the worker")
         assert look(placement, first).verdict is None
-        assert placement.stop(first) and not working(first)  # daemons too, that wanted to stay
+        assert placement.stop(first) and not working(first)  # daemons included
         stage(placement, second, bundle, first)
         placement.start(second)
         ended(placement, second)
@@ -127,7 +127,7 @@ class PlacementConformance:
         assert [row["total"] for row in rows] == [2, 6, 12, 20]
         assert verify(second.directory) == []
 
-    def test_stopping_is_proven_and_nothing_begins_after_it(
+    def test_stop_ends_all_processes_and_prevents_a_later_start(
         self, placement: Placement, tmp_path: Path
     ) -> None:
         bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="hang")
@@ -140,20 +140,20 @@ class PlacementConformance:
         verdict = look(placement, attempt).verdict
         assert verdict is not None and verdict.cause == "stopped"
         placement.pull(attempt, whole=True)
-        assert verify(attempt.directory) == []  # what it had finished is whole
+        assert verify(attempt.directory) == []  # its finished files are complete
 
         never = Assignment(never.run_id, 1, tmp_path / "never")
         stage(placement, never, bundle)
         assert placement.stop(never)
         claim = look(placement, never).claim
-        placement.start(never)  # as by a command that had been asleep
+        placement.start(never)  # as from a command that was suspended
         time.sleep(0.5)
         until(lambda: not placement.starting(never), "the late worker's end")
         assert claim is not None and look(placement, never).claim == claim
         placement.pull(never)
         assert not (never.directory / "runtime" / "runtime.log").exists()
 
-    def test_how_a_task_failed_is_told_exactly_and_a_changed_bundle_is_refused(
+    def test_exit_code_is_reported_and_changed_bundle_is_refused(
         self, placement: Placement, tmp_path: Path
     ) -> None:
         bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="exit7")

@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine: its own ports, folder and token, nodes on addresses of the loopback."""
+"""A real Ray cluster on this machine: own ports, folder and token; the nodes have loopback addresses."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from perilune.execution.processes import kill_all
 from perilune.execution.providers.ray.client import RayCluster
 from perilune.execution.providers.ray.ray_settings import RaySettings
 
-TOKEN = "PERILUNE_TEST_RAY_TOKEN"  # a secret of ours: what lets us into the cluster
-MARK = "PERILUNE_TEST_RAY"  # variable of all processes of a cluster
+TOKEN = "PERILUNE_TEST_RAY_TOKEN"  # name of our secret with the cluster's token
+MARK = "PERILUNE_TEST_RAY"  # environment variable of all processes of a cluster
 MEMORY = 80_000_000  # bytes of each node's object store
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 
 
 class LocalRay:
-    """A head node, and a second one that has one `second` of its own."""
+    """A head node, and a second node with the custom resource `second`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.id = folder, secrets.token_hex(8)
@@ -38,7 +38,7 @@ class LocalRay:
         (folder / "token").write_text(self.token)
 
     def settings(self, **changes: Any) -> RaySettings:
-        """As in providers.yaml."""
+        """The settings in providers.yaml."""
         told = {
             "type": "ray",
             "dashboard": f"http://127.0.0.1:{self.dashboard}",
@@ -56,7 +56,7 @@ class LocalRay:
         return RaySettings.model_validate({**told, **changes})
 
     def provider(self, **changes: Any) -> RayCluster:
-        """The cluster, as the control plane sees it."""
+        """The provider for this cluster."""
         return RayCluster(self.settings(**changes))
 
     def start_head(self) -> None:
@@ -69,7 +69,7 @@ class LocalRay:
         self._start(SECOND, f"--address={HEAD}:{self.port}", '--resources={"second": 1}')
 
     def answers(self) -> bool:
-        """Whether the dashboard does."""
+        """Whether the dashboard answers."""
         try:
             self.provider().jobs.all()
         except PeriluneError:
@@ -77,18 +77,18 @@ class LocalRay:
         return True
 
     def kill(self, node: str) -> None:
-        """Kill all of Ray on a node, and nothing that runs there for us: that is to end by itself."""
+        """Kill Ray's processes on a node but not our own processes there, which must end by themselves."""
         for process in self._processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if any("/ray/" in part or part.startswith("ray::") for part in process.cmdline()[:3]):
                     process.kill()
 
     def stop(self) -> None:
-        """End all that has ever run on it."""
+        """End all processes that ever ran on the cluster."""
         assert kill_all(lambda: [*self._processes(HEAD), *self._processes(SECOND)], grace=0.0)
 
     def _processes(self, node: str) -> list[psutil.Process]:
-        """Those that descend from a node: by their mark, or their session, as some of Ray's wipe marks."""
+        """Descendants of a node, by mark or by session: some of Ray's processes clear the mark."""
         found, mark = [], f"{MARK}={self.id}-{node}".encode()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -111,7 +111,7 @@ class LocalRay:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--node-ip-address={node}"),
             *("--num-cpus=4", "--num-gpus=0", f"--object-store-memory={MEMORY}"),
             *("--include-log-monitor=false", f"--temp-dir={self.folder}"),
-            f"--dashboard-agent-listen-port={free_ports(1)[0]}",  # else two nodes, or clusters, want the same
+            f"--dashboard-agent-listen-port={free_ports(1)[0]}",  # nodes must not share a port
         ]
         log = self.folder / f"{node}.log"
         with log.open("w") as said:
@@ -129,8 +129,8 @@ class LocalRay:
 
 @contextmanager
 def local_ray() -> Iterator[LocalRay]:
-    """A cluster of two nodes; at the end nothing is left of it."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # sockets lie in it: its path may not be long
+    """A cluster of two nodes, removed completely after the block."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short, because it contains Unix sockets
     cluster = LocalRay(folder)
     os.environ[TOKEN] = cluster.token
     try:
@@ -145,7 +145,7 @@ def local_ray() -> Iterator[LocalRay]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now."""
+    """Unused loopback ports."""
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in found:

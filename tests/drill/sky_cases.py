@@ -1,4 +1,4 @@
-"""A SkyPilot whose clouds lie in a file, and homes that rent from it."""
+"""A fake SkyPilot whose clouds are a file, and homes that rent from it."""
 
 import fcntl
 import json
@@ -27,10 +27,10 @@ KINDS = {
 
 
 class FakeSky:
-    """What goes on there, and an interpreter that has it.
+    """The state of the fake clouds, and an interpreter with the fake package.
 
     Args:
-        way: lines of an ssh config that lead to every machine of it.
+        way: lines of an ssh config for every machine.
     """
 
     def __init__(self, folder: Path, way: str = "  HostName 127.0.0.1\n  Port 1\n") -> None:
@@ -47,7 +47,7 @@ class FakeSky:
 
     @contextmanager
     def state(self) -> Iterator[Any]:
-        """All there is to know, to be changed."""
+        """The state, which the block may change."""
         with (self.folder / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = json.loads((self.folder / "state.json").read_text())
@@ -55,7 +55,7 @@ class FakeSky:
             (self.folder / "state.json").write_text(json.dumps(known))
 
     def weather(self, **weather: Any) -> None:
-        """Script what goes wrong: `before_down=3`, `launch=["capacity"]`, `launch_seconds=1.0`, ..."""
+        """Script failures: `before_down=3`, `launch=["capacity"]`, `launch_seconds=1.0`, ..."""
         names = {"launch": "sky.launch", "down": "sky.down"}
         with self.state() as known:
             for name, value in weather.items():
@@ -64,46 +64,46 @@ class FakeSky:
                 known["weather"][names.get(scripted, scripted)] = value
 
     def change(self, cluster: str, **fields: Any) -> None:
-        """Let something befall a cluster, in its cloud."""
+        """Change a cluster in its cloud."""
         with self.state() as known:
             known["clusters"][cluster] |= fields
 
     def alive(self) -> list[str]:
-        """Clusters that cost money."""
+        """Clusters that exist and cost money."""
         self.look()
         with self.state() as known:
             return [name for name, one in known["clusters"].items() if one["alive"]]
 
     def made(self) -> list[str]:
-        """Clusters that were ever made, once for each time."""
+        """All clusters ever created, one entry per creation."""
         with self.state() as known:
             return list(known["made"])
 
     def tasks(self) -> list[Any]:
-        """What was launched."""
+        """All launched tasks."""
         with self.state() as known:
             return list(known["tasks"])
 
     def look(self) -> None:
-        """Let what is due happen."""
+        """Complete all due requests."""
         subprocess.run([str(self.python), "-c", "import sky; sky.api_status()"], check=True)
 
     def settings(self, **changes: Any) -> dict[str, Any]:
-        """Of providers.yaml."""
+        """The settings in providers.yaml."""
         quick = {"look_seconds": 0, "visibility_seconds": 0}
         return {"type": "skypilot", "python": str(self.python), "kinds": KINDS, **quick, **changes}
 
     def provider(self, folder: Path, **changes: Any) -> SkyPilot:
-        """A provider that uses it."""
+        """A provider that uses this fake SkyPilot."""
         return SkyPilot(SkyPilotSettings.model_validate(self.settings(**changes)), folder)
 
     def rent_to(self, home: Path, **changes: Any) -> None:
-        """Let the home at `home` rent from it."""
+        """Let the home at `home` rent from this fake SkyPilot."""
         home.mkdir(parents=True, exist_ok=True)
         document = {"daily_cap": 100.0, "providers": {"sky": self.settings(**changes)}}
         (home / "providers.yaml").write_text(yaml.safe_dump(document))
 
 
 def stale() -> int:
-    """A moment at which a cluster may have been looked at last, long ago."""
+    """The time of an outdated cluster status."""
     return int(time.time()) - 60

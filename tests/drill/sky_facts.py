@@ -1,4 +1,4 @@
-"""What a package called `sky` is like, for a test that compares the real one with ours. A script.
+"""A script that describes an installed `sky` package; a test compares the real one with our fake.
 
 `python sky_facts.py CALLS`, and for the real one NAME ERRORS as well: JSON lists, and a cluster's name.
 """
@@ -12,7 +12,7 @@ import sky
 
 
 def shape(calls: list[str]) -> dict[str, Any]:
-    """What is there."""
+    """The parameters, statuses and modes of the package."""
     return {
         "calls": {name: list(inspect.signature(getattr(sky, name)).parameters) for name in calls},
         "statuses": sorted(one.value for one in sky.ClusterStatus),
@@ -22,7 +22,7 @@ def shape(calls: list[str]) -> dict[str, Any]:
 
 
 def more(name: str, errors: list[str]) -> dict[str, Any]:
-    """What the API server's answers are made of, and which words SkyPilot uses; of the real one."""
+    """Fields of the API server's responses and names that SkyPilot uses; for the real package only."""
     import builtins
 
     from sky import backends, exceptions

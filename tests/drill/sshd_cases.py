@@ -1,4 +1,4 @@
-"""A real sshd of our own on a loopback port, and a line to it that can be cut, stalled and bent."""
+"""A private sshd on a loopback port, and a TCP proxy to it that tests can cut, stall and corrupt."""
 
 import contextlib
 import getpass
@@ -27,14 +27,14 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
 MaxSessions 100
-# With which bash does not read the .bashrc of whoever runs this, which may be slow.
+# Keeps bash from reading the user's .bashrc, which may be slow.
 SetEnv SHLVL=1
 LogLevel ERROR
 """
 
 
 class Sshd:
-    """An sshd in `folder`, which lets the key in folder/key in, as whoever runs this."""
+    """An sshd in `folder` that accepts the key folder/key for the current user."""
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
@@ -43,7 +43,7 @@ class Sshd:
         self.program, self.folder = program, folder
         folder.mkdir(parents=True)
         if os.getuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # where root's sshd locks itself in
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd's privilege separation directory
         self.host_key = make_key(folder / "host_key")
         (folder / "authorized_keys").write_text(make_key(folder / "key") + "\n")
         with socket.socket() as probe:
@@ -52,7 +52,7 @@ class Sshd:
         self.start()
 
     def start(self) -> None:
-        """Listen, with the host key that lies in the folder now."""
+        """Listen with the host key that is in the folder now."""
         config = self.folder / "config"
         keys = f"HostKey {self.folder}/host_key\nAuthorizedKeysFile {self.folder}/authorized_keys\n"
         config.write_text(f"Port {self.port}\n{keys}{CONFIG}")
@@ -67,7 +67,7 @@ class Sshd:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def stop(self) -> None:
-        """End it and every connection it serves; what was started through it lives on."""
+        """End sshd and its connections; remote commands continue."""
         for pid in children(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ class Sshd:
         self.process.wait()
 
     def settings(self, port: int | None = None) -> SshSettings:
-        """How to get there."""
+        """Ssh settings for this sshd."""
         return SshSettings(
             host="127.0.0.1",
             port=port or self.port,
@@ -87,7 +87,7 @@ class Sshd:
 
 
 def make_key(path: Path) -> str:
-    """Make a key pair at `path`; the public half, without its comment."""
+    """Create a key pair at `path`; return the public half without its comment."""
     path.unlink(missing_ok=True)
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
@@ -111,11 +111,11 @@ def sshd(folder: Path) -> Iterator[Sshd]:
 
 
 class Line:
-    """A TCP line to a port of this machine, by another port.
+    """A TCP proxy to a port of this machine.
 
     Attributes:
-        is_cut: nothing gets through, and nobody is told.
-        bend: changes what goes there, given how many bytes went before; None ends the connection.
+        is_cut: new connections are closed at once.
+        bend: changes data sent to the port, given the number of bytes before; None ends the connection.
     """
 
     def __init__(self, port: int) -> None:
@@ -140,7 +140,7 @@ class Line:
         self.is_cut = False
 
     def close(self) -> None:
-        """Take the line down."""
+        """Close the proxy."""
         self.cut()
         self._server.close()
 

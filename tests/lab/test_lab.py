@@ -1,4 +1,4 @@
-"""The laboratory: short runs in bad weather come to the right end, and what is broken is found."""
+"""The laboratory: a run succeeds despite injected faults, and the check finds each violated invariant."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ ROUGH = Weather(
 
 @pytest.fixture(scope="module")
 def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
-    """A laboratory in which one run went through rough weather and a kill of the control process."""
+    """A laboratory with one finished run that had injected faults and a killed control process."""
     folder = tmp_path_factory.mktemp("lab")
     with Laboratory(folder, Plan(ROUGH, seed=3, at_once=1, step_seconds=0.01)) as lab:
         lab.tick()
@@ -45,14 +45,14 @@ def broken(lab: Laboratory) -> set[str]:
     return {verdict.name for verdict in check(lab) if verdict.broken}
 
 
-def test_a_run_comes_through_and_everything_holds(settled: Laboratory) -> None:
+def test_run_succeeds_and_all_invariants_hold(settled: Laboratory) -> None:
     assert [verdict.broken for verdict in check(settled)] == [()] * len(INVARIANTS)
     now = settled.snapshot()
     assert now.runs == {"succeeded": 1} and set(now.machines) == {"gone"} and now.cost > 0
     assert now.faults["controller_killed"] >= 1 and settled.bill()["alive"] == []
 
 
-def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_violated_invariants(settled: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
     control = settled.control
     (run_id,) = settled.submitted
     run = control.run(run_id)
@@ -70,7 +70,7 @@ def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.Mo
     assert broken(settled) == {"I5"}
     log.write_bytes(lines)
 
-    settled.crashes = 1  # and was begun again
+    settled.crashes = 1  # and restarted
     assert broken(settled) == {"I8"}
     settled.crashes = 0
 
@@ -99,26 +99,26 @@ def test_what_does_not_hold_is_found(settled: Laboratory, monkeypatch: pytest.Mo
     assert broken(settled) == {"I2", "I4", "I6"}
 
 
-def test_weather_is_chance_with_a_seed_and_scripts_come_first(tmp_path: Path) -> None:
-    def thrown(seed: int) -> list[str | None]:
+def test_weather_is_seeded_and_scripted_faults_come_first(tmp_path: Path) -> None:
+    def faults_of(seed: int) -> list[str | None]:
         storm = FaultInjector(weather("stormy", seed), tmp_path / f"{seed}.jsonl")
         return [storm.fault_for("create", "key") for _ in range(200)]
 
-    assert thrown(1) == thrown(1) != thrown(2)
+    assert faults_of(1) == faults_of(1) != faults_of(2)
     calm = FaultInjector(WEATHERS["calm"], tmp_path / "calm.jsonl")
     calm.script("list", "lost_answer", 2)  # type: ignore[arg-type]
     assert [calm.fault_for("list", "") for _ in range(3)] == ["lost_answer", "lost_answer", None]
     assert calm.fault_for("create", "") is None and calm.injected == {"lost_answer": 2}
 
 
-def test_a_folder_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_refuses_existing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["lab", "--keep", str(tmp_path)])
     assert left.value.code == 2 and "name a new folder" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-def test_what_a_killed_laboratory_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_end_with_killed_laboratory(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
         "from perilune.execution.providers.fake.weather import Weather\n"
@@ -135,7 +135,7 @@ def test_what_a_killed_laboratory_started_ends_with_it(tmp_path: Path) -> None:
         boxes: list[psutil.Process] = []
         controllers: list[psutil.Process] = []
         until = time.monotonic() + 60
-        while not (boxes and controllers) and time.monotonic() < until:  # machines boot beside the command
+        while not (boxes and controllers) and time.monotonic() < until:  # machines boot in the background
             mine = [
                 one for one in psutil.process_iter(["cmdline"]) if str(folder) in str(one.info["cmdline"])
             ]
@@ -143,7 +143,7 @@ def test_what_a_killed_laboratory_started_ends_with_it(tmp_path: Path) -> None:
             controllers = [one for one in psutil.Process(lab.pid).children() if "reconcile" in one.cmdline()]
             time.sleep(0.05)
         if not (boxes and controllers):
-            lab.kill()  # or the end of this block would wait for it
+            lab.kill()  # the end of the block waits for it
         assert boxes and controllers
         lab.kill()
         _, alive = psutil.wait_procs([*mine, *controllers], timeout=60)

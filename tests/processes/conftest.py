@@ -1,4 +1,4 @@
-"""What these tests share with those of learning and of tasks lies with them."""
+"""These tests use the helpers of tests/learn, tests/tasks and tests/drill."""
 
 import os
 import sys

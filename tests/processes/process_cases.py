@@ -1,4 +1,4 @@
-"""Functions run by several processes at once."""
+"""Run a function in several processes at once."""
 
 import os
 import tempfile
@@ -15,9 +15,9 @@ PATIENCE = 150.0  # seconds; generous, because the machine may be busy
 
 
 def together(work: Callable[..., Any], *arguments: Any, count: int = 2, sharded: bool = False) -> list[Any]:
-    """What each of `count` processes gives for `work(processes, *arguments)`; an exception is given, too.
+    """The result of `work(ranks, *arguments)` in each of `count` processes, or the exception it raised.
 
-    EOFError stands for a process that ended without a word.
+    EOFError stands for a process that died without a result.
     """
     return in_processes(_joined, count, sharded, work, arguments)
 
@@ -27,7 +27,7 @@ def _joined(sharded: bool, work: Callable[..., Any], arguments: tuple[Any, ...])
 
 
 def in_processes(work: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-    """The same of `work(*arguments)`, which may join the others by itself."""
+    """The same for `work(*arguments)`, which joins the process group itself if it needs to."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "processes")
         pipes = [context.Pipe(duplex=False) for _ in range(count)]
@@ -48,7 +48,7 @@ def in_processes(work: Callable[..., Any], count: int, *arguments: Any) -> list[
 
 
 def _received(receiver: Any) -> Any:
-    assert receiver.poll(PATIENCE), "nothing came of a process"
+    assert receiver.poll(PATIENCE), "a process returned no result in time"
     try:
         return receiver.recv()
     except EOFError as error:  # it was killed

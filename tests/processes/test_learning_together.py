@@ -1,4 +1,4 @@
-"""Several processes learn what one learns: to the bit where each keeps the weights, else to rounding."""
+"""Training in several processes equals training in one: bitwise with replicated weights, else to rounding."""
 
 import os
 import re
@@ -31,7 +31,7 @@ SETTINGS_OF_A_LEARNER = {
     "recomputing": {"activation_checkpointing": True},
 }
 KINDS = ("weights", "first_moments", "second_moments")
-TOLERANCE = 5e-6  # of sharded training, relative to the largest number of a tensor
+TOLERANCE = 5e-6  # of sharded training, relative to the largest element of a tensor
 
 Found = dict[str, Any]
 Learned = tuple[list[dict[str, float]], dict[str, np.ndarray]]
@@ -57,7 +57,7 @@ def steps_of(mode: Aggregation) -> list[list[PackedBatch]]:
 
 
 def learn(ranks: Ranks, mode: Aggregation) -> Learned:
-    """Figures of every step, and weights and moments at the end."""
+    """Metrics of every step, and the final weights and moments."""
     learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
     reference = small_decoder(1)
     figures = []
@@ -86,7 +86,7 @@ def every_mode(ranks: Ranks) -> dict[str, Learned]:
     return {mode: learn(ranks, mode) for mode in get_args(Aggregation)}
 
 
-def test_the_number_of_processes_changes_no_bit(three: list[Found]) -> None:
+def test_number_of_processes_changes_no_bit(three: list[Found]) -> None:
     for mode, (figures, state) in every_mode(SINGLE_RANK).items():
         for found in three:
             assert found["modes"][mode][0] == figures, mode
@@ -95,7 +95,7 @@ def test_the_number_of_processes_changes_no_bit(three: list[Found]) -> None:
 
 
 def every_setting(ranks: Ranks) -> dict[str, dict[str, np.ndarray]]:
-    """The state that a step of each way to learn leaves."""
+    """The state after one step with each learner setting."""
     found = {}
     for name, section in SETTINGS_OF_A_LEARNER.items():
         decoder = small_decoder()
@@ -107,14 +107,14 @@ def every_setting(ranks: Ranks) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
-def test_so_it_is_with_adapters_rounding_and_recomputing(three: list[Found]) -> None:
+def test_lora_bfloat16_and_recomputing_are_bitwise_equal_to_one_process(three: list[Found]) -> None:
     for name, state in every_setting(SINGLE_RANK).items():
         for found in three:
             learned = found["settings"][name]
             assert all(np.array_equal(learned[key], tensor) for key, tensor in state.items()), name
 
 
-def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> None:
+def test_sharded_training_matches_one_process_to_rounding(cut: list[Found]) -> None:
     figures, state = learn(SINGLE_RANK, "token-mean")
     for found in cut:
         theirs, learned = found["modes"]["token-mean"]
@@ -127,7 +127,7 @@ def test_cut_over_processes_it_learns_the_same_to_rounding(cut: list[Found]) -> 
 
 
 def save_and_load(ranks: Ranks, folder: Path) -> tuple[list[str], bool, dict[str, np.ndarray]]:
-    """A learner with a critic that learns, saves, and is loaded by a new one, which learns on."""
+    """Train a learner with a critic, save it, load it into a new learner, and continue training."""
     batches = pack(weighted_groups("ppo", random_groups(3, 5)), 14)
     learner = Learner(small_decoder(), SETTINGS, critic=small_critic(small_decoder()), ranks=ranks)
     learner.forward_backward(batches)
@@ -147,7 +147,7 @@ def save_and_load(ranks: Ranks, folder: Path) -> tuple[list[str], bool, dict[str
     )
 
 
-def test_a_checkpoint_is_that_of_one_process(three: list[Found], cut: list[Found], tmp_path: Path) -> None:
+def test_checkpoint_equals_that_of_one_process(three: list[Found], cut: list[Found], tmp_path: Path) -> None:
     names, same, state = save_and_load(SINGLE_RANK, tmp_path)
     assert same
     for place, found in enumerate((*three, *cut)):
@@ -159,8 +159,8 @@ def test_a_checkpoint_is_that_of_one_process(three: list[Found], cut: list[Found
             assert np.abs(learned[key] - tensor).max() <= limit, key
 
 
-def learn_nonsense(ranks: Ranks) -> None:
-    """One micro-batch, the last, has a weight that is not a number: one process alone computes it."""
+def learn_non_finite(ranks: Ranks) -> None:
+    """The last micro-batch has NaN weights; only one process computes it."""
     *good, last = steps_of("token-mean")[0]
     assert last.policy_gradient is not None
     broken = replace(last, policy_gradient=last.policy_gradient * float("nan"))
@@ -169,9 +169,11 @@ def learn_nonsense(ranks: Ranks) -> None:
     learner.optim_step(1e-2)
 
 
-def test_what_is_not_finite_in_one_stops_all_with_one_message(three: list[Found], cut: list[Found]) -> None:
+def test_non_finite_gradient_in_one_process_stops_all_with_same_error(
+    three: list[Found], cut: list[Found]
+) -> None:
     with pytest.raises(WorkFailedError) as alone:
-        learn_nonsense(SINGLE_RANK)
+        learn_non_finite(SINGLE_RANK)
     assert {found["said"] for found in (*three, *cut)} == {str(alone.value)}
 
 
@@ -193,8 +195,8 @@ def test_sharding_and_publishing_change_no_bit(cut: list[Found]) -> None:
     assert sum(found["sharded"][1] for found in cut) == whole
 
 
-def everything(ranks: Ranks, folder: Path) -> Found:
-    """All of the above in one process of several, which take a while to start."""
+def all_results(ranks: Ranks, folder: Path) -> Found:
+    """All results of one process; a single call, because processes are slow to start."""
     found: Found = {"saved": save_and_load(ranks, folder)}
     if ranks.sharded:
         found["modes"] = {"token-mean": learn(ranks, "token-mean")}
@@ -202,7 +204,7 @@ def everything(ranks: Ranks, folder: Path) -> Found:
     else:
         found |= {"modes": every_mode(ranks), "settings": every_setting(ranks)}
     try:
-        learn_nonsense(ranks)
+        learn_non_finite(ranks)
     except WorkFailedError as error:
         found["said"] = str(error)
     return found
@@ -210,27 +212,27 @@ def everything(ranks: Ranks, folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return together(everything, tmp_path_factory.mktemp("three"), count=3)
+    return together(all_results, tmp_path_factory.mktemp("three"), count=3)
 
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return together(everything, tmp_path_factory.mktemp("cut"), sharded=True)
+    return together(all_results, tmp_path_factory.mktemp("cut"), sharded=True)
 
 
 def die_while_learning(ranks: Ranks) -> None:
-    """The second process is killed before it hands its gradient on, which the first waits for."""
+    """Kill the second process before it sends its gradient, for which the first process waits."""
     learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
     for _ in learner._own(steps_of("token-mean")[0]):
         if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_who_waits_for_a_process_that_was_killed_says_so_at_once() -> None:
+def test_waiting_process_reports_killed_process_at_once() -> None:
     waited, killed = together(die_while_learning)
     assert isinstance(killed, EOFError)
     assert isinstance(waited, ProcessLostError)
-    # The first may already notice while it hands its own gradient to the second.
+    # The first process may already notice while it sends its own gradient to the second.
     assert re.search(
         r"another process ended while process \d waited for the gradient of micro-batch [12]", str(waited)
     )
@@ -240,7 +242,7 @@ def check_what_differs(ranks: Ranks) -> None:
     ranks.check_same("weights", f"sum {ranks.rank}")
 
 
-def test_processes_that_drift_apart_are_stopped() -> None:
+def test_diverging_processes_are_stopped() -> None:
     for error in together(check_what_differs):
         assert isinstance(error, WorkFailedError)
         assert "no longer agree on the weights: process 0 has sum 0, process 1 has sum 1" in str(error)

@@ -1,4 +1,4 @@
-"""Stages in several processes leave what they leave in one, and none outlives another."""
+"""Stages in several processes produce the artifacts of one process, and all processes end together."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_only_stages_that_can_are_given_several_processes() -> None:
+def test_only_parallel_stages_get_several_processes() -> None:
     recipe = load_recipe(bundled_recipe("quickstart"), ["resources.processes=2"])
     given = {stage.name: job_for(recipe, stage).resources.processes for stage in recipe.stages}
     assert given == {"traces": 1, "base": 1, "sft": 2, "after_sft": 1, "rl": 2, "after_rl": 1}
@@ -72,7 +72,7 @@ def test_only_stages_that_can_are_given_several_processes() -> None:
 
 
 @pytest.mark.parametrize("task", STAGES)
-def test_a_stage_in_two_processes_leaves_the_same_bytes(
+def test_stage_in_two_processes_writes_the_same_bytes(
     task: str, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     data = {"sft": "traces", "preference": "pairs", "reward_model": "pairs"}.get(task)
@@ -84,26 +84,26 @@ def test_a_stage_in_two_processes_leaves_the_same_bytes(
     assert weights(alone) == weights(both)
 
 
-def test_a_stage_cut_over_processes_learns_the_same_to_rounding(tmp_path: Path) -> None:
+def test_sharded_stage_matches_one_process_to_rounding(tmp_path: Path) -> None:
     job = make_job("rl", **STAGES["rl"])
     resources = job.resources.model_copy(update={"sharded": True})
     alone = run_in(make_bundle(tmp_path / "alone", job))
     both = in_two(make_bundle(tmp_path / "both", job.model_copy(update={"resources": resources})))
-    assert weights(alone) != weights(both)  # or nothing was cut
+    assert weights(alone) != weights(both)  # otherwise nothing was sharded
     for mine, other in zip(metrics(alone), metrics(both), strict=True):
         assert mine.keys() == other.keys()
         for name, value in mine.items():
             assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_step_with_fewer_tasks_than_processes(tmp_path: Path) -> None:
-    """The second process plays nothing and learns nothing, and knows all the same."""
+def test_step_with_fewer_tasks_than_processes(tmp_path: Path) -> None:
+    """The second process plays and learns nothing, and still keeps the same state."""
     job = make_job("rl", prompts=1, steps=2)
     alone = run_in(make_bundle(tmp_path / "alone", job))
     assert compare_artifacts(alone, in_two(make_bundle(tmp_path / "both", job))) == []
 
 
-def test_a_stage_goes_on_in_more_processes(tmp_path: Path) -> None:
+def test_stage_resumes_in_more_processes(tmp_path: Path) -> None:
     job = make_job("rl", kl=0.05, keep={"last": 9})
     whole = run_in(make_bundle(tmp_path / "whole", job))
     rest = make_bundle(tmp_path / "rest", job)
@@ -115,8 +115,8 @@ def test_a_stage_goes_on_in_more_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_one_killed_process_ends_all_and_the_run_goes_on_in_fewer(tmp_path: Path) -> None:
-    """By the worker: the end is named, quick, and leaves nothing behind."""
+def test_killed_process_ends_all_and_run_resumes_in_fewer(tmp_path: Path) -> None:
+    """The worker names the killed process, ends at once, and leaves no process behind."""
     alone = make_job("rl", steps=19, save_every=3)
     resources = alone.resources.model_copy(update={"processes": 2})
     freeze(alone.model_copy(update={"resources": resources}), {}, tmp_path / "1")

@@ -1,4 +1,4 @@
-"""The simulated engine takes the steps of the real one: rows, chunks of prefill, forks and preemptions."""
+"""The simulated engine schedules like the real one: rows, prefill chunks, forks and preemptions."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ SMALL = {"slots": 8, "cache_tokens": 8 * 200, "token_budget": 4096}
 
 
 def requests(seed: int, count: int, *, longest: int = 60, most: int = 30) -> list[Request]:
-    """Ragged prompts and answers, some in groups, some with a common beginning."""
+    """Prompts and completions of various lengths, some in groups, some with a common prefix."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(1, 90, size=40).tolist()
     found = []
@@ -44,7 +44,7 @@ def drained(engine: Engine) -> list[Delta]:
 
 
 def traces(decoder: Decoder, asked: list[Request]) -> dict[tuple[int, int], np.ndarray]:
-    """The tokens that the real engine samples, which do not depend on the batch."""
+    """The tokens sampled by the real engine, which do not depend on the batch."""
     engine = Engine(decoder, slots=64)
     for one in asked:
         engine.add(one, stream=False)
@@ -61,7 +61,7 @@ def traces(decoder: Decoder, asked: list[Request]) -> dict[tuple[int, int], np.n
         pytest.param(WINDOWS, {"cache_tokens": 16 * 14, "token_budget": 24}, id="windows, preempting"),
     ],
 )
-def test_the_sequence_of_steps_is_the_real_one(config: DecoderConfig, size: dict[str, int]) -> None:
+def test_simulated_steps_equal_those_of_the_real_engine(config: DecoderConfig, size: dict[str, int]) -> None:
     decoder, asked = decoder_of(config), requests(0, 30)
     known = traces(decoder, asked)
     real = RecordedEngine(decoder, **{**SMALL, **size})
@@ -80,10 +80,10 @@ def test_the_sequence_of_steps_is_the_real_one(config: DecoderConfig, size: dict
     assert (simulated.peak_use > 0.9) == ("cache_tokens" in size)
     assert len(ended) == len(known)
     assert simulated.clock.now == pytest.approx(sum(map(COST.of_step, log.works)))
-    assert not simulated._traces  # forgotten once they are placed
+    assert not simulated._traces  # dropped after their requests are scheduled
 
 
-def test_a_turn_finds_the_tokens_of_the_turn_before_in_the_cache() -> None:
+def test_second_turn_hits_the_prefix_cache_like_the_real_engine() -> None:
     decoder = decoder_of(FULL)
     first = Request(list(range(1, 41)), SamplingParams(30), (0, 0, 0), 2)
     real = RecordedEngine(decoder, **SMALL)
@@ -105,7 +105,7 @@ def test_a_turn_finds_the_tokens_of_the_turn_before_in_the_cache() -> None:
     assert simulated.counters.cached_tokens == real.counters.cached_tokens > 0
 
 
-def test_new_weights_are_taken_between_two_steps() -> None:
+def test_weight_swap_takes_effect_between_two_steps() -> None:
     simulated = SimulatedEngine(SimulatedModel.of(FULL), COST, **SMALL)
     simulated.enter([1, 2, 3], [np.arange(1, 11)])
     for _ in range(4):
@@ -113,10 +113,10 @@ def test_new_weights_are_taken_between_two_steps() -> None:
     simulated.swap(7)
     (delta,) = drained(simulated)
     assert delta.policy_version == [0] * 4 + [7] * 6
-    assert simulated.counters.prompt_tokens == 3 + (3 + 4)  # computed again with the new weights
+    assert simulated.counters.prompt_tokens == 3 + (3 + 4)  # recomputed with the new weights
 
 
-def test_a_fit_finds_the_costs_that_made_the_times() -> None:
+def test_fit_recovers_the_costs_behind_measured_times() -> None:
     rng = np.random.default_rng(0)
     works = [
         StepWork(
@@ -142,5 +142,5 @@ def test_a_fit_finds_the_costs_that_made_the_times() -> None:
 
 def test_coefficients_are_not_negative() -> None:
     features = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = relative_fit(features, np.array([3.0, 2.0, 1.0]))  # falls, which no cost does
+    found = relative_fit(features, np.array([3.0, 2.0, 1.0]))  # decreasing, unlike any cost
     assert found[1] == 0 and found[0] == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))

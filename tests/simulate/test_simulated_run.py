@@ -1,4 +1,4 @@
-"""Simulated RL stages: what they add up to, how far rollouts run ahead, and that they repeat."""
+"""Simulated RL stages: time and cost, asynchronous rollouts, recorded episodes, and the command."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_equal_inputs_give_equal_results(plan: RunPlan) -> None:
     assert simulate_run(scenario(plan, wait=0.1, seed=1)).seconds != first.seconds
 
 
-def test_a_synchronous_run_is_the_sum_of_its_parts() -> None:
+def test_synchronous_run_time_is_the_sum_of_its_parts() -> None:
     result = simulate_run(scenario(replace(PLAN, evaluations=(0, 6), evaluated=(4, 2))))
     parts = sum(sum(step.values()) - step["step"] for step in result.steps)
     before = result.seconds - TIMES.start - parts  # the evaluation before the first step
@@ -57,7 +57,7 @@ def test_a_synchronous_run_is_the_sum_of_its_parts() -> None:
     assert result.engine_steps > 8 * 20 and result.peak_blocks[0] > 0
 
 
-def test_passes_without_gradients_take_a_third_of_an_update() -> None:
+def test_forward_passes_take_a_third_of_an_update() -> None:
     plain, more = (
         simulate_run(scenario(replace(PLAN, forward=forward, watched=watched)))
         for forward, watched in ((0, False), (2, True))
@@ -74,7 +74,7 @@ def sum_of(steps: list[dict[str, float]]) -> float:
     return sum(step["learning"] + step["other"] + step["evaluation"] for step in steps)
 
 
-def test_rollouts_run_ahead_no_further_than_the_staleness() -> None:
+def test_rollouts_run_ahead_at_most_by_the_staleness() -> None:
     results = {count: simulate_run(scenario(ahead(count), wait=0.2)) for count in (0, 1, 2)}
     means = [sum(age * count for age, count in one.ages.items()) / one.tokens for one in results.values()]
     assert means[0] == 0 < means[1] < means[2] <= 2
@@ -83,13 +83,13 @@ def test_rollouts_run_ahead_no_further_than_the_staleness() -> None:
     assert tokens == {simulate_run(scenario()).tokens}  # the same episodes
 
 
-def test_processes_that_share_a_processor_are_slower() -> None:
+def test_processes_on_one_core_are_slower() -> None:
     alone = simulate_run(scenario(ahead(2, workers=2)))
     shared = simulate_run(scenario(replace(ahead(2, workers=2), cores=1)))
-    assert shared.seconds - 2 > 1.5 * (alone.seconds - 2)  # without the starts
+    assert shared.seconds - 2 > 1.5 * (alone.seconds - 2)  # without startup times
 
 
-def test_recorded_groups_are_repeated_or_drawn_near_their_step(tmp_path: Path) -> None:
+def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
     lengths = RecordedLengths.of_folder(tmp_path, 0, "recorded")
@@ -103,7 +103,7 @@ def test_recorded_groups_are_repeated_or_drawn_near_their_step(tmp_path: Path) -
     assert RecordedLengths.of_folder(tmp_path / "empty", 0, "none") is None
 
 
-def test_recorded_waits_are_repeated(tmp_path: Path) -> None:
+def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
     for step in range(1, 7):
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
     results = {}
@@ -112,11 +112,11 @@ def test_recorded_waits_are_repeated(tmp_path: Path) -> None:
         assert lengths is not None
         plan = replace(PLAN, prompts=2, samples=2)
         results[metric] = simulate_run(replace(scenario(plan), lengths=lengths)).seconds
-    assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # one environment, one after the other
+    assert results["wait"] - results[""] == pytest.approx(6 * 4 * 0.5)  # sequential waits
 
 
 def recorded(step: int, task: int) -> Episode:
-    """Two turns: `step` sampled tokens, three of the environment, one sampled."""
+    """Two turns: `step` sampled tokens, three tokens of the environment, one sampled token."""
     mask = np.array([True] * step + [False] * 3 + [True])
     count = len(mask)
     return Episode(
@@ -127,7 +127,7 @@ def recorded(step: int, task: int) -> Episode:
     )  # fmt: skip
 
 
-def test_a_trace_has_every_span() -> None:
+def test_chrome_trace_has_every_span() -> None:
     result = simulate_run(scenario(ahead(1)))
     events = chrome_trace([("rl", result)])["traceEvents"]
     complete = [one for one in events if one["ph"] == "X"]
@@ -136,7 +136,7 @@ def test_a_trace_has_every_span() -> None:
     assert max(one["ts"] + one["dur"] for one in complete) <= 1e6 * result.seconds + 1
 
 
-def test_machines_are_read_and_refused() -> None:
+def test_machine_descriptions_are_parsed_or_refused() -> None:
     machines = parse_machines("8xh100/4@2.5")
     assert (machines.name, machines.replicas, machines.each, machines.cost(3600)) == ("H100", 2, 4, 20.0)
     for text, problem in (("H100", "does not describe"), ("2xH900", "H900"), ("3xH100/2", "divided")):
@@ -144,7 +144,7 @@ def test_machines_are_read_and_refused() -> None:
             parse_machines(text)
 
 
-def test_a_computed_step_takes_the_longer_of_reading_and_computing() -> None:
+def test_computed_step_takes_the_maximum_of_memory_and_compute_time() -> None:
     from perilune.models.config.decoder_config import PRESETS
     from perilune.models.memory import card_of
 
@@ -160,7 +160,7 @@ def test_a_computed_step_takes_the_longer_of_reading_and_computing() -> None:
     )
 
 
-def test_stale_coefficients_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_calibration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from perilune.simulate.times import engine_digest
 
     save(tmp_path, Calibrated(TIMES, "model", "here", engine_digest(), 0.0, 0.1))
@@ -193,7 +193,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "sums.yaml")
 
 
-def test_the_command_needs_a_calibration_of_this_machine(recipe: str) -> None:
+def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
     from perilune.cli.start.calibrate import place_of
     from perilune.control.record.home import Home
     from perilune.recipe.load import load_recipe
@@ -212,7 +212,7 @@ def test_the_command_needs_a_calibration_of_this_machine(recipe: str) -> None:
     assert "synchronous" in ran.output and "assumed lognormal" in ran.output
 
 
-def test_the_command_compares_settings_on_machines_that_are_not_here(recipe: str, tmp_path: Path) -> None:
+def test_simulate_compares_settings_on_other_machines(recipe: str, tmp_path: Path) -> None:
     words = ["simulate", recipe, "--machines", "2xH100@3", "--staleness", "sync,1", "--json"]
     ran = CliRunner().invoke(app, [*words, "--trace", str(tmp_path / "trace.json")])
     assert ran.exit_code == 0, ran.output

@@ -1,4 +1,4 @@
-"""A simulated fleet: its latencies add up, prefixes are shared, and prefill can be apart."""
+"""A simulated serving fleet: latencies, shared prefixes, disaggregated prefill, autoscaling and cost."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def by_number(served: Sequence[Served]) -> dict[int, Served]:
     return {one.arrival.number: one for one in served}
 
 
-def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
+def test_single_request_takes_the_sum_of_its_steps() -> None:
     fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
     (one,) = fleet.served
     steps = ComputedSteps(ONE, MODEL)
@@ -37,14 +37,14 @@ def test_a_request_alone_takes_the_sum_of_its_steps() -> None:
     assert fleet.steps == 3
 
 
-def test_requests_that_begin_alike_share_blocks() -> None:
+def test_requests_with_common_prefix_share_blocks() -> None:
     shared = [Arrival(number, 10.0 * number, 1100, 2, (7, 8)) for number in range(3)]
     apart = [replace(one, hashes=(2 * one.number, 2 * one.number + 1)) for one in shared]
     assert serve(ONE, MODEL, apart).cached == 0
     assert serve(ONE, MODEL, shared).cached == 2 * 1024  # two blocks of 512 tokens, computed once
 
 
-def test_prefill_apart_waits_for_the_transfer_and_never_for_decoding() -> None:
+def test_disaggregated_prefill_includes_the_transfer() -> None:
     arrivals = poisson_requests(20, 3, 300, 40, seed=0)
     together = by_number(serve(parse_machines("2xL4"), MODEL, arrivals).served)
     apart = by_number(serve(parse_machines("2xL4"), MODEL, arrivals, prefill=1).served)
@@ -57,13 +57,13 @@ def test_prefill_apart_waits_for_the_transfer_and_never_for_decoding() -> None:
         serve(ONE, MODEL, arrivals, prefill=1)
 
 
-def test_an_autoscaler_follows_the_rate_and_saves_money() -> None:
+def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
     settings = Autoscaling.parse("1:1:5")
     quiet, busy = [10.0 * n for n in range(12)], [120 + n / 4 for n in range(480)]
     scaled = scale(settings, [*quiet, *busy, 400.0, 410.0], most=8)
     assert set(scaled.replica_of[: len(quiet)]) == {0}
     assert (scaled.peak, scaled.last) == (4, 1)  # four requests a second, then few
-    third = scaled.replica_of.index(2)  # more than 2 requests a second over a minute asked for it
+    third = scaled.replica_of.index(2)  # due to more than 2 requests per second over a minute
     assert 120 + 28 <= (quiet + busy)[third] - settings.startup <= 120 + 30
     assert scale(settings, [*busy, *[1000 + one for one in busy]], most=8).replica_of[-1] > 4  # a new one
 
@@ -80,13 +80,13 @@ def test_an_autoscaler_follows_the_rate_and_saves_money() -> None:
         serve(machines, MODEL, arrivals, prefill=1, autoscaling=settings)
 
 
-def test_figures_count_what_the_user_pays_for() -> None:
+def test_figures_report_latency_goodput_and_cost() -> None:
     served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
     machines = parse_machines("2xL4@3.6")
     fleet = replace_served(serve(machines, MODEL, [Arrival(0, 0.0, 5, 1)]), served)
     found = figures(fleet, machines, to_first=2.0, per_token=0.2)
     assert (found["ttft_mean"], found["tpot_mean"], found["latency_mean"]) == (2.0, 0.1, 2.5)
-    assert (found["goodput"], found["good_share"]) == (0.25, 0.5)  # the second waited for 3 s
+    assert (found["goodput"], found["good_share"]) == (0.25, 0.5)  # the second request waited for 3 s
     assert found["tokens_per_second"] == 3.0
     assert found["cost"] == pytest.approx(2 * 3.6 * 4 / 3600)
 
@@ -96,7 +96,7 @@ def replace_served(fleet, served):  # type: ignore[no-untyped-def]
     return fleet
 
 
-def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_invalid_trace_error_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     good = '{"timestamp": 500, "input_length": 4, "output_length": 2, "hash_ids": [1]}\n'
     path.write_text(good)
@@ -108,7 +108,7 @@ def test_a_wrong_trace_is_refused_with_its_line(tmp_path: Path) -> None:
         assert refused.value.where == f"{path}:2"
 
 
-def test_the_command_repeats_itself_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_simulate_serving_is_reproducible_and_refuses_too_long_requests(tmp_path: Path) -> None:
     config = PRESETS["large"].to_hf() | {"max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["simulate-serving", str(tmp_path), "--machines", "3xL4@1"]

@@ -1,4 +1,4 @@
-"""Episodes as OpenTelemetry spans: the protocol's own classes read them, as the tree of the episode."""
+"""Episodes as OpenTelemetry spans: valid protobuf, with the span tree of the episode."""
 
 import base64
 import json
@@ -45,14 +45,14 @@ def attributes(span: dict[str, Any]) -> dict[str, Any]:
     return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
 
 
-def test_the_classes_of_the_protocol_read_the_request() -> None:
+def test_opentelemetry_protobuf_parses_the_request() -> None:
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     json_format = pytest.importorskip("google.protobuf.json_format")
     text = json.dumps(
         trace_request([episode(agents()), episode(failure="model: x", reward=None)], 7, texts=True)
     )
 
-    def in_base64(one: dict[str, Any]) -> dict[str, Any]:  # protobuf's own JSON has bytes in base64
+    def in_base64(one: dict[str, Any]) -> dict[str, Any]:  # protobuf's JSON encodes bytes in base64
         ids = ("traceId", "spanId", "parentSpanId")
         return one | {key: base64.b64encode(bytes.fromhex(one[key])).decode() for key in ids if key in one}
 
@@ -64,7 +64,7 @@ def test_the_classes_of_the_protocol_read_the_request() -> None:
     assert spans[7].status.code == spans[7].status.STATUS_CODE_ERROR and spans[7].status.message == "model: x"
 
 
-def test_turns_belong_to_agents_and_link_to_the_agents_that_they_joined() -> None:
+def test_turns_belong_to_agents_and_link_to_joined_sub_agents() -> None:
     spans = listed(trace_request([episode(agents())], 0, texts=False))
     by_id = {one["spanId"]: one for one in spans}
     assert len(by_id) == len(spans)
@@ -81,21 +81,21 @@ def test_turns_belong_to_agents_and_link_to_the_agents_that_they_joined() -> Non
     assert "line" not in json.dumps(spans)
 
 
-def test_texts_are_included_if_asked_for() -> None:
+def test_texts_are_included_on_request() -> None:
     spans = listed(trace_request([episode(agents())], 0, texts=True))
     (said,) = json.loads(attributes(spans[-1])["gen_ai.output.messages"])
     assert said == {"role": "assistant", "parts": [{"type": "text", "content": "B"}]}
     assert "line" in attributes(spans[-2])["gen_ai.input.messages"]
 
 
-def test_an_episode_without_sub_agents_has_a_span_for_each_turn() -> None:
+def test_episode_without_sub_agents_has_one_span_per_turn() -> None:
     spans = listed(trace_request([episode()], 0, texts=False))
     assert [one["name"] for one in spans] == ["invoke_agent agent", "chat", "chat"]
     assert attributes(spans[0])["gen_ai.usage.output_tokens"] == "3"
     assert attributes(spans[0])["gen_ai.usage.input_tokens"] == "4"
 
 
-def test_the_command_writes_the_episodes_of_a_run(tmp_path: Path) -> None:
+def test_traces_export_writes_the_episodes_of_a_run(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from perilune.cli.main import app

@@ -1,4 +1,4 @@
-"""Cassettes play as recorded, and every change of the harness around the model shows."""
+"""A replayed cassette equals its recording, and every change of the harness shows as a difference."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def kinds(differences: list[list[Difference]]) -> set[str]:
     return {one.kind for part in differences for one in part}
 
 
-def test_what_was_recorded(tapes: list[Cassette]) -> None:
+def test_cassettes_record_turns_rewards_and_causes(tapes: list[Cassette]) -> None:
     assert [one.tracks[0].verdict.reward for one in tapes] == [1.0, 0.0, 0.0, 1.0]
     right, _, malformed, guess = tapes
     assert [turn.messages for turn in right.tracks[0].turns][-1] == ()
@@ -56,12 +56,12 @@ def test_what_was_recorded(tapes: list[Cassette]) -> None:
     )
 
 
-def test_a_clean_replay_differs_in_nothing(tapes: list[Cassette]) -> None:
+def test_unchanged_replay_has_no_differences(tapes: list[Cassette]) -> None:
     assert not kinds(found(tapes)) and not kinds(found(tapes, rescore))
     assert not kinds(found(tapes[::-1]))
 
 
-def test_a_change_in_the_tape_shows(tapes: list[Cassette]) -> None:
+def test_changed_cassette_shows_differences(tapes: list[Cassette]) -> None:
     def changed(one: Cassette, **verdict: Any) -> Cassette:
         track = one.tracks[0]
         other = track.model_copy(update={"verdict": track.verdict.model_copy(update=verdict)})
@@ -80,7 +80,7 @@ def test_a_change_in_the_tape_shows(tapes: list[Cassette]) -> None:
     )
 
 
-def test_a_change_of_the_harness_shows(tapes: list[Cassette]) -> None:
+def test_changed_harness_shows_differences(tapes: list[Cassette]) -> None:
     decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.groups_of
 
     def swapped(self: Any, rollouts: Any, params: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_change_of_the_harness_shows(tapes: list[Cassette]) -> None:
     assert RolloutWorker.groups_of is group and not kinds(found(tapes))
 
 
-def test_causes_cluster_and_the_smallest_stays(tapes: list[Cassette]) -> None:
+def test_clusters_group_by_cause_and_choose_keeps_the_smallest(tapes: list[Cassette]) -> None:
     many = calculations(12)
     groups = clusters(many)
     assert [len(one) for one in groups.values()] == [3, 3, 3, 3]
@@ -110,7 +110,7 @@ def test_causes_cluster_and_the_smallest_stays(tapes: list[Cassette]) -> None:
     assert 150 < share < 250 and not held_out(NAME, 0.0) and held_out(NAME, 1.0)
 
 
-def test_a_suite_gates_and_accepts(tapes: list[Cassette], tmp_path: Path) -> None:
+def test_suite_reports_failures_and_accepts_changes(tapes: list[Cassette], tmp_path: Path) -> None:
     suite = suite_of(tapes, tmp_path)
     report = run_suite(suite)
     assert not report.failed and report.change is not None and report.change.mean == 0.0
@@ -118,7 +118,7 @@ def test_a_suite_gates_and_accepts(tapes: list[Cassette], tmp_path: Path) -> Non
     encode = Tokenizer.encode
     with mock.patch.object(Tokenizer, "encode", lambda self, text: [*encode(self, text), 9]):
         report = run_suite(suite)
-        assert len(report.failed) == 3  # the guess has no observation
+        assert len(report.failed) == 3  # the guessed answer has no observation
         diff = suite.accept({one.case.digest: one.replay.expectations() for one in report.failed})
         assert diff.count("@@") >= 3
         assert not run_suite(Suite(suite.root)).failed
@@ -128,13 +128,15 @@ def test_a_suite_gates_and_accepts(tapes: list[Cassette], tmp_path: Path) -> Non
     assert all(case.accepted is None for case in Suite(suite.root).index.cases)
 
 
-def test_a_suite_whose_cases_all_passed_can_still_fail_others(tapes: list[Cassette], tmp_path: Path) -> None:
-    """One right answer does not show that all answers are right: the interval reaches below 100%."""
+def test_interval_of_all_passed_suite_reaches_below_100_percent(
+    tapes: list[Cassette], tmp_path: Path
+) -> None:
+    """A few correct answers do not prove that all are correct: the interval reaches below 90%."""
     report = run_suite(suite_of([tape for tape in tapes if tape.tracks[0].verdict.reward == 1.0], tmp_path))
     assert report.replayed is not None and report.replayed.mean == 1.0 and report.replayed.low < 0.9
 
 
-def test_a_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> None:
+def test_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> None:
     suite = suite_of(tapes[:1], tmp_path)
     (digest,) = suite.cassettes
     path = suite.root / "cassettes" / f"{digest}.json"
@@ -160,7 +162,7 @@ def test_a_damaged_suite_is_refused(tapes: list[Cassette], tmp_path: Path) -> No
         Suite(suite.root)
 
 
-def test_a_failure_of_the_environment_is_an_outcome() -> None:
+def test_environment_error_is_recorded_as_outcome() -> None:
     section = {"id": "tools", "task": "figure", "turns": 2, "episodes": {"seconds": 20}}
     (task,) = tasks(section, 1)
     code = "```python\nprint(1/0)\n```"

@@ -1,4 +1,4 @@
-"""Shrunk cassettes fail in the same way, and nothing more can be cut from them."""
+"""Shrunk cassettes are minimal and fail with the same cause."""
 
 import sys
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from perilune.traces.shrink import Shrinker, minimize, same_cause
 
 
 @pytest.mark.parametrize("needed", [(), (3,), (0, 19), (4, 5, 6), (1, 7, 8, 18)])
-def test_delta_debugging_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
+def test_delta_debugging_keeps_exactly_the_needed_elements(needed: tuple[int, ...]) -> None:
     def first(candidates: Sequence[Sequence[int]]) -> int | None:
         hits = [place for place, one in enumerate(candidates) if set(needed) <= set(one)]
         return hits[0] if hits else None
@@ -28,7 +28,7 @@ def test_delta_debugging_keeps_what_is_needed(needed: tuple[int, ...]) -> None:
     assert minimize(range(20), first) == list(needed)
 
 
-def test_a_cassette_shrinks_to_its_cause() -> None:
+def test_shrunk_cassette_is_minimal_with_the_same_cause() -> None:
     (task,) = tasks(CALCULATOR, 1)
     actions = [*task.data["actions"][:-1], "no call", "1+1", "2*2", ";0007"]
     (tape,) = played([draft(CALCULATOR, task, 0, actions)])
@@ -44,7 +44,7 @@ def test_a_cassette_shrinks_to_its_cause() -> None:
     assert not again.differences(tuple(map(expectation, small.tracks)))
 
 
-def test_a_turn_that_was_cut_off_stays_so() -> None:
+def test_shrinking_keeps_truncated_turn_truncated() -> None:
     (task,) = tasks(CALCULATOR, 1)
     whole = draft(CALCULATOR, task, 0, ["1+1", "2+2 and much more"])
     track = whole.tracks[0]
@@ -59,8 +59,8 @@ def test_a_turn_that_was_cut_off_stays_so() -> None:
     assert not again.differences(tuple(map(expectation, small.tracks)))
 
 
-def test_another_installation_is_the_judge() -> None:
-    """The other one is this one without the change that the test makes here."""
+def test_differs_from_compares_with_another_installation() -> None:
+    """The other installation is this one without the change that the test patches in."""
     tapes = calculations(2)
     python, score = Path(sys.executable), EpisodeTotals.score
 

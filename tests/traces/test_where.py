@@ -1,4 +1,4 @@
-"""Conditions that choose episodes."""
+"""Conditions that select episodes (`--where`)."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ EPISODE = Episode(
         ("false and false or true", True),  # `and` binds closer
         ("true or true and false", True),
         ("metrics.contained/timeout > 1", True),
-        ("metrics.calls < 1", False),  # the episode has no such figure
+        ("metrics.calls < 1", False),  # the episode has no such metric
         ("not metrics.calls < 1", True),
         ("reward < metrics.gold", True),
         ("environment ~ 'tools/' and text ~ \"answer\"", True),
@@ -50,7 +50,7 @@ EPISODE = Episode(
         ("reward != 'a'", True),
     ],
 )
-def test_a_condition(text: str, holds: bool) -> None:
+def test_condition_is_evaluated(text: str, holds: bool) -> None:
     assert parse_where(text)(EPISODE) is holds
 
 
@@ -71,6 +71,6 @@ def test_a_condition(text: str, holds: bool) -> None:
         ("(" * 2000, "nested too deeply"),
     ],
 )
-def test_what_is_no_condition_is_refused(text: str, problem: str) -> None:
+def test_invalid_condition_is_refused(text: str, problem: str) -> None:
     with pytest.raises(RequestError, match=problem.replace("(", r"\(")):
         parse_where(text)

@@ -1,4 +1,4 @@
-"""Cassettes of scripted episodes: played by the real rollout worker, with turns that the test writes."""
+"""Cassettes of scripted episodes, played by the real rollout worker with turns from the test."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -31,7 +31,7 @@ def tasks(section: dict[str, Any], count: int) -> list[Task]:
 
 
 def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str]) -> Cassette:
-    """A tape of these actions, which was not played yet."""
+    """A cassette of these actions that has not been played yet."""
     turns = [Turn(tokens=TOKENIZER.encode_completion(one), text=one, finished=True) for one in actions]
     return Cassette(
         source=Source(run="r", stage="s", file="f", episode_id=f"1/{index}/0"),
@@ -46,20 +46,20 @@ def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str
 
 
 def replay(cassettes: Sequence[Cassette]) -> list[Replay]:
-    """Play with the model's turns from the tape."""
+    """Play the recorded turns of the model."""
     with Replayer(tokenizer_of) as replayer:
         return replayer.harness(cassettes)
 
 
 def played(drafts: Sequence[Cassette]) -> list[Cassette]:
-    """The cassettes as the harness plays them now."""
+    """The cassettes as played by the current harness."""
     replays = replay(drafts)
     assert not any(one.error for one in replays), replays
     return [as_played(one, replay) for one, replay in zip(drafts, replays, strict=True)]
 
 
 def calculations(count: int = 4) -> list[Cassette]:
-    """Right answers with the calculator, wrong ones, malformed ones, and guesses, in turn."""
+    """Calculator episodes, in turn correct, wrong, malformed and guessed."""
     drafts = []
     for index, task in enumerate(tasks(CALCULATOR, count)):
         *calls, answer = task.data["actions"]

@@ -1,4 +1,4 @@
-"""Changed values are found without a copy of the old ones, by reversing the optimizer's update."""
+"""Reversing the optimizer's update finds changed values without a copy of the old weights."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from perilune.weights.delta import BoundedChange, KeptCopy, WeightReader, Weight
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-4, 0.1])
-def test_a_reversed_update_misses_nothing(tmp_path: Path, lr: float) -> None:
-    """A million values, a quarter of them at ties of the rounding, where the least error shows."""
+def test_reversed_update_finds_every_changed_value(tmp_path: Path, lr: float) -> None:
+    """A million values, a quarter of them at rounding ties, which expose the smallest error."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1000, 1000, generator=generator) * 0.02
     start[:250] = (start[:250].bfloat16().view(torch.int16).int() * 65536 + 32768).view(torch.float32)

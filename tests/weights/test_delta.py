@@ -1,4 +1,4 @@
-"""Weight updates as files: what is written is read back to the bit, and nothing else is read at all."""
+"""Weight updates as files: bitwise exact transfer, and refusal of every other file."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ SHAPES = ((), (0,), (1,), (300,), (17, 40), (3, 0, 5))
 
 
 def random_bits(dtype: torch.dtype, shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
-    """Any bits: also NaN, infinities and -0."""
+    """Random bits, including NaN, infinities and -0."""
     if dtype == torch.bool:
         return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
     width = torch.empty((), dtype=dtype).element_size()
@@ -61,7 +61,7 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
 
 
 class Pair:
-    """A writer and a reader, and the weights that the reader holds."""
+    """A writer, a reader, and the reader's weights."""
 
     def __init__(self, folder: Path, state: State, sent: Any = "delta") -> None:
         self.folder, self.writer, self.changed, self.reader = (
@@ -94,7 +94,7 @@ class Pair:
     share=st.sampled_from([0.0, 0.001, 0.05, 0.6, 1.0]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_every_bit_arrives(
+def test_update_transfers_every_bit(
     tmp_path_factory: pytest.TempPathFactory, seed: int, share: float, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -108,7 +108,7 @@ def test_every_bit_arrives(
         update = pair.send(dict(state))
         assert same(pair.held, state)
         if share <= 0.05 and not number and dtype != torch.bool:
-            assert "layer.4" not in update.rewritten  # few changes are smaller
+            assert "layer.4" not in update.rewritten  # a delta is smaller for few changes
         assert update.changed <= share * 1.5 + 0.01
 
 
@@ -128,10 +128,10 @@ def test_few_changes_take_few_bytes(tmp_path: Path) -> None:
     few = pair.send(altered(state, *range(0, 1 << 16, 100)))
     assert few.bytes < few.full_bytes / 30
     all_changed = pair.send({"a": -pair.held["a"] - 1})
-    assert all_changed.rewritten == {"a"}  # it would not be smaller
+    assert all_changed.rewritten == {"a"}  # a delta would not be smaller
 
 
-def test_automatic_deltas_are_for_narrow_tensors(tmp_path: Path) -> None:
+def test_auto_mode_sends_deltas_of_narrow_tensors_only(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1000).bfloat16(), "b": torch.zeros(1000)}
     pair = Pair(tmp_path, state, "auto")
     new = {name: one.clone() for name, one in state.items()}
@@ -141,7 +141,7 @@ def test_automatic_deltas_are_for_narrow_tensors(tmp_path: Path) -> None:
     assert pair.send(new).named == set()
 
 
-def test_all_is_sent_whole_from_time_to_time(tmp_path: Path) -> None:
+def test_full_update_is_sent_at_regular_intervals(tmp_path: Path) -> None:
     state = small()
     pair = Pair(tmp_path, state)
     sizes = []
@@ -154,8 +154,8 @@ def test_all_is_sent_whole_from_time_to_time(tmp_path: Path) -> None:
     ]
 
 
-def test_deltas_are_not_kept_when_together_they_are_larger(tmp_path: Path) -> None:
-    """A new receiver reads a chain of updates that is never much longer than the weights."""
+def test_full_update_replaces_chain_of_deltas_that_would_be_larger(tmp_path: Path) -> None:
+    """The chain of updates for a new receiver is never much larger than the weights."""
     state = {"a": torch.arange(4000).bfloat16()}
     pair = Pair(tmp_path, state)
     whole = []
@@ -165,7 +165,7 @@ def test_deltas_are_not_kept_when_together_they_are_larger(tmp_path: Path) -> No
     assert whole == [False, False, True, False, False, True]
 
 
-def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+def test_update_for_another_base_is_refused(tmp_path: Path) -> None:
     state = small()
     pair = Pair(tmp_path, state)
     skipped = pair.write(altered(state, 5))
@@ -182,15 +182,15 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     pair.read(pair.write(altered(state, 5, 6, 7)).path)
 
 
-def test_a_new_receiver_needs_all_tensors_first(tmp_path: Path) -> None:
+def test_new_receiver_needs_a_full_update_first(tmp_path: Path) -> None:
     pair = Pair(tmp_path, small())
     update = pair.send(altered(small(), 1))
     with pytest.raises(RequestError, match="of version -1"):
         WeightReader().read(update.path, pair.held)
 
 
-def test_a_part_that_is_sent_whole_fits_every_base(tmp_path: Path) -> None:
-    """An adapter is sent without its base, and a receiver may miss versions of it."""
+def test_full_update_of_some_tensors_fits_every_base(tmp_path: Path) -> None:
+    """An adapter is sent without its base model, and a receiver may miss versions."""
     state = small()
     pair = Pair(tmp_path, state, "full")
     first = pair.write({"b": state["b"] + 1})
@@ -200,8 +200,8 @@ def test_a_part_that_is_sent_whole_fits_every_base(tmp_path: Path) -> None:
     assert same(pair.held, state | {"b": state["b"] + 2})
 
 
-def test_a_kill_leaves_whole_versions(tmp_path: Path) -> None:
-    """A writer is killed at ten instants. Each file that is there then gives exactly its version."""
+def test_killed_writer_leaves_only_complete_versions(tmp_path: Path) -> None:
+    """A writer is killed at ten different times; each existing file then gives exactly its version."""
 
     def state(version: int) -> State:
         return {"a": torch.full((900,), version).bfloat16(), "b": torch.from_numpy(np.full(1 << 20, version))}
@@ -232,7 +232,7 @@ def test_a_kill_leaves_whole_versions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [0.3, 0.6, 0.9, 0.999])
-def test_a_changed_byte_is_refused(tmp_path: Path, where: float) -> None:
+def test_changed_byte_is_refused(tmp_path: Path, where: float) -> None:
     state = {"a": torch.zeros(5000).bfloat16()}
     pair = Pair(tmp_path, state)
     path = pair.write(altered(state, *range(0, 5000, 7))).path
@@ -280,7 +280,7 @@ ONE = torch.ones(1).bfloat16()
         ({"a/x": ONE.clone(), "a/values": ONE, "a/gaps16": packed(np.array([1], U16))}, "unknown part 'a/x'"),
     ],
 )  # fmt: skip
-def test_a_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> None:
+def test_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> None:
     pair = Pair(tmp_path, small())
     before = {name: one.clone() for name, one in pair.held.items()}
     kept = {name: tensor_digest(one) for name, one in pair.held.items() if name not in parts}
@@ -289,7 +289,7 @@ def test_a_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> 
     with pytest.raises(RequestError, match=error):
         pair.reader.read(tmp_path / "hostile", pair.held)
     assert same(pair.held, before)
-    pair.send(altered(small(), 3))  # and nothing of it is left
+    pair.send(altered(small(), 3))  # the refused file left no trace
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,8 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
         WeightReader().read(tmp_path / "other", {})
 
 
-def test_an_engine_needs_no_more_than_its_precision() -> None:
-    """Rounded weights give the same bits as those of the learner."""
+def test_weights_in_engine_dtypes_give_the_same_scores() -> None:
+    """Weights rounded to the engine's dtypes give bitwise the scores of the learner's weights."""
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, 0)
     assert engine_dtypes(decoder) == {}

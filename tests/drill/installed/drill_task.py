@@ -1,4 +1,4 @@
-"""A task for drills: it counts, writes checkpoints, and fails in the ways real tasks fail, on demand."""
+"""The drill task: it counts, writes checkpoints, and fails on demand in the ways of real tasks."""
 
 import base64
 import os
@@ -41,8 +41,8 @@ class DrillSpec(BaseModel):
     fresh_only: bool = False  # fail only when not resumed from a checkpoint
     say: str = ""
     tell: str = ""  # print the value of this secret
-    noise: bool = False  # make something that no second run makes
-    fail_rank: int = 0  # of several processes the one that fails
+    noise: bool = False  # write random bytes, so that no two runs are equal
+    fail_rank: int = 0  # rank of the process that fails
     gate: str = ""  # wait at the first step until this file exists
 
 
@@ -168,7 +168,7 @@ class Drill:
 
 
 class GangDrill(Drill):
-    """The same in several processes on several machines, which wait for each other at every step."""
+    """The drill in several processes on several machines, which synchronize at every step."""
 
     name = "gang_drill"
     parallel = True
@@ -206,7 +206,7 @@ class GangDrill(Drill):
 
 
 def _leak(workspace: Workspace, value: str) -> None:
-    """Write a secret wherever a task can write, in the forms in which programs do."""
+    """Write a secret through every channel of a task, in the encodings that programs use."""
     encoded = value.encode()
     for form in (value, value[::-1], encoded.hex(), base64.b64encode(b"u:" + encoded).decode(), quote(value)):
         workspace.log(f"it is {form}")

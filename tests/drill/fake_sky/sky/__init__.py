@@ -1,8 +1,8 @@
-"""A package called `sky` whose clouds lie in a file: what our bridge calls of SkyPilot, and what goes wrong.
+"""A fake `sky` package whose clouds are a file: the part of SkyPilot that our bridge calls, and its failures.
 
-State and weather are $FAKE_SKY/state.json, shared by all processes, as SkyPilot's API server is. Parameters
-are those of the real package (a test compares). Requests are carried out as time goes by: whoever calls next
-finds them done.
+State and scripted failures ("weather") are in $FAKE_SKY/state.json. All processes share it, like SkyPilot's
+API server. The parameters equal those of the real package (a test compares them). A request that is due
+completes at the next call.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Task:
 
 @contextmanager
 def state() -> Iterator[Any]:
-    """The state, brought to the present; written back at the end."""
+    """The state after all due requests; written back at the end of the block."""
     with (FOLDER / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = FOLDER / "state.json"
@@ -131,7 +131,7 @@ def carry_out(known: Any, request: Any) -> None:
 
 
 def write_ssh_config(name: str, nodes: int) -> None:
-    """As SkyPilot's: without looking at host keys, and never by any other name than the cluster's."""
+    """Write an ssh config like SkyPilot's: no host key checks, and only the cluster's names as hosts."""
     folder = Path("~/.sky/generated/ssh").expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     way = (FOLDER / "way").read_text()
@@ -141,7 +141,7 @@ def write_ssh_config(name: str, nodes: int) -> None:
 
 
 def call(name: str, effect: Any = None) -> Any:
-    """One call of the API server: `effect` changes the state; the weather may be bad before and after it."""
+    """Call the API server: `effect` changes the state; scripted failures happen before or after it."""
     with state() as known:
         bad = {when: known["weather"].get(f"{when} {name}", 0) for when in ("before", "after", "death")}
         for when, left in bad.items():
@@ -226,7 +226,7 @@ def described(name: str, one: Any) -> dict[str, Any]:
 
 def get(request_id: Any) -> Any:
     if not isinstance(request_id, str):
-        return request_id  # what `status` and `api_cancel` answered
+        return request_id  # already the result of `status` or `api_cancel`
     while True:
         with state() as known:
             (found,) = [one for one in known["requests"] if one["request_id"] == request_id]

@@ -1,4 +1,4 @@
-"""Where the ssh configuration of clusters lies."""
+"""The path of the ssh configuration of clusters."""
 
 
 class SSHConfigHelper:
