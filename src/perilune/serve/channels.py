@@ -40,7 +40,7 @@ class ChannelsReader:
         self._kind: Kind | None = "content" if begins == "content" else None  # of the open message
         self._header: str | None = None  # of the call that is open
         self._at_start = True  # no message so far
-        self._held = ""
+        self._held, self._searched = "", 0  # no end mark before this index
 
     def feed(self, text: str, *, last: bool) -> Parts:
         """The parts that follow from more text; `last` gives up what was held back."""
@@ -68,9 +68,11 @@ class ChannelsReader:
     def _read_body(self, parts: Parts, last: bool) -> bool:
         """Read the text of the open message; False while more text is needed."""
         assert self._kind is not None
-        end = _END.search(self._held)
+        end = _END.search(self._held, self._searched)
         if end is None and self._header is not None and not last:
+            self._searched = max(0, len(self._held) - len("<|return|>"))
             return False
+        self._searched = 0
         cut = end or (None if last else _PART_OF_END.search(self._held))
         text = self._held if cut is None else self._held[: cut.start()]
         self._held = self._held[len(text) + (0 if end is None else len(end[0])) :]
