@@ -1,4 +1,4 @@
-"""Small episodes and models that the tests of learning share."""
+"""Small episodes, models and reference implementations for the tests in this directory."""
 
 from collections.abc import Sequence
 
@@ -84,14 +84,14 @@ def random_groups(seed: int, groups: int = 4, size: int = 3, longest: int = 7) -
 
 
 def plain_logprobs(decoder: Decoder, one: Episode) -> torch.Tensor:
-    """Log-probs [T] of one episode alone, its whole sequence fed: no packing, no shared prompt."""
+    """Log-probs [T] of one episode, from a forward pass over its whole sequence without packing."""
     return plain_logprobs_and_values(decoder, one, None)[0]
 
 
 def plain_logprobs_and_values(
     decoder: Decoder, one: Episode, critic: Critic | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs [T], and values [T] of the states before each token, of one episode alone."""
+    """Log-probs [T] of one episode, and values [T] of the states before each token."""
     ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
     states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
     states = states[len(one.prompt_ids) - 1 : -1]
@@ -102,7 +102,7 @@ def plain_logprobs_and_values(
 
 
 def plain_entropies(decoder: Decoder, one: Episode) -> torch.Tensor:
-    """Entropies [T] of the distributions that an episode's tokens were drawn from."""
+    """Entropies [T] of the distributions from which an episode's tokens were sampled."""
     ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
     states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
     return torch.distributions.Categorical(
@@ -111,7 +111,7 @@ def plain_entropies(decoder: Decoder, one: Episode) -> torch.Tensor:
 
 
 def signals_for(groups: Sequence[Sequence[Episode]], seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
-    """Every signal of every episode, drawn at random."""
+    """Random values for every signal of every episode."""
     rng = np.random.default_rng(seed)
     names = ("values", "deviation", "uncertainty")
     return {
@@ -132,7 +132,7 @@ def weighted_groups(
 
 
 def small_critic(decoder: Decoder) -> Critic:
-    """A critic that has learned something."""
+    """A critic with a random head; a new critic predicts zero."""
     critic = Critic(decoder.config.hidden_size)
     torch.manual_seed(5)
     torch.nn.init.normal_(critic.head.weight, std=0.3)
@@ -146,7 +146,7 @@ def plain_loss(
     reference: Decoder | None = None,
     critic: Critic | None = None,
 ) -> torch.Tensor:
-    """The loss of weighted groups by definition, one episode and one token at a time."""
+    """The loss of weighted groups from its definition, one episode and one token at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for name in ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value"):
         found = [getattr(group, name) for group in groups]
@@ -166,7 +166,9 @@ def plain_loss(
                 if group.surrogate.ratio == "sequence":  # sg[s] * pi / sg[pi], s the geometric mean
                     mean = (logprobs - old)[torch.from_numpy(one.loss_mask)].mean().detach().exp()
                     ratios = mean * torch.exp(logprobs - logprobs.detach())
-                if group.surrogate.ratio == "sequence-product":  # of the answer: its gradient is shared out
+                if (
+                    group.surrogate.ratio == "sequence-product"
+                ):  # of the answer: each token gets an equal share of the gradient
                     whole = torch.exp((logprobs - old)[torch.from_numpy(one.loss_mask)].sum())
                     ratios = (whole / one.loss_mask.sum()).expand(len(logprobs))
                     ratios = ratios + (whole - whole / one.loss_mask.sum()).detach()

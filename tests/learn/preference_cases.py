@@ -1,4 +1,4 @@
-"""Pairs of small random answers that the tests of pairwise losses share."""
+"""Random answer pairs for the tests of pairwise losses."""
 
 import numpy as np
 from learning_cases import VOCABULARY, episode

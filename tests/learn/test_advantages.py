@@ -1,4 +1,4 @@
-"""Advantages and aggregation against worked examples, and what hostile rewards do."""
+"""Advantages and aggregation against worked examples; rejection of invalid rewards."""
 
 import math
 
@@ -16,16 +16,16 @@ from perilune.learn.weights import Aggregation, aggregate
 COMPARING = ("grpo", "dr_grpo")
 
 
-def test_worked_example() -> None:
+def test_group_advantages_worked_example() -> None:
     r = np.array([1.0, 0, 0, 0])
     assert standardised(r, epsilon=0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert centred(r) == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 
-def test_a_trivial_difference_does_not_act_at_full_strength() -> None:
+def test_standardised_advantages_are_zero_for_negligible_reward_spread() -> None:
     r = np.array([1.0] * 7 + [0.999])
     std = r.std(ddof=1)
-    assert (r[-1] - r.mean()) / (std + 1e-6) == pytest.approx(-2.47, abs=5e-3)  # what the floor prevents
+    assert (r[-1] - r.mean()) / (std + 1e-6) == pytest.approx(-2.47, abs=5e-3)  # without the threshold
     assert (r[-1] - r.mean()) / (std + 1e-4) == pytest.approx(-1.93, abs=5e-3)
     assert standardised(r).tolist() == [0.0] * 8
 
@@ -44,7 +44,7 @@ def test_advantages_are_finite_and_sum_to_zero(values: list[float]) -> None:
 
 
 @given(st.floats(-5, 5), st.integers(1, 8))
-def test_equal_rewards_and_singletons_are_dead(reward: float, size: int) -> None:
+def test_groups_of_equal_rewards_or_one_episode_are_dead(reward: float, size: int) -> None:
     group = [episode(reward, name=f"0/0/{i}") for i in range(size)]
     for name in COMPARING:
         weighted = algorithm(name)(group, max_tokens=4)
@@ -53,13 +53,13 @@ def test_equal_rewards_and_singletons_are_dead(reward: float, size: int) -> None
         assert not any(w.any() for w in weighted.policy_gradient.weights)
 
 
-def test_continuous_rewards_are_dead_by_their_spread() -> None:
+def test_group_is_dead_when_reward_spread_is_below_threshold() -> None:
     assert is_dead(np.array([0.5, 0.5 + DEAD_STD]))
     assert not is_dead(np.array([0.5, 0.5 + 2 * DEAD_STD]))
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_a_failed_verifier_leaves_the_group(name: str) -> None:
+def test_episode_with_failed_verifier_is_excluded_from_its_group(name: str) -> None:
     alive = [episode(1.0, name="0/0/0"), episode(0.0, name="0/0/2"), episode(0.0, name="0/0/3")]
     failed = episode(None, failure="verifier: timed out", name="0/0/1")
     with_failure = algorithm(name)([alive[0], failed, *alive[1:]], max_tokens=4)
@@ -74,7 +74,7 @@ def test_a_failed_verifier_leaves_the_group(name: str) -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None])
 @pytest.mark.parametrize("name", COMPARING)
-def test_rewards_that_are_no_numbers_are_refused_by_name(name: str, reward: float | None) -> None:
+def test_grpo_and_dr_grpo_reject_non_finite_or_missing_rewards(name: str, reward: float | None) -> None:
     group = [episode(1.0), episode(reward, name="3/1/4")]
     with pytest.raises(WorkFailedError, match=r"episode 3/1/4 of task task-7"):
         algorithm(name)(group, max_tokens=4)
@@ -97,14 +97,14 @@ def test_aggregation_worked_example(mode: Aggregation, constant: int | None, exp
     assert total / component.denominator == pytest.approx(expected)
 
 
-def test_masked_tokens_count_for_nothing() -> None:
+def test_aggregation_ignores_masked_tokens() -> None:
     group = [episode(tokens=[1, 2, 3, 4], mask=[True, False, False, True])]
     component = aggregate(group, [2.0], "seq-mean-token-mean")
     assert component.weights[0].tolist() == [1.0, 0.0, 0.0, 1.0]
     assert aggregate(group, [2.0], "token-mean").denominator == 2
 
 
-def test_empty_and_truncated_responses_are_ordinary_members() -> None:
+def test_empty_and_truncated_responses_get_finite_advantages() -> None:
     group = [
         episode(0.0, tokens=[]),
         episode(1.0, tokens=[1, 2]),
@@ -118,12 +118,14 @@ def test_empty_and_truncated_responses_are_ordinary_members() -> None:
 
 
 @pytest.mark.parametrize(("mode", "constant"), [("seq-mean-token-sum-norm", None), ("token-mean", 4)])
-def test_the_constant_belongs_to_one_mode(mode: Aggregation, constant: int | None) -> None:
+def test_aggregation_constant_is_accepted_only_in_sum_norm_mode(
+    mode: Aggregation, constant: int | None
+) -> None:
     with pytest.raises(ValueError, match=mode):
         aggregate([episode()], [1.0], mode, constant=constant)
 
 
-def test_dr_grpo_divides_by_the_fixed_constant_whatever_the_batch() -> None:
+def test_dr_grpo_divides_by_max_tokens_at_any_response_length() -> None:
     group = [episode(1.0, tokens=[1] * 3), episode(0.0, tokens=[1] * 5)]
     first, second = algorithm("dr_grpo")(group, max_tokens=40).policy_gradient.weights
     assert first.tolist() == pytest.approx([0.5 / 40] * 3)
@@ -131,7 +133,7 @@ def test_dr_grpo_divides_by_the_fixed_constant_whatever_the_batch() -> None:
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_the_reference_kl_weighs_every_scored_token_alike(name: str) -> None:
+def test_reference_kl_weights_follow_aggregation_and_skip_failed_episodes(name: str) -> None:
     failed = episode(None, failure="verifier: timed out", name="0/0/1")
     group = [episode(1.0, tokens=[1, 2, 3]), failed, episode(0.0, tokens=[4], name="0/0/2")]
     assert weighted_groups(name, [group])[0].reference_kl is None
@@ -146,7 +148,7 @@ def test_the_reference_kl_weighs_every_scored_token_alike(name: str) -> None:
     assert kl.denominator == denominator
 
 
-def test_names() -> None:
+def test_unknown_algorithm_and_unknown_option_are_rejected() -> None:
     with pytest.raises(RequestError, match="'gpro'"):
         algorithm("gpro")
     assert algorithm("grpo", clip_high=0.2).surrogate.high == 1.2

@@ -1,4 +1,4 @@
-"""What a recipe may say of an algorithm, and what it is told when it says something else."""
+"""Algorithm and off-policy sections of a recipe: defaults, overrides and error messages."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def load(path: Path, said: str):
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
-def test_a_name_stands_for_its_defaults(name: str, tmp_path: Path) -> None:
+def test_bare_algorithm_name_selects_default_options(name: str, tmp_path: Path) -> None:
     assert load(tmp_path / "r.yaml", f"algorithm: {name}") == algorithm(name).model_dump(mode="json")
 
 
-def test_options_are_typed_and_the_rest_stays(tmp_path: Path) -> None:
+def test_given_option_overrides_only_its_default(tmp_path: Path) -> None:
     found = load(tmp_path / "r.yaml", "algorithm: {name: dr_grpo, clip_high: 0.2}")
     assert found == algorithm("dr_grpo", clip_high=0.2).model_dump(mode="json")
 
@@ -46,7 +46,9 @@ def test_options_are_typed_and_the_rest_stays(tmp_path: Path) -> None:
         ("7", "stages.rl.algorithm is 7 but should be a section of keys", ""),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, tmp_path: Path) -> None:
+def test_invalid_algorithm_error_has_line_and_remedy(
+    said: str, what: str, remedy: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError) as raised:
         load(tmp_path / "r.yaml", f"algorithm: {said}")
     assert what in raised.value.what
@@ -63,7 +65,7 @@ def test_what_is_wrong_is_said_with_its_line(said: str, what: str, remedy: str, 
         ("{proximal: sampelr}", "stages.rl.off_policy.proximal is", ""),
     ],
 )
-def test_a_correction_that_makes_no_sense_is_refused(
+def test_invalid_off_policy_section_error_has_line_and_remedy(
     said: str, what: str, remedy: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError) as raised:
@@ -73,7 +75,7 @@ def test_a_correction_that_makes_no_sense_is_refused(
     assert raised.value.remedy.startswith(remedy)
 
 
-def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
+def test_group_smaller_than_pkpo_needs_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"stages.rl: samples is 8, and pkpo needs at least 10"):
         load(tmp_path / "r.yaml", "algorithm: {name: pkpo, k: 9}")
 
@@ -88,12 +90,14 @@ def test_a_group_that_is_too_small_is_refused(tmp_path: Path) -> None:
         ("dapo", "makes all rewards of a group differ, and"),
     ],
 )
-def test_verdicts_are_not_changed_by_a_kl(name: str, why: str, tmp_path: Path) -> None:
+def test_k1_reward_is_rejected_for_algorithms_that_need_unchanged_rewards(
+    name: str, why: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match=f"{why} {name}"):
         load(tmp_path / "r.yaml", f"algorithm: {name}\n    kl: 0.1\n    kl_estimator: k1_reward")
 
 
-def test_corrections_are_read(tmp_path: Path) -> None:
+def test_off_policy_settings_are_parsed(tmp_path: Path) -> None:
     said = "off_policy: {proximal: learner, weight: mask, bounds: [0.5, 5], level: sequence-geometric}"
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE.replace("ALGORITHM", said))

@@ -1,4 +1,4 @@
-"""Each algorithm against worked examples and short references of its own, and what all have in common."""
+"""Each algorithm against worked examples and short references; properties that all algorithms share."""
 
 import itertools
 import math
@@ -73,20 +73,20 @@ def test_reinforce_pp_worked_examples() -> None:
     np.testing.assert_allclose(one_token("reinforce_pp_baseline"), centred / centred.std(ddof=1), rtol=1e-6)
 
 
-def test_whitening_over_tokens_lets_long_answers_weigh_more() -> None:
+def test_whitening_over_tokens_weights_answers_by_length() -> None:
     values = [np.ones(1), np.zeros(9)]
     short, long = whitened(values, [np.ones(1, bool), np.ones(9, bool)])
     assert short[0] == pytest.approx(0.9 / np.std([1] + [0] * 9, ddof=1))
     assert short.sum() + long.sum() == pytest.approx(0)
 
 
-def test_reinforce_pp_discounts_over_its_own_tokens_only() -> None:
+def test_rewards_to_go_discount_over_unmasked_tokens_only() -> None:
     mask = np.array([True, False, True, True])
     returns = rewards_to_go(np.array([0.0, 9.0, 0.0, 2.0]), mask, 0.5)
     assert returns.tolist() == [0.5, 0, 1, 2]
 
 
-def test_reinforce_pp_needs_no_second_sample() -> None:
+def test_reinforce_pp_works_with_one_sample_per_prompt() -> None:
     assert advantages("reinforce_pp", [1.0], [0.0]) == pytest.approx([math.sqrt(3) / 2, -math.sqrt(3) / 2])
 
 
@@ -97,7 +97,7 @@ def test_gae_worked_example() -> None:
     assert found == pytest.approx([0.4705, 0.39, 0.2])
 
 
-def test_gae_carries_over_masked_tokens() -> None:
+def test_gae_skips_masked_tokens() -> None:
     inner = generalised_advantages(
         np.array([0.0, 7, 0, 1]), np.array([0.5, 9, 0.6, 0.8]), np.array([True, False, True, True]),
         gamma=1.0, lam=0.95,
@@ -118,13 +118,13 @@ def test_ppo_whitens_advantages_and_not_returns() -> None:
     assert one.value.component.denominator == 5
 
 
-def test_dapo_shapes_the_last_fifth() -> None:
+def test_dapo_penalises_length_in_the_last_fifth_of_the_budget() -> None:
     lengths = np.array([16384.0, 18432, 20480])
     assert algorithm("dapo").overlong(lengths, 20480).tolist() == pytest.approx([0, -0.5, -1])
     assert algorithm("dapo", overlong_buffer=0.0).overlong(lengths, 20480).tolist() == [0, 0, 0]
 
 
-def test_dapo_lets_a_penalty_speak_only_beside_an_outcome() -> None:
+def test_dapo_length_penalty_does_not_revive_groups_of_equal_outcomes() -> None:
     (solved,) = weight_groups("dapo", [group_of([1, 1, 1], [2, 7, 8])])
     assert solved.dead
     assert not any(w.any() for w in solved.policy_gradient.weights)
@@ -133,16 +133,16 @@ def test_dapo_lets_a_penalty_speak_only_beside_an_outcome() -> None:
     assert algorithm("dapo").refills == 10
 
 
-def test_clip_ranges_are_those_of_the_papers() -> None:
+def test_clip_ranges_match_the_papers() -> None:
     assert algorithm("dapo").surrogate == Surrogate(low=0.8, high=1.28)
     assert algorithm("gspo").surrogate == Surrogate(ratio="sequence", low=1 - 3e-4, high=1 + 4e-4)
     assert algorithm("gspo").aggregation == "seq-mean-token-mean"
     (mean,) = weight_groups("gspo", [group_of([1, 0], [2, 8])], aggregation="token-mean")
-    assert mean.policy_gradient.denominator == 10  # what is asked for is done
+    assert mean.policy_gradient.denominator == 10  # an explicit option overrides the default of gspo
     assert algorithm("cispo").surrogate == Surrogate(clip="weight", low=0.0, high=5.0)
 
 
-def test_cispo_cannot_shrink_what_is_on_policy() -> None:
+def test_cispo_rejects_ratio_max_that_clips_on_policy_tokens() -> None:
     with pytest.raises(Exception, match="ratio_max"):
         algorithm("cispo", ratio_max=0.2)
     logprobs = torch.zeros(2, requires_grad=True)
@@ -153,7 +153,7 @@ def test_cispo_cannot_shrink_what_is_on_policy() -> None:
     assert not bounded.any()
 
 
-def test_maxrl_divides_by_the_mean() -> None:
+def test_maxrl_divides_advantages_by_the_mean_reward() -> None:
     assert advantages("maxrl", [1, 0, 0, 0]) == pytest.approx([3, -1, -1, -1])
     assert advantages("maxrl", [0, 0, 0, 0]) == [0] * 4
     with pytest.raises(WorkFailedError, match="task-7 has a reward of -1"):
@@ -166,8 +166,8 @@ def test_pkpo_worked_example() -> None:
 
 @pytest.mark.parametrize("n", [4, 6])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_pkpo_is_unbiased_for_the_gradient_of_pass_at_k(n: int, k: int) -> None:
-    """All 2^n outcomes of a Bernoulli policy, weighed by their chance: the sum is d/dp of 1 - (1 - p)^k."""
+def test_pkpo_gradient_estimate_of_pass_at_k_is_unbiased(n: int, k: int) -> None:
+    """The expectation over all 2^n outcomes of a Bernoulli policy equals d/dp of 1 - (1 - p)^k."""
     p, found = 0.3, 0.0
     for outcome in itertools.product([0.0, 1.0], repeat=n):
         right = np.array(outcome)
@@ -177,7 +177,7 @@ def test_pkpo_is_unbiased_for_the_gradient_of_pass_at_k(n: int, k: int) -> None:
     assert found == pytest.approx(k * (1 - p) ** (k - 1))
 
 
-def test_pkpo_of_one_is_rloo() -> None:
+def test_pkpo_with_k_1_equals_rloo() -> None:
     assert advantages("pkpo", [1, 0, 0, 1, 0], k=1) == pytest.approx(advantages("rloo", [1, 0, 0, 1, 0]))
 
 
@@ -188,7 +188,7 @@ def test_pass_at_k_training_worked_example() -> None:
     assert sum(found) == pytest.approx(0, abs=1e-6)
 
 
-def test_pass_at_k_training_equals_all_groups_of_k() -> None:
+def test_pass_at_k_training_equals_mean_over_all_groups_of_k() -> None:
     right = [1, 1, 0, 0, 0, 0]
     drawn = list(itertools.combinations(range(6), 3))
     passed = np.array([max(right[i] for i in one) for one in drawn], float)
@@ -197,7 +197,7 @@ def test_pass_at_k_training_equals_all_groups_of_k() -> None:
     assert advantages("pass_at_k_training", right, k=3) == pytest.approx(mean)
 
 
-def test_pass_at_k_training_is_dead_when_any_k_pass() -> None:
+def test_pass_at_k_training_group_is_dead_when_every_subset_of_k_passes() -> None:
     (one,) = weight_groups("pass_at_k_training", [group_of([1, 1, 1, 0])], k=2)
     assert one.dead
     assert not any(w.any() for w in one.policy_gradient.weights)
@@ -213,7 +213,7 @@ def test_toggle_worked_example(step: int, threshold: float, expected: list[int])
     assert found.tolist() == expected
 
 
-def test_toggle_fixes_a_budget_at_the_first_right_answer() -> None:
+def test_toggle_fixes_budget_at_first_right_answer() -> None:
     toggle, memory = algorithm("toggle", percentile=100.0), {}
 
     def step(number: int, rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
@@ -226,7 +226,7 @@ def test_toggle_fixes_a_budget_at_the_first_right_answer() -> None:
     assert memory == {"budgets": {"task-7": 4.0}}
     later = step(2, [1, 1, 0], [4, 5, 1])
     assert memory == {"budgets": {"task-7": 4.0}}
-    assert later[0] > 0 > later[1] == later[2]  # the longer right answer is worth nothing now
+    assert later[0] > 0 > later[1] == later[2]  # the longer right answer exceeds the budget and scores zero
 
 
 def test_dgpo_worked_example() -> None:
@@ -243,13 +243,13 @@ def test_dgpo_worked_example() -> None:
     (one,) = algorithm("dgpo").weight_groups([group], StepContext(max_tokens=8, signals=signals))
     shares = one.policy_gradient.weights[0] / one.advantages[0]
     assert shares.tolist() == pytest.approx([0.92974, 1.05523, 1.01502], abs=1e-5)
-    assert shares.sum() == pytest.approx(3)  # an answer's total is what it was
+    assert shares.sum() == pytest.approx(3)  # the total weight of an answer does not change
     assert shares[2] < shares[1]  # the confident deviation ranks below the uncertain one
     every = np.concatenate([shares, shares])
     assert one.figures == pytest.approx({"dgpo_weight_std": every.std(), "dgpo_weight_max": every.max()})
 
 
-def test_dgpo_of_the_reference_is_grpo() -> None:
+def test_dgpo_without_deviation_equals_grpo() -> None:
     group = group_of([1, 0, 0], [3, 2, 4])
     flat = {e.episode_id: np.zeros(len(e.token_ids), np.float32) for e in group}
     context = StepContext(max_tokens=8, signals={"deviation": flat, "uncertainty": flat})
@@ -261,7 +261,7 @@ def test_dgpo_of_the_reference_is_grpo() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=9), st.booleans())
-def test_dgpo_shares_are_bounded_and_sum_to_the_length(
+def test_dgpo_token_weights_are_bounded_and_sum_to_answer_length(
     pairs: list[tuple[float, float]], squared: bool
 ) -> None:
     one = episode(1.0, tokens=range(len(pairs)))
@@ -272,24 +272,24 @@ def test_dgpo_shares_are_bounded_and_sum_to_the_length(
     assert shares.max() / shares.min() <= math.exp(1 / 0.5) * (1 + 1e-6)
 
 
-def test_a_signal_that_is_missing_is_named() -> None:
+def test_ppo_names_episode_and_signal_when_values_are_missing() -> None:
     with pytest.raises(ValueError, match=r"0/0/0 lacks the signal values"):
         algorithm("ppo").weight_groups([group_of([1, 0])], StepContext(max_tokens=8))
 
 
-# What all have in common.
+# Properties of all algorithms.
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_number_is_refused_by_name(name: str, bad: float) -> None:
+def test_every_algorithm_rejects_non_finite_rewards(name: str, bad: float) -> None:
     group = [*group_of([1, 0, 1, 0, 1]), episode(bad, name="3/1/4")]
     with pytest.raises(WorkFailedError, match=r"episode 3/1/4 of task task-7 has reward"):
         weight_groups(name, [group])
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
-def test_masked_tokens_and_failures_carry_nothing(name: str) -> None:
+def test_masked_tokens_and_failed_episodes_have_zero_weight(name: str) -> None:
     group = group_of([1, 0, None, 1, 0, 0], [3, 2, 2, 4, 1, 2])
     tool = episode(0.0, tokens=[1, 2, 3], mask=[True, False, True], name="0/0/9")
     (one,) = weight_groups(name, [[*group, tool]])
@@ -302,7 +302,7 @@ def test_masked_tokens_and_failures_carry_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
 @pytest.mark.parametrize("shape", ["no group", "empty group", "singleton", "all failed", "empty answers"])
-def test_odd_groups_teach_nothing_and_break_nothing(name: str, shape: str) -> None:
+def test_degenerate_groups_have_zero_weights(name: str, shape: str) -> None:
     groups = {
         "no group": [],
         "empty group": [[]],
@@ -321,7 +321,7 @@ def test_odd_groups_teach_nothing_and_break_nothing(name: str, shape: str) -> No
 @pytest.mark.parametrize("name", GROUPED)
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0, 5), st.integers(2, 8))
-def test_equal_rewards_are_dead(name: str, reward: float, size: int) -> None:
+def test_groups_of_equal_rewards_are_dead(name: str, reward: float, size: int) -> None:
     (one,) = weight_groups(name, [group_of([reward] * size)])
     assert one.dead
     assert not any(w.any() for w in one.policy_gradient.weights)
@@ -330,11 +330,11 @@ def test_equal_rewards_are_dead(name: str, reward: float, size: int) -> None:
 @pytest.mark.parametrize("name", GROUPED)
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=5, max_size=8))
 @settings(max_examples=20, deadline=None)
-def test_a_right_answer_is_never_worth_less_and_ties_are_worth_the_same(name: str, row: list[float]) -> None:
+def test_advantages_rank_right_answers_first_and_are_equal_for_ties(name: str, row: list[float]) -> None:
     found = np.array(advantages(name, row))
     right = np.array(row) == 1
     for tied in (found[right], found[~right]):
-        if name != "dgpo":  # whose advantage is a mean over tokens
+        if name != "dgpo":  # its advantages are means over tokens
             assert len(tied) == 0 or np.ptp(tied) < 1e-6
     if right.any() and not right.all():
         assert found[right].min() >= found[~right].max() - 1e-6
@@ -343,7 +343,7 @@ def test_a_right_answer_is_never_worth_less_and_ties_are_worth_the_same(name: st
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
 @given(st.integers(0, 1000), st.randoms(use_true_random=False))
 @settings(max_examples=8, deadline=None)
-def test_order_does_not_matter(name: str, seed: int, shuffler) -> None:
+def test_weights_do_not_depend_on_order_of_groups_or_episodes(name: str, seed: int, shuffler) -> None:
     groups = [
         [replace(one, task_id=f"task-{g}") for one in group]
         for g, group in enumerate(random_groups(seed, groups=3, size=5))
@@ -367,7 +367,7 @@ def test_order_does_not_matter(name: str, seed: int, shuffler) -> None:
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
-def test_truncated_answers_can_be_left_out_of_the_loss_but_not_of_the_mean(name: str) -> None:
+def test_mask_truncated_drops_answers_from_loss_but_not_from_baseline(name: str) -> None:
     group = [*group_of([1, 0, 0, 1, 0]), episode(0.0, tokens=[1, 2, 3], truncated=True, name="0/0/9")]
     (kept,) = weight_groups(name, [group])
     (masked,) = weight_groups(name, [group], mask_truncated=True)

@@ -1,4 +1,4 @@
-"""Training with bfloat16 products on a GPU: near float32, and near the engine that samples for it."""
+"""Training with bfloat16 products on a GPU: gradient error against float32, log-prob gap to the engine."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ CONFIGS = {
 }
 
 
-def made(config: DecoderConfig, precision: Precision, *, adapted: bool) -> Decoder:
+def make_decoder(config: DecoderConfig, precision: Precision, *, adapted: bool) -> Decoder:
     decoder = Decoder(config)
     decoder.initialize(1)
     decoder = decoder.to("cuda")
@@ -48,8 +48,8 @@ def made(config: DecoderConfig, precision: Precision, *, adapted: bool) -> Decod
     return decoder
 
 
-def sampled(engine: Engine) -> list[list[Episode]]:
-    """Four answers to each of three prompts, rewarded by turns."""
+def sample_groups(engine: Engine) -> list[list[Episode]]:
+    """Four answers to each of three prompts, with alternating rewards 0 and 1."""
     random = np.random.default_rng(0)
     prompts = [
         Prompt(random.integers(98, size=size).tolist(), (0, 1, i)) for i, size in enumerate((5, 40, 90))
@@ -69,7 +69,7 @@ def sampled(engine: Engine) -> list[list[Episode]]:
 
 
 def gradient(decoder: Decoder, groups: list[list[Episode]]) -> tuple[Tensor, dict[str, float]]:
-    """The whole gradient of a step of GRPO, and the figures of the step."""
+    """The concatenated gradient of one GRPO step, and the metrics of the step."""
     learner = Learner(decoder)
     weighted = [algorithm("grpo")(group, max_tokens=60) for group in groups]
     figures = learner.forward_backward(pack(weighted, 400))
@@ -79,13 +79,15 @@ def gradient(decoder: Decoder, groups: list[list[Episode]]) -> tuple[Tensor, dic
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_its_gradient_is_near_that_of_float32(config: DecoderConfig, adapted: bool) -> None:
+def test_bfloat16_gradient_is_close_to_float32(config: DecoderConfig, adapted: bool) -> None:
     if adapted and config.latent is not None:
-        pytest.skip("the adapter's maps have other names in latent attention")
-    narrow = made(config, "bfloat16", adapted=adapted)
-    groups = sampled(Engine(narrow, slots=16, cache_tokens=4096))
+        pytest.skip("latent attention names its linear maps differently")
+    narrow = make_decoder(config, "bfloat16", adapted=adapted)
+    groups = sample_groups(Engine(narrow, slots=16, cache_tokens=4096))
     found, figures = gradient(narrow, groups)
-    expected, _ = gradient(made(config, "float32", adapted=adapted), groups)
-    limit = 0.1 if config.delta is None else 0.25  # a state sums the rounding of all tokens before
+    expected, _ = gradient(make_decoder(config, "float32", adapted=adapted), groups)
+    limit = (
+        0.1 if config.delta is None else 0.25
+    )  # a recurrent state accumulates the rounding of all earlier tokens
     assert (found - expected).norm() < limit * expected.norm()
     assert figures["logprob_gap_mean"] < 0.02 and figures["logprob_gap_kl"] < 0.001

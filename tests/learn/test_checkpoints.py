@@ -1,4 +1,4 @@
-"""Learner states: byte-identical resume, whole or absent, damage named."""
+"""Learner checkpoints: byte-identical resume, atomic writes, detection of damaged files."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ from perilune.learn.training_settings import OptimizerSettings
 
 
 def train(learner: Learner, steps: range, scale: float = 1.0) -> None:
-    """Learn from random groups, `scale` times the loss of GRPO."""
+    """Train on random groups with the GRPO loss multiplied by `scale`."""
     for step in steps:
         groups = [algorithm("grpo")(group, max_tokens=8) for group in random_groups(step)]
         learner.forward_backward(pack(groups, 30))
@@ -47,7 +47,7 @@ def test_resume_is_byte_identical(tmp_path: Path) -> None:
     assert contents(tmp_path / "resumed") != contents(tmp_path / "half")
 
 
-def test_a_kill_while_writing_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner(small_decoder())
     learner.save_state(tmp_path / "step-000001")
     before = contents(tmp_path / "step-000001")
@@ -64,7 +64,7 @@ def test_a_kill_while_writing_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     assert contents(tmp_path / "step-000001") == before
 
 
-def test_a_state_can_be_written_again(tmp_path: Path) -> None:
+def test_save_state_overwrites_existing_state(tmp_path: Path) -> None:
     learner = Learner(small_decoder())
     learner.save_state(tmp_path / "a")
     train(learner, range(1))
@@ -73,7 +73,7 @@ def test_a_state_can_be_written_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_the_latest_complete_one_is_found(tmp_path: Path) -> None:
+def test_latest_complete_skips_damaged_and_partial_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.latest_complete(tmp_path / "nothing") is None
     learner = Learner(small_decoder())
     for step in (5, 10, 15, 20):
@@ -84,7 +84,7 @@ def test_the_latest_complete_one_is_found(tmp_path: Path) -> None:
     assert checkpoints.latest_complete(tmp_path) == tmp_path / "step-000010"
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_load_state_names_damaged_file(tmp_path: Path) -> None:
     learner = Learner(small_decoder())
     learner.save_state(tmp_path / "a")
     path = tmp_path / "a" / "second_moments.safetensors"
@@ -96,7 +96,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "shape", "dtype"])
-def test_another_models_state_is_refused_by_tensor(tmp_path: Path, change: str) -> None:
+def test_load_state_names_mismatched_tensor(tmp_path: Path, change: str) -> None:
     learner = Learner(small_decoder())
     weights = {name: p.detach().clone() for name, p in learner.optimizer.parameters.items()}
     name = "model.norm.weight"
@@ -115,8 +115,8 @@ def test_another_models_state_is_refused_by_tensor(tmp_path: Path, change: str) 
         learner.load_state(tmp_path / "a")
 
 
-def test_restored_second_moments_have_the_scale_of_the_loss_that_made_them(tmp_path: Path) -> None:
-    """A fresh AdamW moves weights equally far whatever factor a loss has; a restored one does not."""
+def test_restored_second_moments_keep_the_scale_of_their_loss(tmp_path: Path) -> None:
+    """The update size of a fresh AdamW does not depend on the loss scale; that of a restored one does."""
     teacher = Learner(small_decoder())
     train(teacher, range(20))
     teacher.save_state(tmp_path / "sft")

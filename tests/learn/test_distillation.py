@@ -25,7 +25,7 @@ from perilune.learn.distillation import (
 from perilune.learn.trainer import Learner
 from perilune.models.attention import PackedAttention
 
-# Tokens 1, 2, 3, 4 of the worked example, and two that take what is left of the mass.
+# Tokens 1 to 4 of the worked example, and two tokens with the remaining probability mass.
 P = torch.tensor([[0.6, 0.3, 0.05, 0.02, 0.016, 0.014]], dtype=torch.float64).log()
 Q = torch.tensor([[0.4, 0.4, 0.04, 0.1, 0.035, 0.025]], dtype=torch.float64).log()
 FIRST = torch.zeros(1, dtype=torch.int64)
@@ -35,7 +35,7 @@ def figures(k: int = 3) -> dict[str, float]:
     return {name: value.item() for name, value in diagnostics(P, Q, FIRST, k).items()}
 
 
-def test_diagnostics_of_the_worked_example() -> None:
+def test_diagnostics_worked_example() -> None:
     found = figures()
     assert found["overlap_ratio"] == pytest.approx(0.6667, abs=5e-5)
     assert found["overlap_mass_student"] == pytest.approx(0.9)
@@ -50,18 +50,18 @@ def test_diagnostics_of_the_worked_example() -> None:
     assert found["entropy_gap"] == pytest.approx(abs(full[0] - full[1]))
 
 
-def test_forward_topk_of_the_worked_example() -> None:
+def test_forward_topk_worked_example() -> None:
     assert forward_topk(P, Q, 3).item() == pytest.approx(0.11383, abs=5e-6)
 
 
-def test_forward_topk_is_raised_to_zero() -> None:
+def test_forward_topk_is_clamped_at_zero() -> None:
     p, q = torch.tensor([[0.7, 0.3]]).log(), torch.tensor([[0.6, 0.4]]).log()
     assert forward_topk(p, q, 1).item() == 0.0  # 0.6 log(0.6 / 0.7) is negative
     assert forward_topk(p, q, 2).item() > 0
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(0.001, 0.000184), (0.0, 0.18379)])
-def test_gkd_is_special_at_its_ends(beta: float, expected: float) -> None:
+def test_gkd_is_forward_kl_at_beta_0_and_reverse_kl_at_beta_1(beta: float, expected: float) -> None:
     q, p = (torch.tensor([[a, 1 - a]], dtype=torch.float64).log() for a in (0.7, 0.4))
     assert generalised_jsd(p, q, beta).item() == pytest.approx(expected, abs=5e-7 if beta else 5e-6)
     reverse = 0.4 * math.log(0.4 / 0.7) + 0.6 * math.log(0.6 / 0.3)
@@ -73,12 +73,12 @@ def test_gkd_is_special_at_its_ends(beta: float, expected: float) -> None:
     assert generalised_jsd(p, q, 0.5).item() == pytest.approx(half)
 
 
-def test_gkd_refuses_a_beta_that_mixes_nothing() -> None:
+def test_gkd_rejects_beta_above_1() -> None:
     with pytest.raises(RequestError, match="beta"):
         generalised_jsd(P, Q, 1.5)
 
 
-def test_overlap_advantage_is_a_kl_over_the_overlap() -> None:
+def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
     torch.manual_seed(0)
     p, q = (torch.randn(40, 30, dtype=torch.float64).mul(2).log_softmax(-1) for _ in range(2))
     found = diagnostics(p, q, torch.zeros(40, dtype=torch.int64), 5)
@@ -90,7 +90,7 @@ def test_overlap_advantage_is_a_kl_over_the_overlap() -> None:
             x, y = a[both] / a[both].sum(), b[both] / b[both].sum()
             total -= float((x * np.log(x / y)).sum()) / len(both)
             count += 1
-    assert 0 < count < 40  # some tokens share nothing, and are left out of the mean
+    assert 0 < count < 40  # tokens without overlap are excluded from the mean
     assert found["overlap_tokens"].item() == count
     assert found["overlap_advantage"].item() == pytest.approx(total)
     assert found["overlap_ratio"].item() == pytest.approx(sum(overlaps))
@@ -99,7 +99,7 @@ def test_overlap_advantage_is_a_kl_over_the_overlap() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 40))
-def test_equal_policies_have_nothing_to_teach(seed: int, k: int) -> None:
+def test_diagnostics_and_losses_are_zero_for_equal_policies(seed: int, k: int) -> None:
     p = torch.randn(6, 23, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(-1)
     found = diagnostics(p, p, torch.zeros(6, dtype=torch.int64), k)
     assert found["overlap_ratio"].item() == pytest.approx(6)
@@ -115,7 +115,7 @@ def test_equal_policies_have_nothing_to_teach(seed: int, k: int) -> None:
         assert loss.abs().max().item() == pytest.approx(0, abs=1e-12)
 
 
-def test_reverse_topk_renormalises_both() -> None:
+def test_reverse_topk_renormalises_student_and_teacher() -> None:
     logits = P.clone().requires_grad_()
     value = reverse_topk(logits.log_softmax(-1), Q, 3)
     a = np.array([0.6, 0.3, 0.05]) / 0.95
@@ -128,7 +128,7 @@ def test_reverse_topk_renormalises_both() -> None:
     np.testing.assert_allclose(logits.grad[0, 3:].numpy(), 0, atol=1e-12)
 
 
-def test_the_teacher_reaches_the_gradient_of_the_reverse_kl() -> None:
+def test_reverse_kl_gradient_is_the_log_ratio_to_the_teacher() -> None:
     old = torch.tensor([math.log(0.6)], dtype=torch.float64)
     gradients = []
     for q in (P, Q):
@@ -136,11 +136,11 @@ def test_the_teacher_reaches_the_gradient_of_the_reverse_kl() -> None:
         loss = token_losses(p, q, FIRST, old, torch.zeros(1), Distillation("reverse_kl"))
         (gradient,) = torch.autograd.grad(loss.sum(), p)
         gradients.append(gradient[0, 0].item())
-    assert gradients[0] == pytest.approx(0)  # a teacher that agrees
-    assert gradients[1] == pytest.approx(math.log(0.6 / 0.4))  # -A, and no derivative of A itself
+    assert gradients[0] == pytest.approx(0)  # equal student and teacher
+    assert gradients[1] == pytest.approx(math.log(0.6 / 0.4))  # -A: A is treated as a constant
 
 
-def test_a_task_advantage_adds_to_the_teachers() -> None:
+def test_task_advantage_is_added_to_teacher_advantage() -> None:
     p = P.clone().requires_grad_()
     loss = token_losses(
         p, Q, FIRST, torch.tensor([math.log(0.6)], dtype=torch.float64), torch.tensor([2.0]),
@@ -151,7 +151,7 @@ def test_a_task_advantage_adds_to_the_teachers() -> None:
 
 
 def distributions(decoder, prompt, tokens) -> torch.Tensor:
-    """Log-probs [T, V] of the whole vocabulary, one sequence alone."""
+    """Log-probs [T, V] over the vocabulary, from a forward pass over one sequence."""
     ids = torch.tensor([*prompt, *tokens])
     logits = decoder.logits(
         decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
@@ -160,7 +160,7 @@ def distributions(decoder, prompt, tokens) -> torch.Tensor:
 
 
 def reference(student, teacher, episodes, prompts, loss: Distillation, advantages) -> torch.Tensor:
-    """The step's loss by definition, one token at a time."""
+    """The loss of a step from its definition, one token at a time."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for one, prompt, gain in zip(episodes, prompts, advantages, strict=True):
         p = distributions(student, one.prompt_ids.tolist(), one.token_ids.tolist())
@@ -186,7 +186,7 @@ def reference(student, teacher, episodes, prompts, loss: Distillation, advantage
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "reverse_topk", "forward_topk", "gkd"])
-def test_a_step_equals_a_float64_reference_whatever_the_batches(kind: str) -> None:
+def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: str) -> None:
     never_began = episode(failure="environment: it did not open", tokens=(), name="0/9/0")
     episodes = [never_began, *(one for pair in random_pairs(3, 3) for one in pair)]
     hint = [7, 7, 2]
@@ -208,8 +208,8 @@ def test_a_step_equals_a_float64_reference_whatever_the_batches(kind: str) -> No
             torch.testing.assert_close(mine.grad.double(), its.grad, rtol=3e-3, atol=3e-5)
 
 
-def test_a_teacher_with_the_same_weights_and_prompt_agrees_to_rounding() -> None:
-    """Nothing is shifted by one, and nothing is cut."""
+def test_distillation_from_equal_weights_and_prompt_has_zero_loss() -> None:
+    """Fails when teacher and student tokens are misaligned or truncated."""
     episodes = [one for pair in random_pairs(5, 4) for one in pair]
     decoder = small_decoder(4)
     prompts = [one.prompt_ids.tolist() for one in episodes]
@@ -220,7 +220,7 @@ def test_a_teacher_with_the_same_weights_and_prompt_agrees_to_rounding() -> None
     assert found["overlap_ratio"] == pytest.approx(1)
 
 
-def test_the_sampled_log_probs_of_the_teacher_are_those_of_its_own_prompt() -> None:
+def test_teacher_scores_tokens_after_its_own_prompt() -> None:
     one = episode(0.0, prompt=(1, 2), tokens=(3, 4, 5), logprobs=(0.0, 0.0, 0.0))
     student, teacher = small_decoder(1), small_decoder(2)
     found = distil(Learner(student), teacher, chunks([one], [[9, 1, 2]], 100), Distillation("gkd"), 3)
@@ -229,7 +229,7 @@ def test_the_sampled_log_probs_of_the_teacher_are_those_of_its_own_prompt() -> N
     assert found["reverse_kl"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_temperature_is_of_both_distributions() -> None:
+def test_temperature_applies_to_student_and_teacher() -> None:
     one = episode(0.0, prompt=(1, 2), tokens=(3, 4), logprobs=(0.0, 0.0))
     student, teacher = small_decoder(1), small_decoder(2)
     loss = Distillation("gkd", beta=1.0, temperature=0.5)
@@ -239,7 +239,7 @@ def test_temperature_is_of_both_distributions() -> None:
     assert found["loss"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
 
 
-def test_k_beyond_the_vocabulary_is_all_of_it() -> None:
+def test_forward_topk_with_k_above_vocabulary_uses_all_tokens() -> None:
     p = torch.randn(3, VOCABULARY).log_softmax(-1)
     q = torch.randn(3, VOCABULARY).log_softmax(-1)
     full = (q.exp() * (q - p)).sum(-1)

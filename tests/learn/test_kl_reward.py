@@ -1,4 +1,4 @@
-"""The KL as a part of the reward, against TRL's formula and a plain definition."""
+"""KL penalty in the reward (k1_reward) against the formula of TRL and a plain definition."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ KL = 0.3
 
 @pytest.fixture
 def context() -> StepContext:
-    """Of random groups, with the log-probs of a reference."""
+    """A context for random groups, with reference log-probs."""
     groups = random_groups(2)
     models = SignalModels(small_decoder(), small_decoder(4))
     found = compute_signals({"reference_logprobs"}, groups, models, token_budget=50)
     return StepContext(8, KL, "k1_reward", signals={**signals_for(groups), **found})
 
 
-def test_whole_answers_lose_the_sum_before_they_are_compared(context: StepContext) -> None:
+def test_rloo_subtracts_summed_kl_from_rewards_before_baseline(context: StepContext) -> None:
     """TRL's RLOO: rewards - beta * sum of (old log-prob - reference log-prob), then leave-one-out."""
     groups = random_groups(2)
     theirs = context.signals["reference_logprobs"]
@@ -31,12 +31,12 @@ def test_whole_answers_lose_the_sum_before_they_are_compared(context: StepContex
         ]
         expected = [r - (sum(paid) - r) / (len(paid) - 1) for r in paid]
         np.testing.assert_allclose(weighted.advantages, expected, rtol=1e-5, atol=1e-6)
-        assert weighted.reference_kl is None  # not a loss as well
+        assert weighted.reference_kl is None  # the KL is not added to the loss again
         assert [one.reward for one in weighted.episodes] == [one.reward for one in group]
         assert weighted.figures["kl_reference"] > 0
 
 
-def test_tokens_lose_their_own_where_rewards_are_a_token(context: StepContext) -> None:
+def test_reinforce_pp_subtracts_kl_from_each_token_reward(context: StepContext) -> None:
     groups = random_groups(2)
     theirs = context.signals["reference_logprobs"]
     returns, masks = [], []
@@ -55,7 +55,7 @@ def test_tokens_lose_their_own_where_rewards_are_a_token(context: StepContext) -
         np.testing.assert_allclose(weights, right, rtol=1e-4, atol=1e-5)
 
 
-def test_it_costs_nothing_where_the_policy_is_the_reference() -> None:
+def test_kl_reward_is_zero_when_policy_equals_reference() -> None:
     groups = random_groups(2)
     own = {one.episode_id: one.logprobs for group in groups for one in group}
     groups[0].append(episode(1.0, prompt=groups[0][0].prompt_ids, tokens=(), name="0/0/9"))  # has no signal

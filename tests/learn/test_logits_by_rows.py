@@ -1,4 +1,4 @@
-"""Log-probs computed from a few rows of logits at a time: the same numbers, in memory that does not grow."""
+"""Log-probs computed from chunks of logit rows: equal results in bounded memory."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def imitation(groups: Sequence[Sequence[Episode]]) -> list[WeightedGroup]:
 
 
 def step(monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
-    """Log-probs and gradients of one step with that many logits at a time."""
+    """Log-probs and gradients of one step that computes `at_once` logits at a time."""
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
     learner = Learner(small_decoder(dtype=dtype))
     (batch,) = pack(imitation(random_groups(3)), 10_000, temperature=0.7)
@@ -39,7 +39,9 @@ def step(monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype) -> t
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
-def test_values_are_the_same_and_gradients_to_rounding(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_chunked_logits_give_equal_values_and_gradients_within_rounding(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
     size = small_decoder().config.vocab_size
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
         whole, expected = step(monkeypatch, 1 << 30, dtype)
@@ -53,7 +55,7 @@ def test_values_are_the_same_and_gradients_to_rounding(monkeypatch: pytest.Monke
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 12), st.booleans())
-def test_any_function_of_rows_is_cut_anywhere(count: int, rows: int, learning: bool) -> None:
+def test_in_row_chunks_equals_one_call_at_any_chunk_size(count: int, rows: int, learning: bool) -> None:
     hidden = torch.arange(count * 3.0).view(count, 3).requires_grad_()
     tokens = torch.arange(count)
     seen = []
@@ -78,7 +80,7 @@ LARGE_VOCABULARY = DecoderConfig("llama", 40_000, 8, 8, 1, 1, 1, 8)
 
 
 def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
-    """The peak of this process in MiB after each step: (tokens learned from, logits at a time)."""
+    """Print the peak memory of this process in MiB after each step; a step is (tokens, logits at a time)."""
     learner = Learner(Decoder(LARGE_VOCABULARY))
     learner.decoder.initialize(0)
     for rows, logprobs.LOGITS_AT_ONCE in steps:
@@ -89,15 +91,15 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are reliable on Linux")
-def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
-    # 64 MiB of logits at a time: smaller blocks would come from the heap, which keeps what is freed.
+def test_learner_memory_does_not_grow_with_rows_times_vocabulary() -> None:
+    # Use 64 MiB of logits at a time: the allocator keeps smaller blocks on the heap after they are freed.
     steps = [(448, 1 << 24), (1088, 1 << 24), (1088, LOGITS_AT_ONCE)]
     code = f"import test_logits_by_rows as here; here.print_peaks({steps})"
     told = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
     )
     few, many, at_once = map(int, told.stdout.split())
-    assert many < few + 40  # MiB; the logits of the further rows would take 98, and as much several times
+    assert many < few + 40  # MiB; without chunks, the logits of 640 more rows take several times 98 MiB
     assert at_once > many + 100
     plan = plan_memory(LARGE_VOCABULARY, learning=(1088, 67)).total >> 20
     assert 0.5 * plan < at_once < plan

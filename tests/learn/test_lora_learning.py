@@ -1,4 +1,4 @@
-"""Learning with LoRA, a narrow base or products in bfloat16: sampler and learner agree, and it resumes."""
+"""Training with LoRA, a low-precision base or bfloat16 products: log-prob gap to the sampler, resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def make(seed: int = 3, **settings: Any) -> Decoder:
 
 
 def step(learner: Learner, engine: Engine) -> dict[str, float]:
-    """Sample, and learn."""
+    """Sample two groups and train on them."""
     prompts = [
         Prompt(TOKENIZER.encode(text), (0, learner.version, i)) for i, text in enumerate(("12+7=", "a b"))
     ]
@@ -64,8 +64,8 @@ def step(learner: Learner, engine: Engine) -> dict[str, float]:
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("base", ["", "float32", "bfloat16", "int8"])
-def test_engine_and_learner_agree(base: str, precision: str) -> None:
-    """To the last bit, but where torch alone computes products in bfloat16: there within the stated bound."""
+def test_engine_and_learner_logprobs_agree_with_lora_and_bfloat16(base: str, precision: str) -> None:
+    """Bitwise equal; within the documented bound where torch computes bfloat16 products by itself."""
     lora = {"rank": 4, "base": base} if base else None
     decoder = make(lora=lora, precision=precision)
     learner = Learner(decoder)
@@ -78,7 +78,7 @@ def test_engine_and_learner_agree(base: str, precision: str) -> None:
     assert rounding_of(make()).largest < rounding_of(make(precision="bfloat16")).largest
 
 
-def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
+def test_lora_state_resumes_only_on_the_base_it_was_trained_on(tmp_path: Path) -> None:
     lora = {"rank": 4, "base": "int8"}
     decoder = make(lora=lora)
     learner, engine = Learner(decoder), Engine(decoder, slots=8, cache_tokens=1024)
@@ -100,7 +100,7 @@ def test_it_resumes_beside_the_base_it_was_learned_on(tmp_path: Path) -> None:
             Learner(other).load_state(tmp_path / "saved")
 
 
-def test_all_targets_mean_those_that_the_model_has() -> None:
+def test_default_lora_targets_are_the_linear_maps_of_the_model() -> None:
     config = DecoderConfig(
         "gpt_oss", vocab_size=98, hidden_size=32, intermediate_size=8, num_layers=1, num_heads=2,
         num_kv_heads=1, head_dim=16, tie_word_embeddings=False, attention_bias=True,
@@ -118,12 +118,12 @@ def test_all_targets_mean_those_that_the_model_has() -> None:
             stage_memory(config, learner=LearnerSettings.model_validate({"lora": section}))
 
 
-def test_an_adapter_is_not_cut_over_processes() -> None:
+def test_sharding_a_lora_adapter_is_rejected() -> None:
     with pytest.raises(RequestError, match="LoRA trains only an adapter, which is too small to shard"):
         Learner(make(lora={"rank": 4}), ranks=Ranks(0, 2, sharded=True))
 
 
-def test_second_moments_are_restored_to_the_same_parameters_only(tmp_path: Path) -> None:
+def test_second_moments_are_restored_only_to_matching_parameters(tmp_path: Path) -> None:
     Learner(make(lora={"rank": 4})).save_state(tmp_path / "adapter")
     Learner(make()).save_state(tmp_path / "whole")
     Learner(make(lora={"rank": 4})).restore_second_moments(tmp_path / "adapter")

@@ -39,11 +39,11 @@ def test_policy_gradient_worked_examples(ratio: float, weight: float, loss: floa
     assert gradient == pytest.approx(0.0 if clipped else -ratio * weight)
 
 
-def test_without_dual_clip_a_bad_token_costs_its_ratio() -> None:
+def test_loss_without_dual_clip_is_the_ratio_for_negative_advantage() -> None:
     assert policy_loss(4, -1, dual_clip=None)[0] == pytest.approx(4)
 
 
-def test_on_policy_the_gradient_is_the_weight() -> None:
+def test_on_policy_gradient_equals_the_weight() -> None:
     for weight in (0.7, -0.7):
         assert policy_loss(1.0, weight)[:2] == pytest.approx((-weight, -weight))
 
@@ -75,7 +75,7 @@ def test_k2_worked_example() -> None:
     assert (p * losses.k2((p / 0.5).log())).sum().item() == pytest.approx(0.019931, abs=5e-7)
 
 
-def test_gradient_of_k2_is_that_of_the_reverse_kl() -> None:
+def test_k2_gradient_equals_reverse_kl_gradient() -> None:
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     logp = logits.log_softmax(0)
@@ -85,7 +85,7 @@ def test_gradient_of_k2_is_that_of_the_reverse_kl() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(reverse_kl, logits)[0])
 
 
-def test_a_sequence_has_the_geometric_mean_of_its_ratios() -> None:
+def test_sequence_ratio_is_the_geometric_mean_of_token_ratios() -> None:
     logprobs = torch.tensor([0.2, -0.1, 0.05, 0.7], dtype=torch.float64, requires_grad=True)
     surrogate = Surrogate(ratio="sequence", low=0.5, high=1.5)
     weights, episode_of = torch.tensor([1.0, 2.0, 3.0, 1.0]).double(), torch.tensor([0, 0, 0, 1])
@@ -101,7 +101,7 @@ def test_a_sequence_has_the_geometric_mean_of_its_ratios() -> None:
     ("ratio", "weight", "gradient", "bounded"),
     [(1.5, 1, -1.28, True), (1.5, -1, 1.28, True), (0.5, 1, -0.8, True), (1.1, -2, 2.2, False)],
 )
-def test_a_clipped_weight_keeps_the_gradient(
+def test_weight_clipping_keeps_the_gradient(
     ratio: float, weight: float, gradient: float, bounded: bool
 ) -> None:
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
@@ -118,8 +118,8 @@ def test_a_clipped_weight_keeps_the_gradient(
     ("value", "loss", "gradient"),
     [(0.1, 0.405, -0.9), (0.5, 0.32, 0.0), (-0.4, 0.98, -1.4), (2.0, 0.5, 1.0)],
 )
-def test_a_value_gains_nothing_beyond_its_clip(value: float, loss: float, gradient: float) -> None:
-    """Return 1, predicted 0 before, clip 0.2."""
+def test_value_loss_is_clipped_worked_examples(value: float, loss: float, gradient: float) -> None:
+    """The return is 1, the old value 0 and the clip range 0.2."""
     predicted = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     none, one = torch.zeros(1).double(), torch.ones(1).double()
     found = losses.value(predicted, none, one, one, clip=0.2)
@@ -128,7 +128,7 @@ def test_a_value_gains_nothing_beyond_its_clip(value: float, loss: float, gradie
     assert predicted.grad.item() == pytest.approx(gradient)
 
 
-def test_gradient_of_k3_is_that_of_the_forward_kl() -> None:
+def test_k3_gradient_equals_forward_kl_gradient() -> None:
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     logp = logits.log_softmax(0)
@@ -138,8 +138,8 @@ def test_gradient_of_k3_is_that_of_the_forward_kl() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(forward_kl, logits)[0])
 
 
-def test_gradient_of_the_corrected_k3_is_that_of_the_reverse_kl_off_policy() -> None:
-    """The mean over samples of another policy q, q(a) of each a; plain k3 and k2 miss it there."""
+def test_corrected_k3_gradient_equals_reverse_kl_gradient_off_policy() -> None:
+    """The mean over samples from another policy: plain k3 and k2 have a different gradient there."""
     logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
     reference, sampler = (torch.tensor(p, dtype=torch.float64) for p in ([0.2, 0.3, 0.5], [0.6, 0.3, 0.1]))
     logp = logits.log_softmax(0)
@@ -154,7 +154,7 @@ def test_gradient_of_the_corrected_k3_is_that_of_the_reverse_kl_off_policy() -> 
     assert all((gradient(other) - right).norm() > 0.1 * right.norm() for other in ("k2", "k3"))
 
 
-def test_the_corrected_k3_is_the_one_of_trl() -> None:
+def test_corrected_k3_equals_the_formula_of_trl() -> None:
     """per_token_kl * coef_1, with coef_1 = exp(logp - old), and the gradient through both."""
     torch.manual_seed(1)
     old, reference, weights = (torch.randn(20, dtype=torch.float64) for _ in range(3))
@@ -167,7 +167,7 @@ def test_the_corrected_k3_is_the_one_of_trl() -> None:
     torch.testing.assert_close(torch.autograd.grad(ours, logp)[0], expected, rtol=1e-6, atol=1e-12)
 
 
-def test_rloo_of_whole_answers_has_the_gradient_of_trl() -> None:
+def test_rloo_with_sequence_product_ratio_has_the_gradient_of_trl() -> None:
     """TRL: -mean over answers of min(c A, clip(c) A), c = exp(sum of log-ratios). Ours is 1/C of it."""
     rng = np.random.default_rng(2)
     lengths, rewards, constant = [3, 5, 2, 4], [1.0, 0.0, 0.0, 1.0], 8
@@ -229,7 +229,7 @@ def test_token_logprobs_equal_a_float64_reference(temperature: float) -> None:
     assert not entropy.requires_grad
 
 
-def test_token_logprobs_do_not_change_the_logits() -> None:
+def test_token_logprobs_does_not_modify_logits() -> None:
     logits = torch.randn(4, 5)
     before = logits.clone()
     token_logprobs(logits, torch.zeros(4, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Corrections against worked examples, and what each does to weights and to denominators."""
+"""Off-policy corrections against worked examples: token weights, denominators and metrics."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def test_bounds_worked_example() -> None:
     assert bounded(LOG_W, "none", 0, 2).tolist() == [1] * 5
 
 
-def test_effective_share_is_of_weights_before_any_bound() -> None:
+def test_ess_of_unbounded_weights_scales_the_learning_rate() -> None:
     assert effective_share(ratio(LOG_W)) == pytest.approx(0.543, abs=5e-4)
     assert effective_share(bounded(LOG_W, "truncate", 0, 2)) == pytest.approx(0.865, abs=5e-4)
     settings = OffPolicySettings(ess_target=1.0)
@@ -49,7 +49,7 @@ def test_effective_share_is_of_weights_before_any_bound() -> None:
     assert learning_rate_scale({"ess": 0.1}, OffPolicySettings()) == 1
 
 
-def test_product_and_geometric_mean_are_not_the_same_sequence_weight() -> None:
+def test_sequence_product_and_geometric_mean_weights_differ() -> None:
     drift = np.full(1000, 0.002)
     assert ratio(at_level(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
     assert ratio(at_level(drift, "sequence-geometric"))[0] == pytest.approx(1.002, abs=5e-6)
@@ -74,12 +74,12 @@ def corrected(weighted, logprobs, version: int = 0, **options) -> tuple[Weighted
 
 
 def factors(group: WeightedGroup, before: WeightedGroup) -> list[list[float]]:
-    """What each token's weight was multiplied by."""
+    """The factor between each token's weight before and after the correction."""
     pairs = zip(group.policy_gradient.weights, before.policy_gradient.weights, strict=True)
     return [(after / once).tolist() for after, once in pairs]
 
 
-def test_by_default_nothing_happens() -> None:
+def test_default_settings_change_no_weight() -> None:
     weighted, _ = sampled([[0.5, 2], [0, 0]], [1, 0])
     group, figures = corrected(weighted, {})
     assert factors(group, weighted) == [[1, 1], [1, 1]]
@@ -107,13 +107,13 @@ def test_token_truncation() -> None:
 @pytest.mark.parametrize(
     ("level", "expected"), [("sequence-product", math.exp(0.6)), ("sequence-geometric", math.exp(0.3))]
 )
-def test_sequence_weights_are_one_an_answer(level: str, expected: float) -> None:
+def test_sequence_level_gives_all_tokens_of_an_answer_one_weight(level: str, expected: float) -> None:
     weighted, logprobs = sampled([[0.1, 0.5], [0, 0]], [1, 0])
     group, _ = corrected(weighted, logprobs, proximal="learner", weight="truncate", level=level)
     assert factors(group, weighted)[0] == pytest.approx([expected] * 2, rel=1e-6)
 
 
-def test_masked_tokens_stay_in_the_denominator_and_rejected_answers_leave_it() -> None:
+def test_denominator_keeps_masked_tokens_and_drops_rejected_answers() -> None:
     weighted, logprobs = sampled([[0.0, 2], [0, 0, 0]], [1, 0])
     masked, figures = corrected(weighted, logprobs, proximal="learner", weight="mask", bounds=(0.5, 5.0))
     assert factors(masked, weighted) == [[1, 0], [1, 1, 1]]
@@ -124,7 +124,7 @@ def test_masked_tokens_stay_in_the_denominator_and_rejected_answers_leave_it() -
     assert rejected.policy_gradient.denominator == 3
     assert rejected.reference_kl.denominator == 5
     assert figures["answers_rejected"] == 0.5
-    assert rejected.proximal is None  # the ratio stays one to the sampler
+    assert rejected.proximal is None  # the ratio is still to the sampler
 
 
 def test_rejection_by_k3() -> None:
@@ -135,15 +135,15 @@ def test_rejection_by_k3() -> None:
     assert factors(group, weighted) == [[1, 1], [0, 0]]
 
 
-def test_bad_answers_far_from_the_sampler_can_be_masked() -> None:
-    """Only those whose advantage is negative, only where the learner finds them less likely by now."""
+def test_mask_negative_masks_unlikely_answers_of_negative_advantage() -> None:
+    """Masks answers that have a negative advantage and have become less likely under the learner."""
     weighted, logprobs = sampled([[-0.6, -0.6], [-0.6, -0.6], [-0.4, -0.4], [0.6, 0.6]], [1, 0, 0, 0])
     group, _ = corrected(weighted, logprobs, mask_negative=0.5)
     assert factors(group, weighted) == [[1, 1], [0, 0], [1, 1], [1, 1]]
     assert group.policy_gradient.denominator == 8
 
 
-def test_staleness_is_counted_in_versions_of_each_token() -> None:
+def test_max_staleness_masks_tokens_of_old_policy_versions() -> None:
     weighted, _ = sampled([[0, 0], [0, 0]], [1, 0], versions=[3, 5])
     group, figures = corrected(weighted, {}, version=6, max_staleness=2)
     assert factors(group, weighted) == [[0, 0], [1, 1]]
@@ -153,21 +153,21 @@ def test_staleness_is_counted_in_versions_of_each_token() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"weight": "truncate"},  # the ratio to the sampler has it already
+        {"weight": "truncate"},  # the default ratio to the sampler already corrects
         {"bounds": (2.0, 1.0)},
         {"reject_bounds": (-1.0, 1.0)},
         {"levle": "token"},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(options: dict) -> None:
+def test_off_policy_settings_reject_invalid_options(options: dict) -> None:
     with pytest.raises(ValidationError):
         OffPolicySettings(**options)
 
 
-def test_decoupled_equals_its_definition() -> None:
-    """-sum w' min(ratio A, clip(ratio) A) / tokens, ratio to the learner of the start, in float64.
+def test_decoupled_loss_equals_its_definition() -> None:
+    """-sum w' min(ratio A, clip(ratio) A) / tokens in float64, with ratios to the learner before the step.
 
-    The ratio of the corrected KL is to the sampler.
+    The corrected KL uses the ratio to the sampler.
     """
     decoder = small_decoder(dtype=torch.float64)
     groups = random_groups(4)
@@ -205,7 +205,7 @@ def test_decoupled_equals_its_definition() -> None:
 
 
 @pytest.mark.parametrize("budget", [12, 10_000])
-def test_signals_are_of_each_answer_alone(budget: int) -> None:
+def test_signals_equal_those_of_each_episode_alone(budget: int) -> None:
     decoder, reference = small_decoder(), small_decoder(seed=7)
     critic = small_critic(decoder)
     groups = [
@@ -236,7 +236,7 @@ def test_signals_are_of_each_answer_alone(budget: int) -> None:
                 )
 
 
-def test_values_after_a_cut_are_those_of_the_state_that_was_reached() -> None:
+def test_ppo_bootstraps_truncated_answers_from_the_value_of_the_last_state() -> None:
     decoder = small_decoder()
     critic = small_critic(decoder)
     groups = [
@@ -276,7 +276,7 @@ def _distributions(decoder, one, temperature: float, critic):
     return (decoder.logits(states) / temperature).log_softmax(-1), critic(states)
 
 
-def test_distributions_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_chunks_do_not_change_deviation_and_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = random_groups(1)
     models = SignalModels(small_decoder(), small_decoder(seed=7))
     whole = compute_signals({"deviation", "uncertainty"}, groups, models, token_budget=1000)
@@ -287,14 +287,14 @@ def test_distributions_are_compared_a_few_rows_at_a_time(monkeypatch: pytest.Mon
             np.testing.assert_allclose(parts[name][key], values, atol=1e-6)
 
 
-def test_two_episodes_of_one_name_are_refused() -> None:
+def test_compute_signals_rejects_duplicate_episode_ids() -> None:
     with pytest.raises(ValueError, match="same id"):
         compute_signals(
             {"logprobs"}, [[episode(), episode()]], SignalModels(small_decoder()), token_budget=10
         )
 
 
-def test_signals_say_what_they_need() -> None:
+def test_compute_signals_names_the_missing_model() -> None:
     decoder = SignalModels(small_decoder())
     assert compute_signals(set(), [], decoder, token_budget=10) == {}
     with pytest.raises(RequestError, match="reference"):
@@ -306,7 +306,7 @@ def test_signals_say_what_they_need() -> None:
 # Several updates of one batch.
 
 
-def test_minibatches_deal_live_groups_in_turn() -> None:
+def test_minibatches_split_live_and_dead_groups_evenly() -> None:
     groups = [WeightedGroup((), dead=dead) for dead in (True, False, True, False, False, False)]
     parts = minibatches(groups, 2)
     assert [[group.dead for group in part] for part in parts] == [[False, False, True]] * 2
@@ -315,7 +315,7 @@ def test_minibatches_deal_live_groups_in_turn() -> None:
     assert len(minibatches(groups[:1], 4)) == 1
 
 
-def test_merged_figures_are_those_of_all_tokens() -> None:
+def test_merge_updates_weights_metrics_by_tokens() -> None:
     parts = [
         {"tokens": 10.0, "entropy": 1.0, "logprob_gap_max": 0.1},
         {"tokens": 30.0, "entropy": 2.0, "staleness_max": 1.0},

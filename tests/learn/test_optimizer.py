@@ -1,4 +1,4 @@
-"""AdamW and schedules against torch's own and by hand."""
+"""AdamW and learning-rate schedules against torch and worked examples."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from perilune.learn.training_settings import OptimizerSettings
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("grad_clip", [1e9, 0.5])
-def test_equals_torch(weight_decay: float, grad_clip: float) -> None:
+def test_adamw_equals_torch_adamw(weight_decay: float, grad_clip: float) -> None:
     torch.manual_seed(0)
     ours = {"matrix": nn.Parameter(torch.randn(5, 3)), "norm": nn.Parameter(torch.randn(4))}
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
@@ -45,7 +45,7 @@ def test_equals_torch(weight_decay: float, grad_clip: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) -> None:
+def test_non_finite_gradient_names_parameter_and_skips_update(bad: float) -> None:
     parameters = {"fine": nn.Parameter(torch.ones(2)), "broken": nn.Parameter(torch.ones(2))}
     optimizer = AdamW(parameters, beta2=0.99, weight_decay=0.0, grad_clip=1.0)
     parameters["fine"].grad = torch.ones(2)
@@ -56,7 +56,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) 
     assert optimizer.step == 0
 
 
-def test_warm_up_then_cosine() -> None:
+def test_default_schedule_is_warmup_then_cosine() -> None:
     settings = OptimizerSettings(lr=1.0, warmup=4, final_lr=0.1)
     rates = [learning_rate(settings, step, 14) for step in range(14)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
@@ -65,8 +65,8 @@ def test_warm_up_then_cosine() -> None:
 
 
 @pytest.mark.parametrize("final_lr", [0.0, 0.1, 1.0])
-def test_schedules_are_what_torch_makes_of_them(final_lr: float) -> None:
-    """LinearLR warm-up; then LinearLR, CosineAnnealingLR or nothing."""
+def test_schedules_equal_torch_schedulers(final_lr: float) -> None:
+    """A LinearLR warm-up, then LinearLR, CosineAnnealingLR or a constant rate."""
     warmup, total = 4, 20
     for schedule in ("linear", "cosine", "constant"):
         settings = OptimizerSettings(lr=0.5, warmup=warmup, final_lr=final_lr, schedule=schedule)
@@ -90,7 +90,7 @@ def test_schedules_are_what_torch_makes_of_them(final_lr: float) -> None:
         assert found == pytest.approx(expected, abs=1e-8), schedule
 
 
-def test_a_parameter_may_have_a_rate_of_its_own() -> None:
+def test_lr_factors_scale_the_rate_of_one_parameter() -> None:
     parameters = {name: nn.Parameter(torch.ones(3, 2)) for name in ("decoder", "critic")}
     optimizer = AdamW(parameters, beta2=0.99, weight_decay=0.1, grad_clip=1e9, lr_factors={"critic": 5.0})
     theirs = {name: nn.Parameter(torch.ones(3, 2)) for name in parameters}
@@ -105,7 +105,7 @@ def test_a_parameter_may_have_a_rate_of_its_own() -> None:
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
 
 
-def test_the_critic_has_its_own_rate() -> None:
+def test_critic_lr_sets_the_rate_of_the_critic() -> None:
     decoder = small_decoder()
     critic = small_critic(decoder)
     before = [p.detach().clone() for p in (critic.head.weight, *decoder.parameters())]
@@ -114,11 +114,13 @@ def test_the_critic_has_its_own_rate() -> None:
     learner.optim_step(5e-4)  # the schedule is at half of the peak
     after = (critic.head.weight, *decoder.parameters())
     moved = [float((a - b).detach().abs().max()) for a, b in zip(after, before, strict=True)]
-    assert moved[0] == pytest.approx(5e-3, rel=1e-2)  # the first step of an AdamW is as long as its rate
+    assert moved[0] == pytest.approx(
+        5e-3, rel=1e-2
+    )  # the first step of AdamW moves a weight by the learning rate
     assert max(moved[1:]) == pytest.approx(5e-4, rel=1e-2)
 
 
-def test_constant_by_default_and_short_runs_do_not_divide_by_zero() -> None:
+def test_schedule_is_constant_by_default_and_works_for_short_runs() -> None:
     settings = OptimizerSettings(lr=2.0, warmup=0)
     assert [learning_rate(settings, step, 3) for step in range(3)] == [2.0] * 3
     assert learning_rate(OptimizerSettings(lr=1.0, warmup=5), 0, 1) > 0

@@ -1,4 +1,4 @@
-"""A step's loss and gradient do not depend on how it is packed; the plain definition says what they are."""
+"""Packing: loss and gradient equal their definition and do not depend on batch boundaries."""
 
 from dataclasses import replace
 
@@ -79,7 +79,9 @@ def test_loss_and_gradient_equal_the_definition(name: str, options: dict) -> Non
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(list(ALGORITHMS)), st.integers(1, 60), st.randoms())
-def test_cutting_and_ordering_change_nothing(seed: int, name: str, budget: int, shuffler) -> None:
+def test_loss_and_gradient_do_not_depend_on_token_budget_or_group_order(
+    seed: int, name: str, budget: int, shuffler
+) -> None:
     groups = random_weighted(name, seed)
     whole, expected = gradient_of(groups, 10_000)
     shuffler.shuffle(groups)
@@ -92,7 +94,7 @@ def test_cutting_and_ordering_change_nothing(seed: int, name: str, budget: int, 
             torch.testing.assert_close(gradients[parameter], gradient, rtol=1e-6, atol=1e-7)
 
 
-def test_a_micro_batch_keeps_to_its_budget_and_a_group_together() -> None:
+def test_micro_batches_respect_token_budget_and_keep_groups_together() -> None:
     groups = random_weighted("sft", seed=1, groups=8, size=4)
     batches = pack(groups, 40)
     assert all(len(batch.token_ids) <= 40 for batch in batches)
@@ -100,7 +102,7 @@ def test_a_micro_batch_keeps_to_its_budget_and_a_group_together() -> None:
     assert sum(int((batch.prefix_of >= 0).sum()) for batch in batches) == 32
 
 
-def test_a_prompt_is_fed_once_and_a_last_token_never() -> None:
+def test_packed_batch_has_each_prompt_once_and_no_last_tokens() -> None:
     group = [episode(float(i), prompt=[1, 2, 3], tokens=[4, 5 + i, 6], name=f"0/0/{i}") for i in range(2)]
     (batch,) = pack([algorithm("grpo")(group, max_tokens=4)], 100)
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 4, 6]
@@ -111,12 +113,12 @@ def test_a_prompt_is_fed_once_and_a_last_token_never() -> None:
     assert batch.targets.tolist() == [4, 5, 6, 4, 6, 6]
 
 
-def test_an_overlong_episode_gets_its_own_micro_batch() -> None:
+def test_overlong_episode_gets_its_own_micro_batch() -> None:
     group = [episode(float(i), tokens=[1] * 50) for i in range(2)]
     assert len(pack([algorithm("grpo")(group, max_tokens=50)], 10)) == 2
 
 
-def test_single_token_answers_need_no_completion_fed() -> None:
+def test_single_token_answers_add_no_completion_tokens_to_batch() -> None:
     group = [episode(float(i), tokens=[4 + i]) for i in range(2)]
     groups = [algorithm("grpo")(group, max_tokens=4)]
     (batch,) = pack(groups, 100)
@@ -125,7 +127,7 @@ def test_single_token_answers_need_no_completion_fed() -> None:
     torch.testing.assert_close(token_logprobs(small_decoder(), batch), expected.detach())
 
 
-def test_dead_groups_cost_nothing_and_change_nothing() -> None:
+def test_dead_groups_are_not_packed_but_count_in_the_denominator() -> None:
     live = [episode(float(i * i), tokens=[4, 5 + i], name=f"0/0/{i}") for i in range(3)]
     dead = [episode(1.0, prompt=[7], tokens=[4, 5 + i], name=f"0/1/{i}") for i in range(3)]
     groups = [algorithm("grpo")(group, max_tokens=4) for group in (live, dead)]
@@ -134,7 +136,7 @@ def test_dead_groups_cost_nothing_and_change_nothing() -> None:
     figures, gradients = gradient_of(groups, 1000)
     decoder = small_decoder(dtype=torch.float64)
     loss = torch.zeros(())
-    for group in groups:  # dead ones included, with their zero advantage
+    for group in groups:  # including dead groups, whose advantages are zero
         for one, weights in zip(group.episodes, group.policy_gradient.weights, strict=True):
             ratio = torch.exp(plain_logprobs(decoder, one) - torch.from_numpy(one.logprobs))
             weight = torch.from_numpy(weights)
@@ -145,7 +147,7 @@ def test_dead_groups_cost_nothing_and_change_nothing() -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=2e-5, atol=1e-7)
 
 
-def test_all_groups_dead_is_an_empty_step() -> None:
+def test_step_with_only_dead_groups_changes_no_weights() -> None:
     groups = [algorithm("grpo")([episode(1.0), episode(1.0)], max_tokens=4)]
     learner = Learner(small_decoder())
     before = {n: p.clone() for n, p in learner.decoder.named_parameters()}
@@ -179,26 +181,26 @@ def test_temperature_divides_the_logits() -> None:
     torch.testing.assert_close(token_logprobs(decoder, batch), hot)
 
 
-def test_an_empty_prompt_is_refused_by_name() -> None:
+def test_pack_rejects_empty_prompt() -> None:
     groups = [algorithm("sft")([episode(prompt=[], name="5/0/1")], max_tokens=4)]
     with pytest.raises(WorkFailedError, match="5/0/1 has an empty prompt"):
         pack(groups, 100)
 
 
-def test_a_reference_kl_needs_the_reference() -> None:
+def test_reference_kl_without_reference_logprobs_is_rejected() -> None:
     learner = Learner(small_decoder())
     with pytest.raises(RequestError, match="no reference log-probs"):
         learner.forward_backward(pack(random_weighted("grpo", 3, kl=0.1), 100))
 
 
-def test_kl_to_itself_is_zero_and_pulls_nowhere() -> None:
+def test_reference_kl_to_equal_weights_has_zero_loss_and_gradient() -> None:
     groups = [replace(g, policy_gradient=None) for g in random_weighted("grpo", 3, kl=0.1)]
     figures, gradients = gradient_of(groups, 100, reference=small_decoder(dtype=torch.float64))
     assert figures["kl_reference"] == pytest.approx(0, abs=1e-12)
     assert all(g.abs().max() < 1e-7 for g in gradients.values() if g is not None)
 
 
-def test_figures_say_how_far_the_sampler_was() -> None:
+def test_metrics_report_logprob_gap_and_staleness() -> None:
     decoder = small_decoder()
     groups = random_groups(2)
     exact = [
@@ -222,14 +224,14 @@ def test_figures_say_how_far_the_sampler_was() -> None:
     assert "logprob_gap_max" not in later
 
 
-def test_numbers_of_rows_repeat() -> None:
+def test_round_up_limits_the_number_of_batch_shapes() -> None:
     assert [round_up(n) for n in (1, 2, 3, 17, 255, 256, 257, 512, 4081)] == [
         1, 2, 4, 32, 256, 256, 512, 512, 4096,
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("budget", [15, 40, 10_000])
-def test_padding_belongs_to_nobody(budget: int) -> None:
+def test_padding_tokens_belong_to_no_episode(budget: int) -> None:
     for one in pack(random_weighted("grpo", seed=8, groups=6), budget):
         padded = one.padded()
         real = len(one.token_ids)
@@ -239,13 +241,15 @@ def test_padding_belongs_to_nobody(budget: int) -> None:
         assert padded.token_ids[:real].tolist() == one.token_ids.tolist()
         own = padded.prefix_of[len(one.prefix_of) :]
         assert (own == -1).all()
-        assert (padded.cu_seqlens.diff()[len(one.prefix_of) :] <= 16).all()  # no block of attention widens
+        assert (
+            padded.cu_seqlens.diff()[len(one.prefix_of) :] <= 16
+        ).all()  # padding does not widen any attention block
         assert padded.rows.max() < real
         assert padded.targets.tolist() == one.targets.tolist()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])
-def test_padding_changes_no_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_changes_no_metric_and_no_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = random_weighted(name, seed=8, groups=6)
     figures, gradients = gradient_of(groups, 50)
     monkeypatch.setattr(batch, "round_up", lambda rows: rows)

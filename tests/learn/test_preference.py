@@ -1,4 +1,4 @@
-"""DPO and IPO against float64 references, values and gradients; collapse, lengths, pairs."""
+"""DPO and IPO losses and gradients against float64 references; collapse metrics and pair packing."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ from perilune.learn.training_settings import OptimizerSettings
 
 
 def shifted(chosen: float, rejected: float, length: float = 10.0) -> tuple[PairLogprobs, torch.Tensor]:
-    """A pair whose log-probs moved by so much from the reference, and the leaf of both."""
+    """A pair with the given log-prob shifts from the reference, and the leaf tensor of both shifts."""
     leaf = torch.tensor([chosen, rejected], dtype=torch.float64, requires_grad=True)
     zero, lengths = torch.zeros(1, dtype=torch.float64), torch.full((1,), length, dtype=torch.float64)
     return PairLogprobs(leaf[:1], leaf[1:], zero, zero, lengths, lengths), leaf
@@ -43,8 +43,8 @@ def test_dpo_worked_examples(shifts: tuple[float, float], loss: float, weight: f
     assert margin.item() > 0
 
 
-def test_a_chosen_answer_that_falls_while_margins_grow_raises_the_alarm() -> None:
-    # r of chosen -5, of rejected -20, ten tokens each: accuracy 1, and the chosen lost half a nat a token.
+def test_falling_chosen_reward_with_growing_margin_reports_collapse() -> None:
+    # Ten tokens each, shifts -5 (chosen) and -20 (rejected): accuracy 1, but chosen loses 0.5 nats per token.
     seen = np.array([[1.5], [-5.0], [-20.0], [10.0], [10.0], [-20.0]])
     figures = pair_figures(seen, beta=0.1)
     assert figures["accuracy"] == 1.0
@@ -53,10 +53,10 @@ def test_a_chosen_answer_that_falls_while_margins_grow_raises_the_alarm() -> Non
     assert figures["collapse"] == 1.0
     assert is_collapsing(-0.051, 0.1)
     assert not is_collapsing(-0.049, 0.1)
-    assert not is_collapsing(-1.0, -0.1)  # margins shrink: something else is wrong
+    assert not is_collapsing(-1.0, -0.1)  # margins shrink: not the collapse that this metric detects
 
 
-def test_healthy_pairs_raise_none() -> None:
+def test_healthy_pairs_report_no_collapse() -> None:
     seen = np.array([[1.5, 0.2], [5.0, 1.0], [-10.0, -1.0], [10.0, 8.0], [10.0, 4.0], [-8.0, -3.0]])
     figures = pair_figures(seen, beta=0.1)
     assert (figures["collapse"], figures["chosen_below"]) == (0.0, 0.0)
@@ -64,13 +64,13 @@ def test_healthy_pairs_raise_none() -> None:
     assert figures["length_correlation"] == pytest.approx(-1.0)  # 0 and 4 tokens longer, margins 1.5 and 0.2
 
 
-def test_length_correlation_is_left_out_where_nothing_varies() -> None:
+def test_length_correlation_is_omitted_for_equal_lengths() -> None:
     seen = np.array([[1.0, 2.0], [1.0, 1.0], [0.0, 0.0], [3.0, 3.0], [3.0, 3.0], [-1.0, -1.0]])
     assert "length_correlation" not in pair_figures(seen, beta=0.1)
 
 
 def reference_loss(decoder: nn.Module, pairs: list, kind: str, beta: float, nll: float, dpop: float):
-    """Each loss from its formula, one pair and one sequence at a time, in float64."""
+    """Each loss from its formula in float64, one pair and one sequence at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for chosen, rejected in pairs:
         sums, shifts, lengths = [], [], []
@@ -89,12 +89,12 @@ def reference_loss(decoder: nn.Module, pairs: list, kind: str, beta: float, nll:
 
 @pytest.mark.parametrize("kind", ["dpo", "dpo_norm", "ipo"])
 @pytest.mark.parametrize("extra", [0.0, 0.3])
-def test_losses_and_gradients_equal_a_float64_reference(kind: str, extra: float) -> None:
+def test_preference_losses_and_gradients_equal_float64_reference(kind: str, extra: float) -> None:
     pairs = random_pairs(1)
     exact = small_decoder(3, torch.float64)
     expected = reference_loss(exact, pairs, kind, 0.2, extra, extra)
     expected.backward()
-    for budget in (10_000, 12, 1):  # one batch, several, one for each pair
+    for budget in (10_000, 12, 1):  # one batch, several batches, one batch per pair
         learner = Learner(small_decoder(3))
         objective = PreferenceObjective(learner.decoder, kind, 0.2, len(pairs), nll=extra, dpop=extra)
         figures = learner.forward_backward_custom(pack_pairs(pairs, budget), objective)
@@ -108,7 +108,7 @@ def test_losses_and_gradients_equal_a_float64_reference(kind: str, extra: float)
 
 @dataclasses.dataclass
 class PreferenceFigures:
-    """Mean margin by its definition."""
+    """The mean margin, from its definition."""
 
     decoder: nn.Module
     pairs: list
@@ -127,7 +127,7 @@ class PreferenceFigures:
         return float(np.mean(margins))
 
 
-def test_the_reference_is_scored_once_and_starts_every_margin_at_zero() -> None:
+def test_reference_logprobs_are_exact_and_margins_start_at_zero() -> None:
     pairs = random_pairs(2)
     decoder = small_decoder(5)
     for budget in (10_000, 1):
@@ -143,21 +143,21 @@ def test_the_reference_is_scored_once_and_starts_every_margin_at_zero() -> None:
     assert figures["margin"] == pytest.approx(0.0, abs=1e-6)
     assert figures["chosen_shift"] == pytest.approx(0.0, abs=1e-5)
     learner.optim_step(1e-2)
-    assert not np.allclose(  # the reference has stayed behind
+    assert not np.allclose(  # the reference log-probs do not follow the policy
         plain_logprobs(decoder, scored[0][0]).detach().numpy(), scored[0][0].logprobs
     )
 
 
-def test_nothing_drops_out_between_two_forwards() -> None:
+def test_decoder_has_no_dropout() -> None:
     assert not any(isinstance(module, nn.Dropout) for module in small_decoder().modules())
 
 
-def test_a_pair_is_never_cut() -> None:
+def test_pack_pairs_never_splits_a_pair() -> None:
     for batch in pack_pairs(random_pairs(4, 9), token_budget=1):
         assert int(batch.episode_of.max()) % 2 == 1
 
 
-def test_pairs_that_cannot_be_compared_are_refused_by_name() -> None:
+def test_pack_pairs_rejects_empty_answers_and_different_prompts() -> None:
     chosen, rejected = random_pairs(0)[0]
     empty = episode(0.0, prompt=chosen.prompt_ids, tokens=(), name="0/3/1")
     with pytest.raises(RequestError, match="0/3/1"):
@@ -166,7 +166,7 @@ def test_pairs_that_cannot_be_compared_are_refused_by_name() -> None:
         pack_pairs([(chosen, dataclasses.replace(rejected, prompt_ids=np.array([7], np.int32)))], 100)
 
 
-def test_dpo_tells_pairs_apart() -> None:
+def test_dpo_training_reaches_accuracy_1() -> None:
     decoder = small_decoder(7)
     pairs = with_reference_logprobs(random_pairs(8, 8), decoder, 1000)
     learner = Learner(decoder, OptimizerSettings())

@@ -1,4 +1,4 @@
-"""Values of prefixes from one packed forward pass, against each computed alone."""
+"""Prefix values from one packed forward pass against a forward pass per prefix."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def probe(seed: int, prefixes: list[int], endings=(LEAD + ANSWER,), answers=(3,)
 
 
 def alone(decoder, one: Probe, prefix: int) -> list[float]:
-    """Summed log-probs of each form's answer tokens, its whole sequence fed by itself."""
+    """Summed log-probs of the answer tokens of each form, from a forward pass over its whole sequence."""
     totals = []
     for ending, answer in zip(one.endings, one.answers, strict=True):
         sequence = episode(
@@ -29,7 +29,7 @@ def alone(decoder, one: Probe, prefix: int) -> list[float]:
 
 
 @pytest.mark.parametrize("token_budget", [1, 60, 10_000])
-def test_one_pass_gives_what_each_prefix_gives_alone(token_budget: int) -> None:
+def test_packed_prefix_values_equal_those_of_each_prefix_alone(token_budget: int) -> None:
     decoder = small_decoder()
     probes = [probe(0, [0, 4, 9]), probe(1, [0]), probe(2, [0, 1, 11])]
     found = prefix_values(decoder, probes, token_budget=token_budget)
@@ -38,7 +38,7 @@ def test_one_pass_gives_what_each_prefix_gives_alone(token_budget: int) -> None:
         np.testing.assert_allclose(values, expected, rtol=0, atol=2e-6)
 
 
-def test_only_the_answers_tokens_count_and_an_empty_lead_will_do() -> None:
+def test_prefix_values_score_answer_tokens_with_or_without_lead() -> None:
     decoder = small_decoder()
     led, bare = (
         prefix_values(decoder, [probe(0, [3], (ending,))], token_budget=999)[0][0]
@@ -50,7 +50,7 @@ def test_only_the_answers_tokens_count_and_an_empty_lead_will_do() -> None:
     assert single == pytest.approx(alone(decoder, probe(0, [3], ([5],), (1,)), 3)[0], abs=2e-6)
 
 
-def test_any_form_of_the_answer_will_do() -> None:
+def test_prefix_values_sum_probabilities_of_all_answer_forms() -> None:
     decoder = small_decoder()
     forms = probe(0, [0, 5], (LEAD + ANSWER, [*LEAD, 9, 12]), (3, 2))
     found = prefix_values(decoder, [forms], token_budget=999)[0]
@@ -61,13 +61,13 @@ def test_any_form_of_the_answer_will_do() -> None:
     assert (found > first).all()
 
 
-def test_forms_that_overlap_are_never_more_than_certain() -> None:
+def test_prefix_value_of_overlapping_answer_forms_is_at_most_certainty() -> None:
     decoder = small_decoder()
     many = probe(0, [2], tuple([[token] for token in range(VOCABULARY)] * 2), (1,) * 2 * VOCABULARY)
     assert prefix_values(decoder, [many], token_budget=9999)[0][0] == 0.0
 
 
-def test_what_is_common_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_probes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder()
     asked = []
     pack = module._pack
@@ -79,7 +79,7 @@ def test_what_is_common_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(found[0][:2], found[2][:2])
 
 
-def test_at_the_temperature_of_sampling() -> None:
+def test_prefix_values_use_the_sampling_temperature() -> None:
     decoder = small_decoder()
     cold, plain, hot = (
         prefix_values(decoder, [probe(0, [3])], token_budget=999, temperature=t)[0][0]
@@ -89,5 +89,5 @@ def test_at_the_temperature_of_sampling() -> None:
     assert len({cold, plain, hot}) == 3
 
 
-def test_nothing_asked() -> None:
+def test_prefix_values_of_no_probes_are_empty() -> None:
     assert prefix_values(small_decoder(), [], token_budget=99) == []

@@ -1,4 +1,4 @@
-"""What process rewards do to the weights of a group."""
+"""Effect of process rewards on the token weights of a group."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ CONTEXT = StepContext(max_tokens=8)
 
 
 def with_steps(one: Episode, ends: dict[int, float]) -> Episode:
-    """`ends`: what the segment that ends at a token earned."""
+    """The episode with step rewards; `ends` maps the end of a segment to its reward."""
     found = np.full(len(one.token_ids), np.nan, np.float32)
     for end, earned in ends.items():
         found[end - 1] = earned
@@ -24,7 +24,7 @@ def with_steps(one: Episode, ends: dict[int, float]) -> Episode:
 
 
 def pair() -> list[Episode]:
-    """A right and a wrong answer; values 0.5, 0.75 and 0.5, 0.25 of the prefixes before the last segment."""
+    """A right and a wrong answer, with prefix values 0.5, 0.75 and 0.5, 0.25 before the last segment."""
     right = with_steps(episode(1.0, tokens=(4, 5, 6), name="0/0/0"), {2: 0.25, 3: -0.75})
     wrong = with_steps(episode(0.0, tokens=(4, 7, 7, 6), name="0/0/1"), {1: -0.25, 4: -0.25})
     return [right, wrong]
@@ -41,7 +41,7 @@ def weights(group: WeightedGroup) -> list[list[float]]:
     return [of.tolist() for of in group.policy_gradient.weights]
 
 
-def test_vineppo_by_hand() -> None:
+def test_monte_carlo_values_worked_example() -> None:
     found = weighted(pair(), MonteCarloValues())
     assert weights(found) == [
         [0.25, 0.25, 0.25],
@@ -49,22 +49,25 @@ def test_vineppo_by_hand() -> None:
     ]  # r + V' - V, V = 0 at the end
 
 
-def test_a_bonus_by_hand() -> None:
+def test_answer_values_as_bonus_worked_example() -> None:
     found = weighted(pair(), AnswerValues())
     z = 0.2 * 0.25 / (np.std([0.25, -0.25], ddof=1) + 1e-4)
-    expected = [[0.5 + z, 0.5 + z, 0.5], [-0.5 - z, -0.5, -0.5, -0.5]]  # the last segment: the outcome alone
+    expected = [
+        [0.5 + z, 0.5 + z, 0.5],
+        [-0.5 - z, -0.5, -0.5, -0.5],
+    ]  # the last segment gets only the outcome
     for mine, theirs in zip(weights(found), expected, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-6)
-    assert found.advantages is not None and found.advantages.tolist() == [0.5, -0.5]  # the outcome's own
+    assert found.advantages is not None and found.advantages.tolist() == [0.5, -0.5]  # of the outcome alone
 
 
-def test_a_trace_is_compared_with_itself() -> None:
+def test_answer_values_as_trace_worked_example() -> None:
     found = weighted(pair(), AnswerValues(role="trace"))
     # returns: 0.25 + 0.25, 0.25 and -0.25 - 0.25, -0.25
     assert weights(found) == [[0.125, 0.125, -0.125], [-0.125, 0.125, 0.125, 0.125]]
 
 
-def test_trivial_differences_do_not_act_at_full_strength() -> None:
+def test_negligible_spread_of_process_rewards_adds_no_bonus() -> None:
     alike = [
         with_steps(episode(r, tokens=(4, 5), name=f"0/0/{i}"), {1: 0.2 + 1e-5 * i, 2: -0.2})
         for i, r in enumerate((1.0, 0.0))
@@ -72,7 +75,7 @@ def test_trivial_differences_do_not_act_at_full_strength() -> None:
     assert weights(weighted(alike, AnswerValues())) == [[0.5, 0.5], [-0.5, -0.5]]
 
 
-def test_a_dead_group_learns_from_its_process() -> None:
+def test_process_rewards_give_weights_to_dead_groups() -> None:
     dead = [replace(one, reward=0.0) for one in pair()]
     assert weighted(dead, None).dead
     for settings in (AnswerValues(), AnswerValues(dead_only=True)):
@@ -80,11 +83,13 @@ def test_a_dead_group_learns_from_its_process() -> None:
         assert not found.dead
         assert weights(found)[0][0] > 0 > weights(found)[1][0]
     assert weights(weighted(pair(), AnswerValues(dead_only=True))) == weights(weighted(pair(), None))
-    still = [with_steps(one, {len(one.token_ids): -0.5}) for one in dead]  # only answers, no working
+    still = [
+        with_steps(one, {len(one.token_ids): -0.5}) for one in dead
+    ]  # only final answers, no reasoning segments
     assert weighted(still, AnswerValues()).dead
 
 
-def test_who_has_no_process_rewards_keeps_what_it_has() -> None:
+def test_episodes_without_process_rewards_keep_their_weights() -> None:
     plain = replace(pair()[0], step_rewards=None, episode_id="0/0/2", reward=0.0)
     failed = replace(pair()[1], reward=None, failure="verifier: hung", episode_id="0/0/3")
     group = [*pair(), plain, failed]
@@ -97,7 +102,7 @@ def test_who_has_no_process_rewards_keeps_what_it_has() -> None:
     assert nobody.figures == {"process/without": 1.0}
 
 
-def test_tokens_the_policy_did_not_choose_have_no_weight() -> None:
+def test_masked_tokens_get_no_process_reward_weight() -> None:
     group = [
         with_steps(episode(r, tokens=(4, 5, 6), mask=(True, False, True), name=f"0/0/{i}"), {1: m, 3: -m})
         for i, (r, m) in enumerate([(1.0, 0.5), (0.0, 0.1)])
@@ -106,7 +111,7 @@ def test_tokens_the_policy_did_not_choose_have_no_weight() -> None:
         assert [found[1] for found in weights(weighted(group, settings))] == [0.0, 0.0]
 
 
-def test_a_cut_off_answer_that_is_not_learned_from_stays_so() -> None:
+def test_process_rewards_leave_masked_truncated_answers_at_zero() -> None:
     cut = replace(pair()[1], finish_reason="length")
     for settings in (AnswerValues(), MonteCarloValues()):
         assert not np.any(weights(weighted([pair()[0], cut], settings, mask_truncated=True))[1])
@@ -115,7 +120,7 @@ def test_a_cut_off_answer_that_is_not_learned_from_stays_so() -> None:
 @pytest.mark.parametrize(
     "name", [name for name, kind in RL_ALGORITHMS.items() if not kind.takes_step_rewards]
 )
-def test_every_algorithm_that_compares_answers_can_have_it(name: str) -> None:
+def test_answer_values_add_a_bonus_to_every_group_algorithm(name: str) -> None:
     if name in ("dgpo",):
         signals = {
             signal: {one.episode_id: np.ones(len(one.token_ids), np.float32) for one in pair()}
@@ -136,12 +141,12 @@ def test_every_algorithm_that_compares_answers_can_have_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "reinforce_pp_baseline"])
-def test_algorithms_that_take_rewards_a_token_have_them_there(name: str) -> None:
+def test_token_rewards_include_step_rewards(name: str) -> None:
     assert RL_ALGORITHMS[name].takes_step_rewards
     np.testing.assert_allclose(token_rewards(pair()[0], 1.0), [0.0, 0.25, 0.25])
 
 
-def test_figures() -> None:
+def test_process_reward_metrics() -> None:
     figures = weighted([*pair(), replace(pair()[0], episode_id="0/0/2")], AnswerValues()).figures
     assert figures["process/without"] == 0
     assert figures["process/segments"] == 2
@@ -150,7 +155,7 @@ def test_figures() -> None:
     assert figures["process/std"] == pytest.approx(np.std([0.25, -0.25, 0.25], ddof=1))
     explored = [with_steps(pair()[0], {1: -0.3, 2: 0.5, 3: -0.7}), pair()[1]]
     lost = weighted(explored, AnswerValues())
-    assert lost.figures["process/setbacks"] == 0.5  # a right answer that had to look away first
+    assert lost.figures["process/setbacks"] == 0.5  # the right answer has one segment with a negative reward
     assert step_figures([lost, weighted(pair(), AnswerValues())])["process/setbacks"] == 0.25
 
 
@@ -158,5 +163,5 @@ def test_segments_of_an_episode() -> None:
     assert segments_of(episode()) is None
     found = segments_of(with_steps(episode(tokens=(1, 2, 3, 4)), {1: 0.0, 3: -0.5}))
     assert found is not None
-    assert found[0] == [1, 4]  # what follows the last one, of tools, belongs to it
+    assert found[0] == [1, 4]  # trailing tool tokens belong to the last segment
     assert found[1].tolist() == [0.0, -0.5]

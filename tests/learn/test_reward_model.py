@@ -1,4 +1,4 @@
-"""Bradley-Terry on a head of the decoder: values, gradients, the place that is read, files."""
+"""Reward model with the Bradley-Terry loss: scores, gradients, read position and files."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def small_reward_model(seed: int, dtype: torch.dtype = torch.float32) -> RewardM
 
 
 def plain_score(model: RewardModel, one) -> torch.Tensor:
-    """Score of one episode alone: the state at its last token, through the head."""
+    """The score of one episode: the head applied to the state at its last token."""
     ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
     hidden = model(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
     return hidden[-1] @ model.score.weight[0]
@@ -54,7 +54,7 @@ def test_bradley_terry_worked_example() -> None:
     assert centred.tolist() == pytest.approx([0.1 * 1, 0.1 * 4])
 
 
-def test_the_last_token_of_an_answer_is_read() -> None:
+def test_score_is_read_at_the_last_token() -> None:
     model = small_reward_model(0)
     episodes = [one for pair in random_pairs(1, 4) for one in pair] + [episode(0.0, tokens=())]
     expected = [plain_score(model, one).item() for one in episodes]
@@ -62,7 +62,7 @@ def test_the_last_token_of_an_answer_is_read() -> None:
         assert score(model, episodes, budget).tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_masked_tokens_are_read_as_well() -> None:
+def test_score_is_read_at_the_last_token_even_when_masked() -> None:
     one = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
     assert read_at_end(one).loss_mask.tolist() == [False, False, False, True]
     model = small_reward_model(0)
@@ -70,7 +70,7 @@ def test_masked_tokens_are_read_as_well() -> None:
 
 
 @pytest.mark.parametrize("budget", [10_000, 15, 1])
-def test_loss_and_gradient_equal_a_float64_reference(budget: int) -> None:
+def test_reward_loss_and_gradient_equal_float64_reference(budget: int) -> None:
     pairs = random_pairs(6, 4)
     exact = small_reward_model(2, torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_loss_and_gradient_equal_a_float64_reference(budget: int) -> None:
     )
 
 
-def test_figures_of_scores() -> None:
+def test_score_metrics_worked_example() -> None:
     pairs = [
         (episode(1.0, tokens=range(4)), episode(0.0, tokens=range(2))),
         (episode(1.0, tokens=range(3)), episode(0.0, tokens=range(3))),
@@ -104,7 +104,7 @@ def test_figures_of_scores() -> None:
     assert "length_correlation" not in score_figures(np.array([[3.0, 1.0]]), pairs[:1])
 
 
-def test_it_starts_without_an_opinion_and_learns_one() -> None:
+def test_new_reward_model_scores_zero_and_training_reaches_accuracy_1() -> None:
     model = RewardModel.on(small_decoder(3))
     pairs = random_pairs(9, 6)
     assert not score_pairs(model, pairs, 100).any()
@@ -116,7 +116,7 @@ def test_it_starts_without_an_opinion_and_learns_one() -> None:
     assert score_figures(score_pairs(model, pairs, 100), pairs)["accuracy"] == 1.0
 
 
-def test_the_decoder_it_was_made_on_is_left_alone() -> None:
+def test_reward_model_does_not_share_weights_with_its_decoder() -> None:
     decoder = small_decoder(3)
     model = RewardModel.on(decoder)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_the_decoder_it_was_made_on_is_left_alone() -> None:
     assert decoder.model.embed_tokens.weight.abs().max() > 0
 
 
-def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
+def test_transformers_loads_reward_model_and_scores_agree(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = Tokenizer.characters()
@@ -144,7 +144,7 @@ def test_transformers_reads_it_and_agrees(tmp_path: Path) -> None:
     assert score(model, [one], 100)[0] == score(again, [one], 100)[0]
 
 
-def test_a_reward_model_is_no_policy_and_the_reverse(tmp_path: Path) -> None:
+def test_loading_rejects_reward_model_as_policy_and_policy_as_reward_model(tmp_path: Path) -> None:
     from perilune.models.checkpoints.loading import save_checkpoint
 
     tokenizer = Tokenizer.characters()

@@ -1,4 +1,4 @@
-"""The learner replays the sampler's routes: same experts, its own router's weights, and nothing else."""
+"""Routing replay: the learner uses the experts that the sampler chose, with its own router weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,15 +71,15 @@ def disturb_routers(decoder: Decoder) -> None:
             parameters[name].add_(torch.randn(parameters[name].shape, generator=generator) * 0.2)
 
 
-def rerouted(episode: Episode, shift: int) -> Episode:
-    """With other experts in all rows."""
+def shift_routes(episode: Episode, shift: int) -> Episode:
+    """The episode with every recorded expert shifted to another."""
     assert episode.routed_experts is not None
     return replace(episode, routed_experts=(episode.routed_experts + shift) % 8)
 
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("token_budget", [100_000, 60])
-def test_replay_on_equal_weights_changes_no_bit(token_budget: int) -> None:
+def test_replay_on_equal_weights_is_bitwise_identical(token_budget: int) -> None:
     decoder = made()
     groups = sampled(decoder)
     learner = Learner(decoder)
@@ -100,7 +100,7 @@ def test_replay_on_equal_weights_changes_no_bit(token_budget: int) -> None:
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("normalised", [False, True])
-def test_the_weights_of_given_experts_are_the_routers_own(normalised: bool) -> None:
+def test_route_computes_router_weights_for_given_experts(normalised: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, 20, generator=generator, requires_grad=True)
     given = torch.stack([torch.randperm(20, generator=generator)[:4] for _ in range(9)])
@@ -121,7 +121,7 @@ def test_the_weights_of_given_experts_are_the_routers_own(normalised: bool) -> N
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_disturbed_router_replays_and_still_learns(recompute: bool) -> None:
+def test_replay_after_router_change_narrows_logprob_gap_and_trains_router(recompute: bool) -> None:
     decoder = made()
     groups = sampled(decoder)
     disturb_routers(decoder)
@@ -138,9 +138,9 @@ def test_a_disturbed_router_replays_and_still_learns(recompute: bool) -> None:
         assert gradient is not None and gradient.abs().sum() > 0
 
 
-def test_recomputation_replays_the_same_routes() -> None:
+def test_activation_checkpointing_replays_the_same_routes() -> None:
     decoder = made()
-    batches = packed([[rerouted(one, 3) for one in group] for group in sampled(decoder)])
+    batches = packed([[shift_routes(one, 3) for one in group] for group in sampled(decoder)])
     gradients = []
     for recompute in (False, True):
         decoder.recompute = recompute
@@ -150,11 +150,11 @@ def test_recomputation_replays_the_same_routes() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_missing_rows_are_routed_anew_and_counted() -> None:
+def test_missing_routes_fall_back_to_the_router_and_are_counted() -> None:
     decoder = made()
     groups = sampled(decoder, ["12+7="])
     fed = sum(len(one.token_ids) - 1 for one in groups[0]) + len(groups[0][0].prompt_ids)
-    wrong = [[rerouted(one, 3) for one in group] for group in groups]
+    wrong = [[shift_routes(one, 3) for one in group] for group in groups]
     mark, lost = missing_mark(np.dtype(np.uint8)), 0
     for one in wrong[0]:
         assert one.routed_experts is not None
@@ -172,19 +172,19 @@ def test_missing_rows_are_routed_anew_and_counted() -> None:
     assert figures["logprob_gap_max"] == 0
 
 
-def test_a_shared_prompt_is_replayed_where_its_episodes_agree() -> None:
+def test_shared_prompt_routes_are_replayed_only_when_episodes_agree() -> None:
     decoder = made()
     groups = sampled(decoder, ["12+7="])
-    groups[0][1] = rerouted(groups[0][1], 1)
+    groups[0][1] = shift_routes(groups[0][1], 1)
     (batch,) = packed(groups)
     assert batch.routes is not None
     length = len(groups[0][0].prompt_ids)
     assert (batch.routes[:length] == -1).all() and (batch.routes[length:] >= 0).all()
 
 
-def test_the_reference_is_not_replayed() -> None:
+def test_reference_logprobs_ignore_recorded_routes() -> None:
     reference = made(4)
-    wrong = [[rerouted(one, 3) for one in group] for group in sampled(made())]
+    wrong = [[shift_routes(one, 3) for one in group] for group in sampled(made())]
     (batch,) = packed(wrong)
     batch = replace(batch, reference_kl=torch.ones(len(batch.targets)))
     (with_logprobs,) = with_reference([batch], reference)
@@ -194,16 +194,16 @@ def test_the_reference_is_not_replayed() -> None:
     assert not torch.equal(token_logprobs(reference, batch), expected)
 
 
-def test_routes_of_experts_that_do_not_exist_are_refused() -> None:
+def test_routes_to_nonexistent_experts_are_rejected() -> None:
     decoder = made()
-    (batch,) = packed([[rerouted(one, 0) for one in group] for group in sampled(decoder)])
+    (batch,) = packed([[shift_routes(one, 0) for one in group] for group in sampled(decoder)])
     assert batch.routes is not None
     with pytest.raises((ValueError, RuntimeError), match=r"8 experts|size 8"), torch.no_grad():
         predicting_states(decoder, replace(batch, routes=batch.routes + 8))
 
 
-def test_three_turns_have_the_routes_of_one_forward_pass() -> None:
-    """A turn continues all tokens before it; the last token of a turn is computed in the next one."""
+def test_routes_of_three_turns_equal_those_of_one_forward_pass() -> None:
+    """Each turn continues all earlier tokens; the next turn computes the last token of a turn."""
     decoder = made()
     engine = recording(decoder)
     trajectory = Trajectory()
@@ -217,12 +217,12 @@ def test_three_turns_have_the_routes_of_one_forward_pass() -> None:
     tokens, routes = trajectory.context(), trajectory.routes()
     cold = engine.sample([Prompt(tokens, (1, 0, 0))], 1, SamplingParams(1))[0][0].routed_experts
     assert routes is not None and cold is not None
-    computed = len(tokens) - 5  # the last observation and the token before it are not
+    computed = len(tokens) - 5  # without the last observation and the token before it
     np.testing.assert_array_equal(routes[:computed], cold[:computed])
     assert missing_rows(routes)[computed:].all()
 
 
-def test_rows_of_tokens_that_older_weights_sampled_are_missing() -> None:
+def test_routes_of_tokens_sampled_by_older_weights_are_missing() -> None:
     decoder = made()
     engine = recording(decoder)
     trajectory = Trajectory()
@@ -237,7 +237,7 @@ def test_rows_of_tokens_that_older_weights_sampled_are_missing() -> None:
     assert missing_rows(routes).tolist() == expected
 
 
-def test_routes_survive_json() -> None:
+def test_routes_round_trip_through_json() -> None:
     (episode, *_), *_ = sampled(made())
     assert episode.routed_experts is not None
     again = routes_from_json(routes_to_json(episode.routed_experts))

@@ -1,4 +1,4 @@
-"""The learner sees the log-probs that the engine sampled with, through packing and shared prompts."""
+"""The learner computes exactly the log-probs of the engine, with packing and shared prompts."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,9 @@ LINEAR = PRESETS["tiny"].replace(architecture="qwen3_5_text", delta=DeltaRule((0
     ],
     ids=["dense", "dense, small batches", "experts", "latent attention", "linear attention"],
 )
-def test_engine_and_learner_agree(config: DecoderConfig, temperature: float, token_budget: int) -> None:
+def test_engine_and_learner_logprobs_agree_for_each_architecture(
+    config: DecoderConfig, temperature: float, token_budget: int
+) -> None:
     tokenizer = Tokenizer.characters()
     decoder = new_model(config, tokenizer, seed=3)
     texts = ["12+7=", "347+268=", "what is 1?"]

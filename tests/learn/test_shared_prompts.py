@@ -1,4 +1,4 @@
-"""A group's prompt is computed once, and states and gradients are those of each sequence computed alone."""
+"""Prompt sharing: each prompt is computed once; states and gradients equal those of separate sequences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ from perilune.models.decoder import Decoder
 Shape = Mapping[str, Any]
 
 SHAPES: dict[str, tuple[Shape, Shape]] = {
-    # The changed keys of the architecture, and of the learner's settings.
+    # Overrides of the architecture, and of the learner's settings.
     "grouped queries": ({"num_heads": 6, "num_kv_heads": 2}, {}),
     "window": ({"architecture": "qwen3", "windows": (3, None)}, {}),
     "recomputed layers": ({}, {"activation_checkpointing": True}),
@@ -38,14 +38,14 @@ def make(shape: Shape, learning: Shape) -> Decoder:
     decoder = Decoder(config)
     decoder.initialize(0)
     adapt(decoder, LearnerSettings.model_validate(learning), seed=0)
-    with torch.no_grad():  # an adapter starts at zero, where half of its gradients are zero too
+    with torch.no_grad():  # a new adapter is zero, and so are half of its gradients
         for number, parameter in enumerate(trainable(decoder).values()):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 9)
     return decoder.double()
 
 
 def states_alone(decoder: Decoder, one: Episode) -> torch.Tensor:
-    """The states that predict an episode's sampled tokens, its whole sequence fed."""
+    """The states that predict an episode's sampled tokens, from a forward pass over its whole sequence."""
     ids = torch.tensor([*one.prompt_ids.tolist(), *one.token_ids.tolist()])
     states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
     return states[len(one.prompt_ids) - 1 : -1][torch.from_numpy(one.loss_mask)]
@@ -54,10 +54,10 @@ def states_alone(decoder: Decoder, one: Episode) -> torch.Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), size=st.integers(1, 5), budget=st.integers(20, 300))
-def test_states_and_gradients_equal_those_without_sharing(
+def test_shared_prompt_states_and_gradients_equal_those_without_sharing(
     name: str, seed: int, size: int, budget: int
 ) -> None:
-    """Masked tokens stand for what an environment says between two turns: only the prompt is shared."""
+    """Masked tokens stand for observations between turns; only the prompt is shared."""
     decoder = make(*SHAPES[name])
     groups = random_groups(seed, groups=3, size=size, longest=12)
     directions = torch.Generator().manual_seed(seed)
@@ -81,7 +81,9 @@ def test_states_and_gradients_equal_those_without_sharing(
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("rows", [1, 5, 1000])
-def test_log_probs_have_the_bits_of_each_sequence_alone(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_logprobs_are_bitwise_equal_to_each_sequence_alone(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", rows * VOCABULARY)
     decoder = small_decoder()
     groups = random_groups(3, groups=3, size=4, longest=12)
@@ -96,7 +98,7 @@ def test_log_probs_have_the_bits_of_each_sequence_alone(rows: int, monkeypatch: 
             assert torch.equal(found, token_logprobs(decoder, lonely))
 
 
-def test_a_group_of_eight_feeds_its_prompt_once() -> None:
+def test_group_of_eight_feeds_its_prompt_once() -> None:
     prompt = list(range(20))
     group = [episode(prompt=prompt, tokens=[1, 2, 3], name=f"0/0/{i}") for i in range(8)]
     (batch,) = pack(weighted_groups("sft", [group]), 1000)
