@@ -1,6 +1,6 @@
-"""Connect Four as plainly as can be, for the fast versions to be compared with.
+"""A plain reference implementation of Connect Four for tests of the fast one.
 
-Lists of columns, lines looked for square by square, and a search without a table.
+Columns are lists, lines are checked square by square, and the search has no transposition table.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from perilune.games.connect_four.board import Boards
 
 
 class SlowGame:
-    """Columns of stones, 0 for who began and 1 for the other."""
+    """Columns of stones: 0 for the first player, 1 for the second."""
 
     def __init__(self) -> None:
         self.columns: list[list[int]] = [[] for _ in range(7)]
@@ -39,7 +39,7 @@ class SlowGame:
         )
 
     def completing(self, player: int) -> set[tuple[int, int]]:
-        """Empty squares where a stone of the player's would be one of four in line."""
+        """Empty squares where a stone of the player would complete four in line."""
         found = set()
         for column in range(7):
             for row in range(len(self.columns[column]), 6):
@@ -51,7 +51,7 @@ class SlowGame:
         return found
 
     def score(self, low: int = -99, high: int = 99) -> int:
-        """22 less the winner's stones at the end, negative for a loss, found by trying everything."""
+        """22 minus the winner's stones at the end, negative for a loss, by exhaustive search."""
         if self.has_won(1 - self.moves % 2):
             return -((44 - self.moves) // 2)
         if self.moves == 42:
@@ -75,7 +75,7 @@ class SlowGame:
 
 
 def after(moves: list[int]) -> SlowGame:
-    """The game after these columns, from 0."""
+    """The game after these moves. Columns count from 0."""
     game = SlowGame()
     for column in moves:
         game.play(column)

@@ -1,4 +1,4 @@
-"""The best reply to a policy: OpenSpiel's own figure, perfect play, bounds, and illegal moves."""
+"""The best response to a policy: OpenSpiel's value, perfect play, bounds, and illegal moves."""
 
 import pyspiel
 import pytest
@@ -15,23 +15,23 @@ def uniform(decisions):
     return [[1 / len(one.moves)] * len(one.moves) for one in decisions]
 
 
-def spoilt(decisions):
+def sometimes_illegal(decisions):
     return [[0.8 / len(one.moves)] * len(one.moves) for one in decisions]
 
 
-def worth(state, known):
-    """What the first player gets when both play perfectly."""
+def minimax_value(state, known):
+    """The first player's return when both players play perfectly."""
     if state.is_terminal():
         return state.returns()[0]
     key = state.to_string() + str(state.current_player())
     if key not in known:
-        values = [worth(state.child(action), known) for action in state.legal_actions()]
+        values = [minimax_value(state.child(action), known) for action in state.legal_actions()]
         known[key] = max(values) if state.current_player() == 0 else min(values)
     return known[key]
 
 
 def perfect(decisions, known):
-    """The first move that keeps what the position is worth."""
+    """The first move that keeps the minimax value of the position."""
     found = []
     for one in decisions:
         board = "".join(one.messages[-1]["content"].splitlines()[1:4])
@@ -39,26 +39,26 @@ def perfect(decisions, known):
         crosses, noughts = ([n for n, mark in enumerate(board) if mark == side] for side in "xo")
         for place in range(len(crosses) + len(noughts)):
             state.apply_action((crosses, noughts)[place % 2][place // 2])
-        values = [worth(state.child(action), known) for action in one.actions]
+        values = [minimax_value(state.child(action), known) for action in one.actions]
         best = max(values) if state.current_player() == 0 else min(values)
         found.append([float(place == values.index(best)) for place in range(len(values))])
     return found
 
 
-def test_it_is_openspiel_s_own_figure():
+def test_best_responses_sum_to_openspiel_nash_conv():
     exact = [best_response(HEX, seat, uniform, least=0) for seat in (0, 1)]
     assert all(one.low == one.high for one in exact)
     policy = pyspiel.UniformRandomPolicy(HEX.game)
     assert sum(one.low for one in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
 
 
-def test_nothing_is_won_from_perfect_play():
+def test_best_response_gains_nothing_against_perfect_play():
     known = {}
     for seat in (0, 1):
         assert best_response(NOUGHTS, seat, lambda asked: perfect(asked, known)) == (0.0, 0.0)
 
 
-def test_bounds_hold_the_figure_and_close_in():
+def test_bounds_contain_the_exact_value_and_tighten():
     exact = best_response(HEX, 1, uniform, least=0).low
     widths = []
     for least in (0.4, 0.1, 0.01):
@@ -68,9 +68,9 @@ def test_bounds_hold_the_figure_and_close_in():
     assert widths[0] > widths[-1] == 0
 
 
-def test_an_illegal_move_loses():
+def test_illegal_moves_raise_the_best_response_value():
     least = best_response(HEX, 0, uniform, least=0).low
-    assert best_response(HEX, 0, spoilt, least=0).low > least
+    assert best_response(HEX, 0, sometimes_illegal, least=0).low > least
     assert best_response(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
 
 

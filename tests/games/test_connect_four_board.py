@@ -1,4 +1,4 @@
-"""Bitboards agree with a game played on lists, and with OpenSpiel, move by move."""
+"""Bitboards agree with a list implementation and with OpenSpiel, move by move."""
 
 import numpy as np
 import pyspiel
@@ -18,7 +18,7 @@ def squares(words: np.ndarray) -> set[tuple[int, int]]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=12, max_size=60))
-def test_a_game_is_the_same_on_lists(columns: list[int]) -> None:
+def test_bitboards_agree_with_list_implementation(columns: list[int]) -> None:
     slow, fast = SlowGame(), board.empty(1)
     for column in columns:
         if column not in slow.legal() or board.has_four(fast.other)[0]:
@@ -37,7 +37,7 @@ def test_a_game_is_the_same_on_lists(columns: list[int]) -> None:
     assert not seen[:, :, 6].any()
 
 
-def test_random_games_are_those_of_open_spiel() -> None:
+def test_random_games_agree_with_open_spiel() -> None:
     game = pyspiel.load_game("connect_four")
     rng = np.random.default_rng(0)
     boards, states = board.empty(64), [game.new_initial_state() for _ in range(64)]
@@ -61,7 +61,7 @@ def test_random_games_are_those_of_open_spiel() -> None:
     assert not states
 
 
-def test_a_mirror_turns_columns_around_and_changes_no_game() -> None:
+def test_mirrored_reverses_columns() -> None:
     moves = [3, 3, 2, 5, 0, 1, 3]
     there, back = after(moves).boards(), after([6 - move for move in moves]).boards()
     assert np.array_equal(board.mirrored(there.own), back.own)
@@ -71,6 +71,6 @@ def test_a_mirror_turns_columns_around_and_changes_no_game() -> None:
 
 
 @pytest.mark.parametrize("moves", ["8", "1111111", "12121212"])
-def test_moves_that_cannot_be_are_refused(moves: str) -> None:
+def test_from_moves_refuses_impossible_moves(moves: str) -> None:
     with pytest.raises(ValueError, match="move"):
         board.from_moves(moves)

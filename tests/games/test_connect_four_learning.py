@@ -1,4 +1,4 @@
-"""Advantages with their signs, the same games from the same seed, and a player that gets better."""
+"""Connect Four training: advantages and their signs, determinism, search, and playing strength."""
 
 from pathlib import Path
 
@@ -35,15 +35,15 @@ def one_thread() -> None:
 
 
 def stretch(values: list[float], rewards: list[float], over: list[bool]) -> Stretch:
-    """One game's."""
+    """A stretch of a single game."""
     one = (len(rewards), 1)
     columns, policies = np.zeros(one, np.int64), np.zeros((*one, 7), np.float32)
     of_moves = (np.array(found, np.float32)[:, None] for found in (values, rewards))
     return Stretch(empty(len(rewards)), columns, policies, *of_moves, np.array(over)[:, None])
 
 
-def test_what_is_good_for_the_next_to_move_counts_against_this_one() -> None:
-    """By hand: three moves, the last of which wins, and then one of another game."""
+def test_advantages_negate_the_value_of_the_opponents_turn() -> None:
+    """Computed by hand: three moves, of which the last wins, then one move of another game."""
     seen = stretch([0.1, -0.2, 0.5, 0.0, 0.3], [0, 0, 1, 0], [False, False, True, False])
     third = 1 - 0.5
     second = -0.5 - -0.2 - 0.9 * third
@@ -52,13 +52,13 @@ def test_what_is_good_for_the_next_to_move_counts_against_this_one() -> None:
     assert advantages(seen, 0.9)[:, 0] == pytest.approx([first, second, third, fourth])
 
 
-def test_with_a_trace_of_one_returns_are_the_outcome() -> None:
+def test_returns_equal_the_outcome_when_lambda_is_one() -> None:
     seen = stretch([0.3, -0.8, 0.1, 0.4], [0, 0, 1], [False, False, True])
     returns = advantages(seen, 1.0)[:, 0] + seen.values[:-1, 0]
     assert returns == pytest.approx([1, -1, 1])
 
 
-def test_a_stretch_is_of_legal_moves_in_games_that_go_on() -> None:
+def test_self_play_records_legal_moves_of_unfinished_games() -> None:
     network = Network(8, 16)
     games = SelfPlay(32, seed=3, opening=6, simulations=0)
     first = games.play(network, 0, 20)
@@ -78,7 +78,7 @@ def test_a_stretch_is_of_legal_moves_in_games_that_go_on() -> None:
     assert not np.array_equal(first.columns, second.columns)
 
 
-def test_the_same_seed_learns_the_same_also_after_a_rest(tmp_path: Path) -> None:
+def test_trainer_is_deterministic_across_save_and_resume(tmp_path: Path) -> None:
     straight, rested = Trainer(SMALL, 5), Trainer(SMALL, 5)
     figures = [straight.advance(step / 4) for step in range(4)]
     again = [rested.advance(step / 4) for step in range(2)]
@@ -97,7 +97,7 @@ def test_the_same_seed_learns_the_same_also_after_a_rest(tmp_path: Path) -> None
     assert other["entropy"] != figures[0]["entropy"]
 
 
-def test_a_player_is_read_as_it_was_written_and_no_other(tmp_path: Path) -> None:
+def test_load_player_round_trips_and_refuses_changed_weights(tmp_path: Path) -> None:
     network = Network(8, 16)
     save_player(tmp_path / "player", network)
     boards = positions(random_player, 12, 20, 0)
@@ -111,7 +111,7 @@ def test_a_player_is_read_as_it_was_written_and_no_other(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def learned() -> Trainer:
-    """A smaller one, after some seconds."""
+    """A small network after some seconds of training."""
     torch.set_num_threads(1)
     trainer = Trainer(
         LearningSettings(channels=32, hidden=64, games=256, moves=16, minibatch=512, lr=4e-3), 0
@@ -122,7 +122,7 @@ def learned() -> Trainer:
 
 
 @pytest.mark.thorough
-def test_in_seconds_it_beats_one_ply(learned: Trainer) -> None:
+def test_short_training_beats_one_ply_search(learned: Trainer) -> None:
     start = openings(2, 200, 0)
     player = Intuition(learned.network)
     assert match(player, random_player, start).figures()["points"]["low"] > 0.9
@@ -130,7 +130,7 @@ def test_in_seconds_it_beats_one_ply(learned: Trainer) -> None:
 
 
 @pytest.mark.thorough
-def test_it_takes_wins_and_blocks_threats(learned: Trainer) -> None:
+def test_trained_player_takes_wins_and_blocks_threats(learned: Trainer) -> None:
     boards = positions(random_player, 16, 400, 1)
     at_once, after_reply = foreseen(boards, 1), foreseen(boards, 2)
     columns = Intuition(learned.network)(boards, np.zeros(len(boards)))
@@ -142,8 +142,8 @@ def test_it_takes_wins_and_blocks_threats(learned: Trainer) -> None:
     assert min(wins.sum(), blocks.sum()) > 50
 
 
-def test_looking_ahead_finds_what_is_forced() -> None:
-    """An untrained network knows nothing: what is found is found by looking."""
+def test_search_finds_forced_moves_with_an_untrained_network() -> None:
+    """An untrained network knows nothing, so only the search can find these moves."""
     network = Network(8, 16)
     wins = from_moves("121212")
     found = search(network, wins, 60)
@@ -158,13 +158,13 @@ def test_looking_ahead_finds_what_is_forced() -> None:
     assert np.array_equal(both.visits[0], both.visits[1])
 
 
-def test_a_search_never_chooses_a_full_column() -> None:
+def test_search_never_chooses_a_full_column() -> None:
     boards = positions(random_player, 30, 60, 4)
     columns = Searching(Network(8, 16), 20)(boards, np.zeros(len(boards)))
     assert legal(boards)[np.arange(len(boards)), columns].all()
 
 
-def test_a_match_has_both_sides_and_every_opening_twice() -> None:
+def test_match_plays_every_opening_from_both_sides() -> None:
     start = openings(2, 2000, 0)
     even = match(one_ply, one_ply, start)
     assert even.began.sum() == 2000
@@ -175,13 +175,13 @@ def test_a_match_has_both_sides_and_every_opening_twice() -> None:
     assert told["points beginning"]["mean"] > told["points replying"]["mean"]
 
 
-def test_open_spiel_searches_the_same_position() -> None:
+def test_tree_search_plays_forced_moves() -> None:
     boards = joined(from_moves("121212"), from_moves("12121"), from_moves("1122331"))
     columns = TreeSearch(200, seed=0)(boards, np.zeros(3))
     assert columns.tolist() == [0, 0, 3]
 
 
-def test_positions_are_of_their_ply_and_not_over() -> None:
+def test_positions_returns_requested_number_of_unfinished_games() -> None:
     boards = positions(one_ply, 30, 25, 0)
     assert isinstance(boards, Boards)
     assert len(boards) == 25

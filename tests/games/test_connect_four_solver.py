@@ -1,4 +1,4 @@
-"""The solver's scores are those of a search that tries everything, and what is known of the game."""
+"""The solver's scores match an exhaustive search and known positions."""
 
 from pathlib import Path
 
@@ -20,8 +20,8 @@ def solver() -> Solver:
     return Solver(20)
 
 
-def slow(boards: Boards) -> SlowGame:
-    """The same position on lists; players are named by whose turn it is."""
+def as_slow_game(boards: Boards) -> SlowGame:
+    """The same position as lists. Player numbers follow from the side to move."""
     game = SlowGame()
     own, stones = int(boards.own[0]), int(boards.stones[0])
     game.moves = stones.bit_count()
@@ -34,11 +34,11 @@ def slow(boards: Boards) -> SlowGame:
     return game
 
 
-def test_late_positions_score_as_when_everything_is_tried(solver: Solver) -> None:
+def test_late_positions_score_as_in_exhaustive_search(solver: Solver) -> None:
     boards = joined(*(positions(who, ply, 6, 0) for who in (random_player, one_ply) for ply in (33, 35, 37)))
     scores, columns = solver.scores(boards), solver.column_scores(boards)
     for index in range(len(boards)):
-        game = slow(boards[index : index + 1])
+        game = as_slow_game(boards[index : index + 1])
         assert scores[index] == game.score()
         for column in range(7):
             if column not in game.legal():
@@ -50,30 +50,30 @@ def test_late_positions_score_as_when_everything_is_tried(solver: Solver) -> Non
     assert len(set(scores.tolist())) > 5
 
 
-def test_what_is_left_of_a_window_is_its_nearer_end(solver: Solver) -> None:
+def test_scores_are_clipped_to_the_window(solver: Solver) -> None:
     boards = positions(random_player, 20, 50, 1)
     exact = solver.scores(boards)
     assert np.array_equal(solver.scores(boards, -1, 1), np.sign(exact))
     assert np.array_equal(solver.scores(boards, -3, 2), exact.clip(-3, 2))
-    assert np.array_equal(Solver(12).scores(boards), exact)  # a small table forgets, and is never wrong
+    assert np.array_equal(Solver(12).scores(boards), exact)  # a small table evicts entries and stays exact
     assert exact.min() < -3 and exact.max() > 2
 
 
-def test_ends_are_scored_by_the_stones_they_take(solver: Solver) -> None:
+def test_score_counts_the_winners_remaining_stones(solver: Solver) -> None:
     assert solver.scores(from_moves("121212"))[0] == 18  # wins with its fourth stone
     assert solver.scores(from_moves("22334"))[0] == -18  # three in a row, open at both ends
     columns = solver.column_scores(from_moves("121212"), 17, 18)[0]
     assert columns.tolist() == [18, 17, 17, 17, 17, 17, 17]
 
 
-def test_a_mirrored_position_is_worth_the_same(solver: Solver) -> None:
+def test_mirrored_positions_have_equal_scores(solver: Solver) -> None:
     boards = positions(random_player, 16, 20, 2)
     other = Boards(mirrored(boards.own), mirrored(boards.stones))
     assert np.array_equal(solver.scores(boards), Solver(18).scores(other))
     assert np.array_equal(solver.column_scores(boards), solver.column_scores(other)[:, ::-1])
 
 
-def test_what_is_foreseen_is_what_the_solver_knows(solver: Solver) -> None:
+def test_foreseen_agrees_with_the_solver(solver: Solver) -> None:
     boards = positions(one_ply, 36, 60, 3)
     exact = solver.column_scores(boards)
     room = exact != NO_COLUMN
@@ -84,7 +84,7 @@ def test_what_is_foreseen_is_what_the_solver_knows(solver: Solver) -> None:
     assert set(np.unique(at_once[room])) == {0, 1}
 
 
-def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_solver_without_a_compiler_reports_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(solver_module, "compiled", lambda unit: build.Native(None, "no C compiler found"))
     solver_module._function.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Small games looked at whole: known figures, and the very conversations that a session would have."""
+"""Exact analysis of small games: published values, and the conversations of real sessions."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def uniform(exact):
 
 
 def equilibrium(alpha=0.0):
-    """Kuhn's own: (pass, bet) by card and what was done so far; any alpha from 0 to 1/3 is one."""
+    """Kuhn's equilibrium: (pass, bet) by card and history, for any alpha from 0 to 1/3."""
     bets = {
         "0": alpha, "1": 0.0, "2": 3 * alpha, "0pb": 0.0, "1pb": alpha + 1 / 3, "2pb": 1.0,
         "0p": 1 / 3, "1p": 0.0, "2p": 1.0, "0b": 0.0, "1b": 1 / 3, "2b": 1.0,
@@ -24,11 +24,11 @@ def equilibrium(alpha=0.0):
     return {name: [1 - bet, bet] for name, bet in bets.items()}
 
 
-def said(messages):
+def roles_and_contents(messages):
     return tuple((one["role"], one["content"]) for one in messages)
 
 
-def test_kuhn_poker_has_the_figures_that_are_known():
+def test_kuhn_poker_has_its_published_nash_conv():
     kuhn = game("kuhn_poker")
     assert len(kuhn.decisions) == 12
     assert kuhn.nash_conv(uniform(kuhn)) == pytest.approx(11 / 12)
@@ -39,9 +39,9 @@ def test_kuhn_poker_has_the_figures_that_are_known():
     assert kuhn.nash_conv(honest) > 0.01
 
 
-def test_a_decision_has_the_conversation_that_a_session_would_have():
+def test_decisions_have_the_conversation_of_a_session():
     environment = make_environment({"id": "open_spiel", "game": "kuhn_poker"})
-    known = {said(one.messages): one for one in ExactGame.of(environment).decisions}
+    known = {roles_and_contents(one.messages): one for one in ExactGame.of(environment).decisions}
     task, seen = next(environment.tasks("train", 0)), set()
     for seed in range(24):
         for moves in (("Pass", "Bet", "Bet"), ("Bet", "Pass"), ("Pass", "Pass")):
@@ -50,7 +50,7 @@ def test_a_decision_has_the_conversation_that_a_session_would_have():
             for move in moves:
                 one = session.observation
                 heard[one.player] += one.messages
-                decision = known[said(heard[one.player])]
+                decision = known[roles_and_contents(heard[one.player])]
                 assert (decision.player, decision.moves) == (one.player, one.legal)
                 seen.add(decision.name)
                 heard[one.player].append({"role": "assistant", "content": move})
@@ -58,14 +58,14 @@ def test_a_decision_has_the_conversation_that_a_session_would_have():
     assert len(seen) == 12
 
 
-def test_what_is_too_large_or_not_of_one_s_own_has_no_figures():
+def test_exact_game_is_none_for_large_games_or_fixed_opponents():
     assert game("tic_tac_toe") is None
     assert game("goofspiel", config={"num_cards": 4}) is None
     assert game("kuhn_poker", opponent="random") is None
 
 
 @pytest.mark.parametrize("broken", [{"0": [0.7, 0.7]}, {"0": [1.0]}, {"0": [1.5, -0.5]}])
-def test_what_are_no_probabilities_is_refused(broken):
+def test_nash_conv_refuses_invalid_probabilities(broken):
     kuhn = game("kuhn_poker")
     with pytest.raises(RequestError, match="no probabilities of Pass Bet"):
         kuhn.nash_conv(uniform(kuhn) | broken)

@@ -1,4 +1,4 @@
-"""Teachers of games: what they play, how well, and what is kept of it."""
+"""Game teachers: their moves, their strength, and the cache of solutions."""
 
 import logging
 import math
@@ -42,19 +42,19 @@ def play(game, teachers, seed):
     return moves, match.returns
 
 
-def worth(game, teachers, games):
-    """What the first teacher wins on average, over both seats."""
+def mean_return(game, teachers, games):
+    """The mean return of the first teacher, over both seats."""
     return np.mean([
         play(game, teachers if seed % 2 else teachers[::-1], seed)[1][1 - seed % 2] for seed in range(games)
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(BEST))
-def test_each_game_has_a_teacher_that_beats_chance(name):
+def test_best_teacher_of_each_game_beats_random_play(name):
     game = load(name)
     teacher, chance = (make_game_teacher(one, game, simulations=30) for one in (BEST[name], "random"))
     games = {"gin_rummy": 8, "othello": 6}.get(name, 40)
-    assert worth(game, [teacher, chance], games) > 0
+    assert mean_return(game, [teacher, chance], games) > 0
     assert play(game, [teacher, chance], 3) == play(game, [teacher, chance], 3)
 
 
@@ -65,13 +65,13 @@ def test_each_game_has_a_teacher_that_beats_chance(name):
         ("leduc_poker", "cfr", 0.0134),
     ],
 )
-def test_a_hundred_iterations_are_as_close_to_equilibrium_as_is_known(name, algorithm, exploitability):
+def test_cfr_reaches_published_exploitability_after_100_iterations(name, algorithm, exploitability):
     solver = RegretSolver(load(name), algorithm)
     solver.run(100)
     assert solver.exploitability() == pytest.approx(exploitability, abs=5e-5)
 
 
-def test_sampled_regret_nears_equilibrium_and_follows_its_seed():
+def test_mccfr_approaches_equilibrium_and_depends_on_its_seed():
     found = []
     for seed in (1, 1, 2):
         solver = RegretSolver(load("leduc_poker"), "mccfr", seed)
@@ -82,8 +82,8 @@ def test_sampled_regret_nears_equilibrium_and_follows_its_seed():
 
 
 @pytest.mark.parametrize("name", ["kuhn_poker", "goofspiel", "liars_dice"])
-def test_a_table_holds_the_policy_that_was_found(name):
-    """What the game is worth to who plays by the table is what OpenSpiel says of the policy itself."""
+def test_policy_table_has_the_exploitability_of_its_solver(name):
+    """OpenSpiel computes the same exploitability from the exported table as the solver."""
     solver = RegretSolver(load(name), "mccfr" if name == "liars_dice" else "cfr")
     solver.run(100)
     table = {key: list(row.items()) for key, row in solver.table().rows().items()}
@@ -91,7 +91,7 @@ def test_a_table_holds_the_policy_that_was_found(name):
     assert again == pytest.approx(solver.exploitability(), abs=1e-9)
 
 
-def test_equilibrium_play_is_mixed_and_its_probabilities_are_told():
+def test_cfr_teacher_mixes_moves_and_reports_probabilities():
     game = load("kuhn_poker")
     teacher = make_game_teacher("cfr", game)
     told = {}
@@ -108,7 +108,7 @@ def test_equilibrium_play_is_mixed_and_its_probabilities_are_told():
     assert 0.1 < expected < 0.9 and abs(np.mean(king) - expected) < 4 * math.sqrt(0.25 / len(king))
 
 
-def test_perfect_play_never_loses_and_wins_as_soon_as_it_can():
+def test_minimax_never_loses_and_wins_immediately():
     game = load("tic_tac_toe")
     perfect, chance = make_game_teacher("minimax", game), make_game_teacher("random", game)
     returns = [
@@ -124,13 +124,13 @@ def test_perfect_play_never_loses_and_wins_as_soon_as_it_can():
     assert perfect.probabilities(state, 1, 0) == {5: 1.0}
 
 
-def test_who_begins_wins_small_hex():
+def test_minimax_wins_small_hex_as_first_player():
     game = load("hex", board_size=3)
     perfect, chance = make_game_teacher("minimax", game), make_game_teacher("random", game)
     assert all(play(game, [perfect, chance], seed)[1] == [1.0, -1.0] for seed in range(10))
 
 
-def test_a_bid_is_not_seen_before_all_have_bid():
+def test_simultaneous_bids_are_hidden_until_all_players_bid():
     game = load("goofspiel")
     teacher = make_game_teacher("cfr", game)
     chance = KeyedRandom(0, "deal")
@@ -142,7 +142,7 @@ def test_a_bid_is_not_seen_before_all_have_bid():
     assert match.player == 0 and len(match.state.legal_actions(0)) == 2
 
 
-def test_a_solution_is_kept_and_one_that_is_damaged_is_made_again(home, caplog):
+def test_solutions_are_cached_and_recomputed_when_damaged(home, caplog):
     table = make_game_teacher("cfr", load("kuhn_poker")).table
     (path,) = (home / "teachers").iterdir()
     kept = path.read_bytes()
@@ -163,7 +163,7 @@ def test_a_solution_is_kept_and_one_that_is_damaged_is_made_again(home, caplog):
     assert len(list((home / "teachers").iterdir())) == 2 and not caplog.text
 
 
-def test_a_file_of_something_else_is_not_believed(home, caplog):
+def test_cached_table_of_another_request_is_recomputed(home, caplog):
     first, second = {"algorithm": "cfr", "game": "a"}, {"algorithm": "cfr", "game": "b"}
     solved(first, lambda: PolicyTable.of({"x": {0: 1.0}}))
     (path,) = (home / "teachers").iterdir()
@@ -174,14 +174,14 @@ def test_a_file_of_something_else_is_not_believed(home, caplog):
     assert "belongs to another request" in caplog.text
 
 
-def test_a_home_that_cannot_be_written_to_is_said(tmp_path, monkeypatch, caplog):
+def test_unwritable_home_logs_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "file"))
     assert make_game_teacher("cfr", load("kuhn_poker")).table.row("2")
     assert "cannot write" in caplog.text
 
 
-def test_the_size_of_a_game_is_estimated():
+def test_tree_size_is_estimated():
     assert tree_size(load("kuhn_poker")) == pytest.approx(54, rel=0.6)
     assert tree_size(pyspiel.load_game("goofspiel")) > 1e12
 
@@ -198,7 +198,7 @@ def test_the_size_of_a_game_is_estimated():
         ("best", pyspiel.load_game("kuhn_poker"), "one of: random, mcts"),
     ],
 )
-def test_a_teacher_that_cannot_play_a_game_says_so(name, game, message, monkeypatch):
+def test_make_game_teacher_refuses_unsupported_games(name, game, message, monkeypatch):
     monkeypatch.setattr("perilune.games.teachers.minimax.LARGEST", 1000)
     with pytest.raises(RequestError, match=message) as caught:
         make_game_teacher(name, game, where="opponent")

@@ -79,7 +79,7 @@ def equilibrium() -> Tabular:
     return found
 
 
-def test_a_moving_magnet_leads_to_the_equilibrium() -> None:
+def test_moving_magnet_converges_to_the_equilibrium() -> None:
     played = Tabular()
     began = played.exploitability()
     played.train(256, kl=0.2, every=32)
@@ -87,7 +87,7 @@ def test_a_moving_magnet_leads_to_the_equilibrium() -> None:
     assert played.gradients()[2] == pytest.approx([-1 / 18, 1 / 18], abs=0.003)
 
 
-def test_without_a_magnet_play_stays_away_from_the_equilibrium() -> None:
+def test_training_without_magnet_stays_away_from_the_equilibrium() -> None:
     played, found = Tabular(), []
     for _ in range(8):
         played.train(32, kl=0)
@@ -95,14 +95,14 @@ def test_without_a_magnet_play_stays_away_from_the_equilibrium() -> None:
     assert min(found) > 0.05
 
 
-def test_a_fixed_magnet_converges_to_another_point() -> None:
-    """The equilibrium of the regularised game is that of the game only where the magnet is one."""
+def test_fixed_magnet_converges_to_another_point() -> None:
+    """The regularised game shares the equilibrium of the game only if the magnet is an equilibrium."""
     played = Tabular()
     played.train(256, kl=0.2)
     assert 0.03 < played.exploitability() < 0.06
 
 
-def test_an_equilibrium_is_left_without_a_magnet_and_kept_with_one() -> None:
+def test_magnet_keeps_an_equilibrium_that_plain_training_leaves() -> None:
     alone, pulled = equilibrium(), equilibrium()
     began = alone.exploitability()
     alone.train(256, kl=0)

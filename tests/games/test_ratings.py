@@ -1,4 +1,4 @@
-"""Ratings: order, draws, the anchor, intervals that hold the truth, and what cannot be rated."""
+"""Ratings: order, draws, the anchor, coverage of intervals, and invalid matches."""
 
 import math
 
@@ -15,7 +15,7 @@ def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:
     return (1.0,) * won + (0.5,) * drawn + (0.0,) * lost
 
 
-def test_two_players_have_the_difference_that_expects_their_points() -> None:
+def test_rating_difference_of_two_players_predicts_their_points() -> None:
     found = ratings([Match("b", "random", games(30, 4, 6))], "random")
     assert found["random"] == (0.0, 0.0, 0.0)
     share = (32 + PRIOR / 2) / (40 + PRIOR)
@@ -24,16 +24,16 @@ def test_two_players_have_the_difference_that_expects_their_points() -> None:
     assert found["b"].low < found["b"].mean < found["b"].high
 
 
-def test_draws_alone_make_equals_and_two_draws_are_a_win_and_a_loss() -> None:
+def test_two_draws_count_as_one_win_and_one_loss() -> None:
     drawn = ratings([Match("a", "b", games(0, 20, 0))], "b")["a"]
     assert drawn.mean == pytest.approx(0, abs=1e-9) and drawn.high == pytest.approx(0, abs=1e-9)
     mixed = ratings([Match("a", "b", games(6, 4, 2))], "b")["a"]
     split = ratings([Match("a", "b", games(8, 0, 4))], "b")["a"]
     assert mixed.mean == pytest.approx(split.mean)
-    assert mixed.high - mixed.low < split.high - split.low  # draws say more
+    assert mixed.high - mixed.low < split.high - split.low  # draws carry more information
 
 
-def test_who_never_loses_is_rated_all_the_same_and_higher_after_more_games() -> None:
+def test_unbeaten_player_has_a_finite_rating_that_grows_with_games() -> None:
     few, many = (ratings([Match("a", "b", games(n, 0, 0))], "b")["a"].mean for n in (4, 40))
     assert 0 < few < many < 1000
 
@@ -43,8 +43,8 @@ def test_who_never_loses_is_rated_all_the_same_and_higher_after_more_games() -> 
     st.lists(st.floats(-400, 400), min_size=2, max_size=5),
     st.integers(200, 400),
 )
-def test_strengths_are_found_again_from_expected_points(truth: list[float], count: int) -> None:
-    """With points as expected and the prior taken back out, the fit is the truth, in order and in size."""
+def test_ratings_recover_strengths_from_expected_points(truth: list[float], count: int) -> None:
+    """With the expected points and the prior removed, the fit equals the true strengths."""
     names = [f"p{n}" for n in range(len(truth))]
     matches = []
     for a in range(len(truth)):
@@ -60,7 +60,7 @@ def test_strengths_are_found_again_from_expected_points(truth: list[float], coun
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12))
-def test_swapping_sides_swaps_signs_and_the_anchor_only_shifts(won: int, drawn: int, lost: int) -> None:
+def test_ratings_are_independent_of_sides_and_anchor(won: int, drawn: int, lost: int) -> None:
     if not won + drawn + lost:
         return
     third = Match("c", "a", games(3, 2, 1))
@@ -72,13 +72,13 @@ def test_swapping_sides_swaps_signs_and_the_anchor_only_shifts(won: int, drawn: 
         assert one[name].mean - one["a"].mean == pytest.approx(shifted[name].mean, abs=1e-6)
 
 
-def test_a_chain_of_matches_adds_up() -> None:
+def test_rating_differences_add_up_along_a_chain() -> None:
     found = ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
     assert found["c"].mean == pytest.approx(2 * found["b"].mean)
     assert found["c"].high - found["c"].low > found["b"].high - found["b"].low
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     rng, truth = np.random.default_rng(0), 150.0
     held = 0
     for seed in range(100):
@@ -102,6 +102,6 @@ def test_returns_become_points() -> None:
         ([Match("a", "b", (1.0,)), Match("c", "d", (1.0,))], "links a and c"),
     ],
 )
-def test_what_cannot_be_rated_is_refused(matches: list[Match], message: str) -> None:
+def test_ratings_refuse_invalid_matches(matches: list[Match], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         ratings(matches, "a")

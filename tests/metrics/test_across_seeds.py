@@ -1,4 +1,4 @@
-"""Tests over paired seeds: the t interval, its p value, Holm's correction, and what may be claimed."""
+"""Paired comparisons over seeds: the t interval, its p value, Holm's correction, and the conclusion."""
 
 import pytest
 
@@ -6,11 +6,11 @@ from perilune.metrics.across_seeds import compare_over_seeds, holm, interval, p_
 
 
 @pytest.mark.parametrize(("degrees", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262)])
-def test_quantiles_match_the_printed_tables(degrees: int, t: float) -> None:
+def test_t_quantiles_match_published_tables(degrees: int, t: float) -> None:
     assert quantile(0.975, degrees) == pytest.approx(t, abs=1e-3)
 
 
-def test_an_interval_and_its_p_value_agree() -> None:
+def test_interval_and_p_value_agree() -> None:
     differences = [0.01, 0.03, 0.05]
     found = interval(differences)
     assert found["mean"] == pytest.approx(0.03)
@@ -20,12 +20,12 @@ def test_an_interval_and_its_p_value_agree() -> None:
     assert interval(sure)["low"] > 0 and p_value(sure) < 0.01
 
 
-def test_holm_steps_down() -> None:
+def test_holm_corrects_p_values_stepwise() -> None:
     corrected = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
     assert corrected == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
 
 
-def test_a_claim_needs_three_seeds_and_survives_the_correction() -> None:
+def test_conclusions_need_three_seeds_and_corrected_significance() -> None:
     found = compare_over_seeds({
         "clear": [0.10, 0.101, 0.102],
         "one sign": [0.01, 0.03, 0.08],
@@ -42,14 +42,14 @@ def test_a_claim_needs_three_seeds_and_survives_the_correction() -> None:
     assert all(one.p_corrected >= one.p for one in found.values())
 
 
-def test_the_correction_grows_with_the_number_of_comparisons() -> None:
+def test_correction_grows_with_the_number_of_comparisons() -> None:
     alone = compare_over_seeds({"arm": [0.05, 0.062, 0.074]})["arm"]
     flat = {f"other{place}": [0.01, -0.01, 0.0] for place in range(9)}
     among = compare_over_seeds({"arm": [0.05, 0.062, 0.074], **flat})["arm"]
     assert alone.conclusion == "higher" and among.conclusion == "no difference shown"
 
 
-def test_equal_differences_are_judged_by_their_number() -> None:
+def test_p_value_of_equal_differences_depends_on_their_number() -> None:
     assert p_value([0.0] * 3) == 1.0 and p_value([0.1] * 3) == 0.25 and p_value([-0.1] * 8) == 2 / 256
     found = compare_over_seeds({"three": [0.1 + 0.2, 0.3, 0.3], "eight": [0.1] * 8})
     assert [one.conclusion for one in found.values()] == ["no difference shown", "higher"]

@@ -1,4 +1,4 @@
-"""Intervals: reproducible, of the right width, paired."""
+"""Bootstrap intervals: determinism, width, coverage, and paired differences."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from perilune.errors import RequestError
 from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
 
 
-def test_width_is_that_of_the_standard_error() -> None:
+def test_interval_width_matches_the_standard_error() -> None:
     values = np.random.default_rng(1).random(400)
     interval = bootstrap_problems(values)
     half = 1.96 * values.std() / np.sqrt(len(values))
@@ -16,7 +16,7 @@ def test_width_is_that_of_the_standard_error() -> None:
     assert interval.mean - interval.low == pytest.approx(half, rel=0.05)
 
 
-def test_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_interval_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(2)
     hits = 0
     for seed in range(200):
@@ -25,30 +25,30 @@ def test_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 180 <= hits <= 199
 
 
-def test_equal_seeds_give_equal_intervals_and_others_do_not() -> None:
+def test_interval_depends_on_the_seed_alone() -> None:
     values = np.random.default_rng(3).random(50)
     assert bootstrap_problems(values, seed=4) == bootstrap_problems(values, seed=4)
     assert bootstrap_problems(values, seed=4) != bootstrap_problems(values, seed=5)
 
 
-def test_memory_stays_bounded_without_changing_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_resampling_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(3).random(50)
     whole = bootstrap_problems(values, resamples=100)
     monkeypatch.setattr("perilune.metrics.bootstrap._CHUNK", 350)
     assert bootstrap_problems(values, resamples=100) == whole
 
 
-def test_one_value_has_no_width() -> None:
+def test_interval_of_a_single_value_has_zero_width() -> None:
     assert bootstrap_problems([0.5]) == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("values", [[], [0.1, float("nan")], [float("inf")]])
-def test_no_or_not_finite_figures_are_refused(values: list[float]) -> None:
+def test_empty_or_non_finite_values_are_refused(values: list[float]) -> None:
     with pytest.raises(RequestError):
         bootstrap_problems(values)
 
 
-def test_pairing_removes_the_spread_between_problems() -> None:
+def test_paired_difference_removes_variance_between_problems() -> None:
     hardness = np.random.default_rng(5).random(100)
     before = {f"t{i}": h for i, h in enumerate(hardness)}
     after = {f"t{i}": h + 0.05 for i, h in reversed(list(enumerate(hardness)))}
@@ -57,6 +57,6 @@ def test_pairing_removes_the_spread_between_problems() -> None:
     assert bootstrap_problems(list(after.values())).low < bootstrap_problems(hardness).high
 
 
-def test_other_tasks_are_refused_by_name() -> None:
+def test_paired_difference_names_the_unmatched_task() -> None:
     with pytest.raises(RequestError, match="task b is only in the second"):
         paired_difference({"a": 1.0}, {"a": 1.0, "b": 0.0})

@@ -5,7 +5,7 @@ from typing import Any
 from perilune.metrics.forgetting import forgetting_rows, forgetting_warnings
 
 
-def found(after: float, low: float, fall: float) -> dict[str, Any]:
+def make_report(after: float, low: float, fall: float) -> dict[str, Any]:
     change = {"mean": 0.1, "low": low, "high": 0.2}
     rate = {"mean": 0.5, "low": 0.4, "high": 0.6}
     return {
@@ -28,19 +28,23 @@ def found(after: float, low: float, fall: float) -> dict[str, Any]:
     }
 
 
-def test_a_clear_rise_of_the_perplexity_is_a_warning() -> None:
-    (line,) = forgetting_warnings(found(23.0, low=0.05, fall=0.1))
+def test_significant_perplexity_rise_is_a_warning() -> None:
+    (line,) = forgetting_warnings(make_report(23.0, low=0.05, fall=0.1))
     assert line.startswith("the perplexity of English text rose by 15%, from 20.0 to 23.0")
-    assert forgetting_warnings(found(21.9, low=0.05, fall=0.1)) == []  # less than a tenth
-    assert forgetting_warnings(found(23.0, low=-0.05, fall=0.1)) == []  # some passages rose, others fell
+    assert forgetting_warnings(make_report(21.9, low=0.05, fall=0.1)) == []  # less than a tenth
+    assert (
+        forgetting_warnings(make_report(23.0, low=-0.05, fall=0.1)) == []
+    )  # some passages rose, others fell
 
 
-def test_a_clear_fall_elsewhere_is_a_warning() -> None:
-    assert forgetting_warnings(found(20.0, low=0.0, fall=-0.1)) == ["pass@1 of other fell by 20.0 points"]
+def test_significant_fall_in_another_environment_is_a_warning() -> None:
+    assert forgetting_warnings(make_report(20.0, low=0.0, fall=-0.1)) == [
+        "pass@1 of other fell by 20.0 points"
+    ]
 
 
-def test_every_measure_is_a_row() -> None:
-    rows = forgetting_rows(found(23.0, low=0.05, fall=0.1))
+def test_every_measure_has_a_row() -> None:
+    rows = forgetting_rows(make_report(23.0, low=0.05, fall=0.1))
     assert rows[0] == ("perplexity of English text", "20.00", "23.00", "+15.0%")
     assert rows[1].change == "+0.1000 (+0.0500 to +0.2000)"
     assert rows[2] == (

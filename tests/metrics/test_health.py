@@ -1,4 +1,4 @@
-"""The verdict on a run: silent on healthy runs, and each sickness named within two steps of its onset."""
+"""Health of a run: no alarm on healthy runs, and each fault named within two steps of its onset."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,16 +31,16 @@ def evidence(run: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
 
 
 def verdicts(metrics: list[Row], timings: list[Row], steps: Iterable[int]) -> Iterator[tuple[int, Health]]:
-    """The verdict after these steps, as a page that watches the run shows it."""
+    """The health after each of these steps, as a live view of the run shows it."""
     for step in steps:
         yield step, assess(Evidence(Series(metrics[:step]), Series(timings[:step]), samples=8))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['algorithm']}-{run['seed']}")
-def test_a_healthy_run_gives_no_alarm_at_any_step(run: Mapping[str, Any]) -> None:
+def test_healthy_runs_raise_no_alarm_at_any_step(run: Mapping[str, Any]) -> None:
     metrics, timings = evidence(run)
     assert len(RUNS) == 20
-    # An alarm ends after two steps without its cause, so every second step sees each of them.
+    # An alarm lasts two steps beyond its cause, so checking every second step finds each alarm.
     for step, one in verdicts(metrics, timings, range(2, len(metrics) + 1, 2)):
         assert one.status == "healthy", (step, one.line)
 
@@ -101,7 +101,7 @@ PLANTED: dict[str, tuple[str, str, Callable[[Row, Row], None]]] = {
 
 @pytest.mark.parametrize("onset", ONSETS)
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_sickness_is_named_within_two_steps(planted: str, onset: int) -> None:
+def test_injected_faults_are_named_within_two_steps(planted: str, onset: int) -> None:
     name, status, spoil = PLANTED[planted]
     for run in RUNS[::4]:
         metrics, timings = evidence(run)
@@ -117,24 +117,24 @@ def test_a_planted_sickness_is_named_within_two_steps(planted: str, onset: int) 
         assert [at for at, _ in named] == [*range(step, onset + 6)]  # it stays named while it lasts
 
 
-def test_a_real_run_with_too_few_tokens_is_named_at_its_second_step() -> None:
+def test_recorded_run_with_low_token_limit_is_named_at_step_two() -> None:
     metrics, timings = evidence(json.loads((HERE / "sick_run.json").read_text()))
     found = dict(verdicts(metrics, timings, (1, 2, 20, 57)))
     assert found[1].status == "healthy"
     assert {one.name: one.since for one in found[2].findings} == {"truncation": 1, "dead groups": 1}
     assert [one.name for one in found[20].findings] == [
         "dead groups"
-    ]  # the policy learned to be short instead
+    ]  # the policy has learned to answer briefly
     assert "almost no answer is right" in found[57].line
 
 
-def test_the_verdict_ends_with_the_sickness() -> None:
+def test_status_recovers_two_steps_after_the_fault_ends() -> None:
     metrics, timings = evidence(RUNS[0])
     for row in metrics[20:30]:
         truncated(row, {})
     found = dict(verdicts(metrics, timings, (30, 31, 32)))
     assert found[30].line.startswith("watch: truncation since step 21: the token limit cuts off 30%")
-    assert found[31].status == "watch"  # one good step may be chance
+    assert found[31].status == "watch"  # a single good step may be chance
     assert found[32].status == "healthy"
 
 
@@ -145,18 +145,18 @@ def test_the_verdict_ends_with_the_sickness() -> None:
         (0.6, "60% of the answers are right, but most"),
     ],
 )
-def test_the_pass_rate_says_why_groups_are_dead(rate: float, cause: str) -> None:
+def test_dead_groups_finding_explains_the_cause_by_pass_rate(rate: float, cause: str) -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": rate} for step in range(1, 9)]
     (finding,) = dead_groups(Evidence(Series(rows)))
     assert cause in finding.why
 
 
-def test_solved_tasks_are_no_dead_groups() -> None:
+def test_solved_tasks_do_not_count_as_dead_groups() -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": 0.97} for step in range(1, 9)]
     assert assess(Evidence(Series(rows))).status == "healthy"
 
 
-def test_runs_that_overoptimised_their_reward_are_named_before_the_gold_score_is_lost() -> None:
+def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() -> None:
     curves = json.loads((RESULTS / "overoptimisation.json").read_text())["curves"]
     assert sorted(map(len, curves.values())) == [3, 3]
     for one in (run for runs in curves.values() for run in runs):
@@ -171,7 +171,7 @@ def test_runs_that_overoptimised_their_reward_are_named_before_the_gold_score_is
         assert step < len(gold) * 0.6
 
 
-def test_a_live_run_stalls_or_loses_its_heartbeat() -> None:
+def test_stalls_and_lost_heartbeats_of_a_live_run_are_named() -> None:
     metrics, timings = evidence(RUNS[0])
     running = Evidence(Series(metrics), Series(timings), samples=8, open_seconds=1.0, silent_seconds=0.4)
     assert assess(running).status == "healthy"
@@ -181,7 +181,7 @@ def test_a_live_run_stalls_or_loses_its_heartbeat() -> None:
     assert lost.line == "broken: no heartbeat: the worker has been silent for 40 s"
 
 
-def test_the_gravest_finding_comes_first_and_all_are_told() -> None:
+def test_findings_are_listed_by_severity() -> None:
     metrics, timings = evidence(RUNS[0])
     for row, time in zip(metrics[30:], timings[30:], strict=True):
         truncated(row, time)
@@ -193,15 +193,19 @@ def test_the_gravest_finding_comes_first_and_all_are_told() -> None:
     assert all(one["remedy"] for one in document["findings"])
 
 
-def test_a_jump_leaves_the_baseline_and_a_drift_moves_it() -> None:
+def test_shifted_flags_jumps_and_follows_drift() -> None:
     drift = [0.1 + 0.01 * step for step in range(40)]
     assert not any(shifted(drift, sigmas=4.0, least=0.1, sticky=1))
     jump = [0.5, 0.52, 0.48, 0.5, 0.51, 0.5, 0.9, None, *[0.9] * 5, 0.5, 0.1]
     assert shifted(jump, sigmas=4.0, least=0.1, sticky=1) == [0] * 6 + [1, 0, *[1] * 5, 0, -1]
-    assert shifted(jump, sigmas=4.0, least=0.1, sticky=0)[6:13] == [1, 0, *[0] * 5]  # usual by then
+    assert shifted(jump, sigmas=4.0, least=0.1, sticky=0)[6:13] == [
+        1,
+        0,
+        *[0] * 5,
+    ]  # part of the baseline by then
 
 
-def test_damaged_lines_are_read_as_missing_values() -> None:
+def test_malformed_metric_values_are_ignored() -> None:
     rows: list[Mapping[str, object]] = [
         {"step": step, "reward": "high", "truncated": True, "dead_groups": float("nan")} for step in range(9)
     ]

@@ -1,4 +1,4 @@
-"""The rules about held-out curves, on lines made by hand."""
+"""Rules about held-out curves, on hand-written metric lines."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def line(step: int, held: float | None = None, train: float | None = None, **mor
     return found
 
 
-def test_the_best_is_the_first_of_equals() -> None:
+def test_best_evaluation_is_the_earliest_among_ties() -> None:
     lines = [line(0, 0.1), line(5, 0.4), line(7), line(10, 0.4), line(15, 0.3)]
     assert best_evaluation(lines, FIGURE) == 5
     assert evaluations_since_best(lines, FIGURE) == 2
@@ -41,7 +41,7 @@ def test_the_best_is_the_first_of_equals() -> None:
     assert best_evaluation(loss, "eval/data/loss") == 5
 
 
-def test_trainings_rate_is_over_the_groups_since_the_last_evaluation() -> None:
+def test_training_rate_covers_groups_since_the_last_evaluation() -> None:
     lines = [line(1, train=1.0), line(2, train=0.0) | {"groups": 96}, line(3, train=0.5)]
     rate = training_rate(lines, 0, 2)
     assert rate is not None
@@ -54,15 +54,15 @@ def test_trainings_rate_is_over_the_groups_since_the_last_evaluation() -> None:
 @pytest.mark.parametrize(
     ("held", "train", "warns"),
     [
-        ((0.0, 0.0, 0.0), (0.84, 0.84), True),  # the case that has to be told of
-        ((0.0, 0.8, 0.0), (0.84, 0.84), False),  # once is not enough
-        ((0.0, 0.0, 0.8), (0.84, 0.84), False),  # it has caught up
+        ((0.0, 0.0, 0.0), (0.84, 0.84), True),  # must warn
+        ((0.0, 0.8, 0.0), (0.84, 0.84), False),  # a single evaluation is not enough
+        ((0.0, 0.0, 0.8), (0.84, 0.84), False),  # the held-out rate has caught up
         ((0.0, 0.7, 0.7), (0.84, 0.84), False),  # the intervals overlap
         ((0.0, 0.84, 0.84), (0.1, 0.1), False),  # held-out tasks are the easier ones
         ((0.0, 0.0), (0.84,), False),
     ],
 )
-def test_a_gap_is_told_of_when_the_last_two_intervals_are_apart(
+def test_gap_warning_needs_two_evaluations_with_disjoint_intervals(
     held: tuple[float, ...], train: tuple[float, ...], warns: bool
 ) -> None:
     lines = [line(0, held[0])]
@@ -74,7 +74,7 @@ def test_a_gap_is_told_of_when_the_last_two_intervals_are_apart(
         assert "training passes 84.0% (73.1% to 91.0%) and held-out tasks 0.0% (0.0% to 5.7%)" in found
 
 
-def test_a_fall_since_the_start_is_paired_by_task() -> None:
+def test_change_since_pairs_values_by_task() -> None:
     values = [
         {"step": 0, "set": "heldout", "pass@1": {str(task): 1.0 for task in range(20)} | {"gone": 1.0}},
         {"step": 9, "set": "other", "pass@1": {"0": 1.0}},
@@ -91,7 +91,7 @@ def test_a_fall_since_the_start_is_paired_by_task() -> None:
     assert "loss of data rose by 0.1" in fall_warning("data", "loss", Interval(0.1, 0.05, 0.2))
 
 
-def test_a_long_curve_is_shown_with_its_ends_and_its_best() -> None:
+def test_long_curves_keep_first_best_and_last_rows() -> None:
     def rate(mean: float) -> dict[str, float]:
         return {"mean": mean, "low": mean, "high": mean}
 

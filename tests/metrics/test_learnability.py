@@ -1,4 +1,4 @@
-"""What an evaluation says about learning from an environment by reinforcement learning."""
+"""Learnability: whether RL can start on an environment, judged by an evaluation."""
 
 from typing import Any
 
@@ -51,23 +51,23 @@ DEAD, SOLVED, LIVE = [0.0] * 8, [1.0] * 8, [1.0, *[0.0] * 7]
         (
             [[0.1, *[0.2] * 7]] * 30 + [DEAD] * 34,
             "RL can start",
-        ),  # partial credit differs, and nothing passes
+        ),  # partial credit varies although no answer passes
     ],
 )
-def test_the_verdict(groups: list[list[float]], said: str) -> None:
+def test_verdict_follows_rewards_of_groups(groups: list[list[float]], said: str) -> None:
     assert learnability(summary(groups)).verdict.startswith(said)
 
 
-def test_the_cause_of_failure_is_named() -> None:
+def test_verdict_names_the_cause_of_failure() -> None:
     assert "raise max_tokens, which cut off 100%" in learnability(summary([DEAD] * 8, cut_off=True)).verdict
     unformed = {**summary([DEAD] * 8), "format": 0.01}
     assert "ask for the form of the answer, which 1% have" in learnability(unformed).verdict
 
 
-def test_live_groups_have_an_interval() -> None:
+def test_live_group_share_has_an_interval() -> None:
     found = learnability(summary([LIVE] * 16 + [DEAD] * 48))
     assert found.live is not None and found.live.mean == 0.25
     assert 0.15 < found.live.low < 0.17 and 0.36 < found.live.high < 0.38  # Wilson, 16 of 64
     assert found.pass_at_1.mean == pytest.approx(16 / 512)
     assert found.pass_at_k is not None and found.pass_at_k.mean == 0.25
-    assert "live_groups" not in summary([[1.0], [0.0]])  # one sample has nothing to differ from
+    assert "live_groups" not in summary([[1.0], [0.0]])  # a group of one sample cannot be live

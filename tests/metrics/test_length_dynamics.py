@@ -1,4 +1,4 @@
-"""Lengths: what the policy does differently, and what it was asked."""
+"""Length changes split into the policy's behaviour and the composition of tasks."""
 
 import dataclasses
 import math
@@ -39,34 +39,34 @@ def answer(
 
 
 @given(BINS, BINS)
-def test_the_parts_add_up_to_the_change(before: dict[str, Bin], after: dict[str, Bin]) -> None:
+def test_behaviour_and_composition_sum_to_the_change(before: dict[str, Bin], after: dict[str, Bin]) -> None:
     split = decompose(before, after)
     assert split.behaviour + split.composition == pytest.approx(split.after - split.before, abs=1e-9)
 
 
-def test_harder_tasks_alone_are_composition() -> None:
+def test_harder_tasks_alone_change_composition() -> None:
     before = {"1": Bin(90, 10.0), "5": Bin(10, 100.0)}
     after = {"1": Bin(10, 10.0), "5": Bin(90, 100.0)}
     split = decompose(before, after)
     assert (split.behaviour, split.composition) == pytest.approx((0.0, 72.0))
 
 
-def test_longer_answers_to_the_same_tasks_are_behaviour() -> None:
+def test_longer_answers_to_the_same_tasks_change_behaviour() -> None:
     split = decompose({"1": Bin(5, 10.0), "2": Bin(5, 20.0)}, {"1": Bin(5, 15.0), "2": Bin(5, 30.0)})
     assert (split.behaviour, split.composition) == pytest.approx((7.5, 0.0))
 
 
-def test_a_bin_that_comes_or_goes_is_composition() -> None:
+def test_added_and_removed_bins_change_composition() -> None:
     split = decompose({"1": Bin(1, 10.0)}, {"2": Bin(1, 30.0)})
     assert (split.behaviour, split.composition) == pytest.approx((0.0, 20.0))
 
 
-def test_bins_are_difficulties() -> None:
+def test_length_bins_group_by_difficulty() -> None:
     episodes = [answer(4, 2.0), answer(8, 2.0), answer(5)]
     assert length_bins(episodes) == {"2": Bin(2, 6.0), "unknown": Bin(1, 5.0)}
 
 
-def test_length_by_difficulty_and_verdict() -> None:
+def test_table_groups_lengths_by_difficulty_and_correctness() -> None:
     before = [answer(4, 2.0), answer(9, 2.0, 0.0, finish_reason="length"), answer(7, 10.0, None)]
     after = [answer(6, 2.0), answer(8, 10.0, 0.5, metrics={"difficulty": 10.0, "gold": 1.0})]
     found = length_dynamics(before, after)
@@ -89,7 +89,7 @@ def test_length_by_difficulty_and_verdict() -> None:
     assert found["shape"]["before"]["stopped"] == pytest.approx(2 / 3)
 
 
-def test_repetition_is_judged_on_long_tails() -> None:
+def test_is_repetitive_checks_long_tails_only() -> None:
     assert is_repetitive("again and " * 1200)
     assert not is_repetitive("again and " * 900)  # too short to tell
     varied = "".join(f"{i * 7919 % 10007:x} " for i in range(4000))
@@ -97,7 +97,7 @@ def test_repetition_is_judged_on_long_tails() -> None:
     assert is_repetitive(varied + "again and " * 1200)
 
 
-def test_surprisal_follows_the_place_in_the_answer() -> None:
+def test_surprisal_is_averaged_per_fifth_of_the_answer() -> None:
     one = answer(10, logprobs=np.repeat([-1.0, -2.0, -3.0, -4.0, -5.0], 2).astype(np.float32))
     assert surprisal_by_fifth([one]) == [1.0, 2.0, 3.0, 4.0, 5.0]
     masked = dataclasses.replace(one, loss_mask=np.arange(10) < 2)

@@ -10,17 +10,17 @@ from perilune.learn.algorithms import RL_ALGORITHMS, algorithm
 from perilune.learn.objective import live_group_probability, objective_curve
 
 
-def test_dr_grpo_climbs_the_pass_rate() -> None:
+def test_dr_grpo_optimizes_the_pass_rate() -> None:
     for _, w in objective_curve("dr_grpo", 8):
         assert w == pytest.approx(1 - 1 / 8)
 
 
-def test_grpo_in_large_groups_climbs_the_arcsine() -> None:
+def test_grpo_in_large_groups_optimizes_the_arcsine() -> None:
     for p, w in objective_curve("grpo", 250, points=9):
         assert w == pytest.approx(1 / math.sqrt(p * (1 - p)), rel=0.03)
 
 
-def test_small_groups_agree_with_a_simulated_policy_gradient() -> None:
+def test_grpo_in_small_groups_agrees_with_a_simulated_gradient() -> None:
     """A one-parameter Bernoulli policy: grad log pi is 1 / p or -1 / (1 - p), so grad p is 1."""
     rng, K, p = np.random.default_rng(0), 4, 0.25
     r = (rng.random((200_000, K)) < p).astype(float)
@@ -33,12 +33,12 @@ def test_small_groups_agree_with_a_simulated_policy_gradient() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_pkpo_climbs_pass_at_k(k: int) -> None:
+def test_pkpo_optimizes_pass_at_k(k: int) -> None:
     for p, w in objective_curve(algorithm("pkpo", k=k), 6, points=9):
         assert w == pytest.approx(k * (1 - p) ** (k - 1))
 
 
-def test_maxrl_in_large_groups_climbs_the_logarithm() -> None:
+def test_maxrl_in_large_groups_optimizes_the_log_pass_rate() -> None:
     for p, w in objective_curve("maxrl", 120, points=9):
         assert w == pytest.approx(1 / p, rel=0.05)
 
@@ -49,11 +49,11 @@ def test_rloo_is_unbiased_for_the_pass_rate() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, kind in RL_ALGORITHMS.items() if kind.compares == "group"])
-def test_every_algorithm_that_compares_within_groups_has_an_objective(name: str) -> None:
+def test_every_group_algorithm_has_an_objective(name: str) -> None:
     assert all(w >= 0 for _, w in objective_curve(name, 6, points=9))
 
 
-def test_what_compares_no_rewards_has_no_objective() -> None:
+def test_algorithms_without_group_comparison_have_no_objective() -> None:
     for name in ("sft", "ppo", "reinforce_pp"):
         with pytest.raises(RequestError, match="no implicit objective"):
             objective_curve(name, 8)
@@ -64,6 +64,6 @@ def test_what_compares_no_rewards_has_no_objective() -> None:
 @pytest.mark.parametrize(
     ("K", "row"), [(8, [0.077, 0.337, 0.570, 0.942, 0.992]), (16, [0.149, 0.560, 0.815, 0.997, 1.0])]
 )
-def test_how_often_a_group_disagrees(K: int, row: list[float]) -> None:
+def test_live_group_probability(K: int, row: list[float]) -> None:
     found = [live_group_probability(p, K) for p in (0.01, 0.05, 0.1, 0.3, 0.5)]
     assert found == pytest.approx(row, abs=6e-4)

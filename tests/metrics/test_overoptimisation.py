@@ -1,4 +1,4 @@
-"""The laws of over-optimisation, their fit, and the watch."""
+"""Scaling laws of over-optimisation, their fit, and the watch that raises the alarm."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def test_kl_of_best_of_n(n: int, kl: float) -> None:
     assert best_of_n_kl(n) == pytest.approx(kl, abs=5e-4)
 
 
-def test_best_of_nothing_is_refused() -> None:
+def test_best_of_zero_is_refused() -> None:
     with pytest.raises(RequestError, match="best-of-n needs n"):
         best_of_n_kl(0)
 
@@ -38,14 +38,14 @@ def test_peaks_of_worked_examples() -> None:
 
 
 @given(st.floats(0.2, 3), st.floats(0.05, 0.5), st.sampled_from(["best_of_n", "rl"]))
-def test_a_law_without_noise_is_found_again(alpha: float, beta: float, law: str) -> None:
+def test_fit_recovers_a_law_without_noise(alpha: float, beta: float, law: str) -> None:
     distances = [1.1 + 0.4 * i for i in range(12)]
     gains = [d * (alpha - beta * (d if law == "best_of_n" else math.log(d))) for d in distances]
     fit = fit_gold(distances, gains, law)
     assert (fit.alpha, fit.beta) == pytest.approx((alpha, beta), rel=1e-6)
 
 
-def test_the_fit_is_weighted_least_squares_of_the_ratio() -> None:
+def test_fit_is_weighted_least_squares_of_the_ratio() -> None:
     rng = np.random.default_rng(3)
     d = np.linspace(1.2, 6, 30)
     r = d * (1 - 0.3 * np.log(d)) + rng.normal(0, 0.2, 30)
@@ -57,7 +57,7 @@ def test_the_fit_is_weighted_least_squares_of_the_ratio() -> None:
     assert fit.beta_low < fit.beta
 
 
-def test_the_rl_law_is_fitted_beyond_one() -> None:
+def test_rl_law_is_fitted_to_distances_above_one() -> None:
     near = [(0.1 * i, 100.0) for i in range(1, 10)]
     far = [(1.5 + i, (1.5 + i) * (1 - 0.2 * math.log(1.5 + i))) for i in range(8)]
     distances, gains = zip(*near, *far, strict=True)
@@ -66,7 +66,7 @@ def test_the_rl_law_is_fitted_beyond_one() -> None:
     assert fit_gold([2.0] * 20, [1.0] * 20, "rl") is None  # no two distances
 
 
-def test_slope_is_that_of_ordinary_least_squares() -> None:
+def test_slope_matches_ordinary_least_squares() -> None:
     rng = np.random.default_rng(0)
     y = 0.03 * np.arange(25) + rng.normal(0, 0.1, 25)
     found = slope(y.tolist())
@@ -85,7 +85,7 @@ def follow(gold: list[float], kl: list[float]) -> OveroptimisationWatch:
     return watch
 
 
-def test_a_rise_that_goes_on_raises_nothing() -> None:
+def test_watch_raises_no_alarm_while_gold_keeps_rising() -> None:
     rng = random.Random(0)
     gold = [0.1 + 0.008 * i + rng.gauss(0, 0.02) for i in range(100)]
     watch = follow(gold, [0.05 * i for i in range(100)])
@@ -94,7 +94,7 @@ def test_a_rise_that_goes_on_raises_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_peak_is_called_before_the_gold_score_has_fallen(seed: int) -> None:
+def test_watch_recommends_a_stop_near_the_gold_peak(seed: int) -> None:
     rng = random.Random(seed)
     distances = [0.06 * i for i in range(1, 150)]
     law = [d * (1.0 - 0.55 * math.log(d)) for d in distances]
@@ -107,13 +107,13 @@ def test_a_peak_is_called_before_the_gold_score_has_fallen(seed: int) -> None:
     assert watch.alarm is not None
 
 
-def test_no_alarm_before_there_ever_was_a_rise() -> None:
+def test_watch_raises_no_alarm_before_gold_has_risen() -> None:
     rng = random.Random(1)
     watch = follow([0.3 + rng.gauss(0, 0.05) for _ in range(19)], [0.01] * 19)
     assert watch.alarm is None
 
 
-def test_figures_of_a_step() -> None:
+def test_watch_reports_the_figures_of_each_step() -> None:
     watch = OveroptimisationWatch(window=3)
     assert SLOPE_FROM > 3  # so that the window decides
     assert watch.observe(1, 0.04, 0.1) == {
@@ -125,13 +125,13 @@ def test_figures_of_a_step() -> None:
     assert figures["gold_slope"] == pytest.approx(0.1)
     figures = watch.observe(4, 0.1, 0.4)
     assert (figures["gold_slope_low"], watch.alarm) == (pytest.approx(0.1), None)
-    watch.observe(5, 0.1, 0.5)  # risen for three looks
+    watch.observe(5, 0.1, 0.5)  # gold has risen for three observations
     figures = watch.observe(6, 0.1, 0.1)
     assert figures["overoptimisation_alarm"] == figures["stop_recommended"] == 1.0
     assert (watch.alarm, watch.recommended_stop) == (6, 6)
 
 
-def test_a_rise_by_chance_is_none() -> None:
+def test_watch_ignores_random_fluctuation() -> None:
     watch = OveroptimisationWatch(window=3)
     for step, gold in enumerate([0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1], start=1):
         watch.observe(step, 0.01, gold)

@@ -27,18 +27,20 @@ def test_pass_at_k_worked_example(k: int, expected: float) -> None:
     assert pass_at_k(10, 3, k) == pytest.approx(expected, abs=5e-5)
 
 
-def test_completions_are_not_drawn_with_replacement() -> None:
-    """That would say too little of few samples: 0.832 of 3 right ones among 10, at k = 5."""
+def test_pass_at_k_draws_without_replacement() -> None:
+    """Drawing with replacement underestimates: 0.832 instead of 0.917 for 3 of 10 right at k = 5."""
     with_replacement = 1 - (1 - 3 / 10) ** 5
     assert with_replacement == pytest.approx(0.832, abs=5e-4)
     groups = [[answer(float(i < 3), f"{g}/{i}") for i in range(10)] for g in range(2)]
     found = evaluation_summary("e", groups, [], seed=0)
     assert found["pass@4"]["mean"] == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
-    assert found["pass@4"]["low"] == found["pass@4"]["high"]  # two tasks alike: nothing else is resampled
+    assert (
+        found["pass@4"]["low"] == found["pass@4"]["high"]
+    )  # both tasks are alike and only tasks are resampled
 
 
 @given(st.data())
-def test_it_equals_enumeration_over_subsets(data: st.DataObject) -> None:
+def test_pass_at_k_equals_enumeration_over_subsets(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 8))
     c = data.draw(st.integers(0, n))
     k = data.draw(st.integers(1, n))
@@ -46,12 +48,12 @@ def test_it_equals_enumeration_over_subsets(data: st.DataObject) -> None:
     assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
 
 
-def test_is_stable_where_binomials_overflow() -> None:
+def test_pass_at_k_is_stable_where_binomials_overflow() -> None:
     exact = 1 - math.comb(9_000, 500) / math.comb(10_000, 500)
     assert pass_at_k(10_000, 1_000, 500) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int) -> None:
     with pytest.raises(RequestError):
         pass_at_k(n, c, k)

@@ -1,4 +1,4 @@
-"""Wilson's interval: against published figures, and at the edges."""
+"""Wilson's interval against published figures and at 0 and 1."""
 
 import pytest
 
@@ -11,19 +11,19 @@ from perilune.metrics.proportion import pass_rate, wilson
     ("successes", "trials", "low", "high"),
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (29, 29, 0.8830, 1.0)],
 )
-def test_the_figures_of_newcombe(successes: int, trials: int, low: float, high: float) -> None:
+def test_wilson_matches_figures_of_newcombe(successes: int, trials: int, low: float, high: float) -> None:
     """Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3."""
     found = wilson(successes, trials)
     assert found.mean == successes / trials
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_no_trials_have_no_share() -> None:
+def test_wilson_refuses_zero_trials() -> None:
     with pytest.raises(RequestError, match="at least one trial"):
         wilson(0, 0)
 
 
-def test_a_rate_of_all_or_no_problems_is_uncertain() -> None:
+def test_pass_rate_of_all_or_no_problems_uses_wilson() -> None:
     assert pass_rate([0.0] * 20) == wilson(0, 20)
     assert pass_rate([1.0] * 29) == wilson(29, 29)
     mixed = [0.0, 0.25, 1.0, 0.5] * 5

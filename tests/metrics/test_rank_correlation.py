@@ -1,4 +1,4 @@
-"""Spearman's correlation by hand, its interval over problems, and its ceiling beside noise."""
+"""Spearman's correlation, its interval over problems, and its ceiling under noise."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from perilune.metrics.rank_correlation import ceiling, spearman, spearman_over_problems
 
 
-def test_by_hand() -> None:
+def test_spearman_matches_hand_computed_values() -> None:
     assert spearman(np.array([1.0, 2, 3, 4]), np.array([10.0, 30, 20, 40])) == pytest.approx(0.8)
     # ties share the mean of their ranks: 1.5, 1.5, 3 against 1, 2, 3
     assert spearman(np.array([5.0, 5, 9]), np.array([1.0, 2, 3])) == pytest.approx(1.5 / np.sqrt(1.5 * 2))
@@ -16,7 +16,7 @@ def test_by_hand() -> None:
 
 
 @given(st.lists(st.integers(-20, 20), min_size=3, max_size=30, unique=True), st.integers(0, 99))
-def test_only_the_order_counts(values: list[int], seed: int) -> None:
+def test_spearman_depends_on_the_order_alone(values: list[int], seed: int) -> None:
     a = np.array(values, float)
     b = np.random.default_rng(seed).normal(size=len(a))
     found = spearman(a, b)
@@ -25,8 +25,8 @@ def test_only_the_order_counts(values: list[int], seed: int) -> None:
     assert spearman(a, a**3) == pytest.approx(1.0)
 
 
-def test_the_interval_is_over_problems_not_over_what_is_in_them() -> None:
-    """A hundred copies of each problem's pairs are no further evidence."""
+def test_interval_resamples_problems_and_not_pairs() -> None:
+    """A hundred copies of each problem's pairs add no evidence."""
     rng = np.random.default_rng(0)
     few = [(x, x + rng.normal(size=3)) for x in rng.normal(size=(12, 3))]
     many = [(np.tile(a, 100), np.tile(b, 100)) for a, b in few]
@@ -36,14 +36,14 @@ def test_the_interval_is_over_problems_not_over_what_is_in_them() -> None:
     assert (other.high - other.low) == pytest.approx(one.high - one.low, rel=0.1)
 
 
-def test_nothing_to_correlate() -> None:
+def test_correlation_is_none_without_variation() -> None:
     nothing = np.zeros(0)
     assert spearman_over_problems([]) is None
     assert spearman_over_problems([(nothing, nothing), (nothing, nothing)]) is None
     assert spearman_over_problems([(np.ones(3), np.arange(3.0))]) is None
 
 
-def test_the_ceiling_is_what_a_perfect_figure_reaches() -> None:
+def test_ceiling_is_the_correlation_of_a_perfect_predictor() -> None:
     rng = np.random.default_rng(3)
     truth = rng.normal(size=20_000)
     halves = [truth + rng.normal(size=len(truth)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Figures of games, and which signs of a collapse are seen when."""
+"""Figures of games, and alarms about a collapse of self-play."""
 
 import math
 
@@ -20,7 +20,7 @@ def episode(group: str, said: str, reward: float | None, **metrics: float) -> Ep
     )  # fmt: skip
 
 
-def test_figures_of_games() -> None:
+def test_game_figures() -> None:
     games = [
         episode("3/0", "a", 1.0, illegal=1.0, turns=2.0),
         episode("3/0/p1", "x", -1.0, illegal=1.0, turns=1.0),
@@ -37,7 +37,7 @@ def test_figures_of_games() -> None:
     assert game_figures([]) == {}
 
 
-def test_effective_numbers() -> None:
+def test_effective_number() -> None:
     assert effective_number({"a": 5}) == 1.0
     assert effective_number({"a": 3, "b": 3}) == pytest.approx(2.0)
     assert 1 < effective_number({"a": 9, "b": 1}) < 2
@@ -55,7 +55,7 @@ HEALTHY = {"illegal": 0.02, "unfinished": 0.0, "entropy": 0.4, "openings": 5.0}
         ({"openings": 1.0}, "openings", False),
     ],
 )
-def test_each_sign_is_seen_once_it_has_lasted(sick: dict[str, float], name: str, is_collapse: bool) -> None:
+def test_alarms_require_a_sign_to_persist(sick: dict[str, float], name: str, is_collapse: bool) -> None:
     lines = [dict(HEALTHY) for _ in range(20)]
     assert alarms(lines) == []
     assert alarms([*lines, {**HEALTHY, **sick}]) == []
@@ -64,16 +64,16 @@ def test_each_sign_is_seen_once_it_has_lasted(sick: dict[str, float], name: str,
     assert alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
 
 
-def test_a_policy_that_began_with_many_illegal_moves_has_not_collapsed() -> None:
+def test_illegal_move_alarm_is_relative_to_the_start() -> None:
     assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.65}] * 8) == []
     assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.9}] * 8) != []
 
 
-def test_playing_worse_than_it_began_is_a_collapse_at_once() -> None:
+def test_weaker_play_than_at_the_start_is_a_collapse_at_once() -> None:
     (found,) = alarms([HEALTHY], weaker=["minimax"])
     assert found.is_collapse and "minimax" in found.message
 
 
-def test_a_policy_that_began_with_one_opening_has_not_lost_any() -> None:
+def test_openings_alarm_is_relative_to_the_start() -> None:
     assert alarms([{**HEALTHY, "openings": 1.0}] * 30) == []
     assert math.isclose(effective_number({"a": 1}), 1)

@@ -1,4 +1,4 @@
-"""Task plugins and an environment that exist only here, found through real entry points."""
+"""Task plugins and an environment for these tests, installed through real entry points."""
 
 import sys
 from collections.abc import Iterator

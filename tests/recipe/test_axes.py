@@ -1,4 +1,4 @@
-"""The axes of a sweep: what users write, and the arms that follow from it."""
+"""Sweep axes: parsing the options, and the arms that they expand to."""
 
 import math
 import random
@@ -23,7 +23,7 @@ from perilune.recipe.source import parse_yaml
         ("rl.lr=1e-5,0.00001", ("1e-05",)),  # the same value
     ],
 )
-def test_values_read_back_as_what_was_written(option: str, values: tuple[str, ...]) -> None:
+def test_parse_axis_values_round_trip_through_yaml(option: str, values: tuple[str, ...]) -> None:
     axis = parse_axis(option)
     assert axis.values == values and axis.bounds is None
     written = parse_yaml(f"[{option.partition('=')[2]}]", "").value
@@ -42,13 +42,13 @@ def test_values_read_back_as_what_was_written(option: str, values: tuple[str, ..
         ("seed=1,2", "seeds are not an axis"),
     ],
 )
-def test_what_is_no_axis_is_refused_with_its_place(option: str, message: str) -> None:
+def test_parse_axis_error_names_the_option(option: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as found:
         parse_axis(option)
     assert found.value.where == f"--set {option}"
 
 
-def test_a_grid_is_every_combination_in_order() -> None:
+def test_grid_lists_every_combination_in_order() -> None:
     axes = [parse_axis("rl.lr=1e-5,3e-5"), parse_axis("rl.samples=4,8")]
     assert grid(axes) == [
         ("rl.lr=1e-05", "rl.samples=4"),
@@ -62,20 +62,20 @@ def test_a_grid_is_every_combination_in_order() -> None:
     assert "--random" in found.value.remedy
 
 
-def test_draws_are_in_the_range_on_a_logarithmic_scale_and_longer_draws_begin_alike() -> None:
+def test_draw_is_log_uniform_and_longer_draws_share_a_prefix() -> None:
     axes = [parse_axis("rl.lr=1e-6..1e-4"), parse_axis("rl.steps=5..9"), parse_axis("rl.algorithm=grpo,gspo")]
     arms = draw(axes, 400)
     assert draw(axes, 10) == arms[:10]
     assert draw(axes, 10, seed=1) != arms[:10]
     rates = [float(lr.partition("=")[2]) for lr, _, _ in arms]
     assert min(rates) >= 1e-6 and max(rates) <= 1e-4
-    below = sum(rate < 1e-5 for rate in rates) / len(rates)  # half of them, as log10 halves the range there
+    below = sum(rate < 1e-5 for rate in rates) / len(rates)  # half of them: 1e-5 is the middle on a log scale
     assert abs(below - 0.5) < 5 * math.sqrt(0.25 / len(rates))
     assert {one[1] for one in arms} == {f"rl.steps={count}" for count in range(5, 10)}
     assert {one[2] for one in arms} == {"rl.algorithm=grpo", "rl.algorithm=gspo"}
 
 
-def test_a_range_from_zero_is_drawn_uniformly() -> None:
+def test_range_from_zero_is_drawn_uniformly() -> None:
     axis, rng = parse_axis("rl.kl=0.0..0.2"), random.Random(0)
     values = [float(axis.draw(rng)) for _ in range(400)]
     below = sum(value < 0.1 for value in values) / len(values)
@@ -83,7 +83,7 @@ def test_a_range_from_zero_is_drawn_uniformly() -> None:
     assert abs(below - 0.5) < 5 * math.sqrt(0.25 / len(values))
 
 
-def test_seeds_are_a_number_a_range_or_a_list() -> None:
+def test_parse_seeds_takes_a_count_a_range_or_a_list() -> None:
     assert parse_seeds("3", 7) == (7, 8, 9)
     assert parse_seeds("3..5", 0) == (3, 4, 5)
     assert parse_seeds("0, 4,7,4", 0) == (0, 4, 7)

@@ -1,4 +1,4 @@
-"""Code of the user, named as file.py:name in a recipe: frozen as text, and one error if it is broken."""
+"""User code, named as file.py:name in a recipe: frozen as text, and a single error if it is broken."""
 
 from pathlib import Path
 from typing import Any
@@ -139,16 +139,16 @@ def recipe(folder: Path, stage: dict[str, Any] | None = None, **keys: Any) -> Pa
     return path
 
 
-def test_an_environment_of_a_file_is_frozen_as_text(tmp_path: Path) -> None:
+def test_environment_file_is_frozen_as_text(tmp_path: Path) -> None:
     loaded = load_recipe(recipe(tmp_path, environment={"id": "world.py:Echo", "words": 5}))
     assert loaded.environment["source"] == ENVIRONMENT and loaded.environment["words"] == 5
-    (tmp_path / "world.py").unlink()  # from here on the text is enough
+    (tmp_path / "world.py").unlink()  # the frozen text must be enough from here on
     assert derive(loaded)[0]["name"] == "rl"
     job = job_for(loaded, loaded.stages[0])
     assert job.environment["id"] == "world.py:Echo" and str(tmp_path) not in job.model_dump_json()
 
 
-def test_an_environment_of_a_file_can_be_a_part_of_a_mixture(tmp_path: Path) -> None:
+def test_environment_file_can_be_part_of_a_mixture(tmp_path: Path) -> None:
     parts = {"own": {"id": "world.py:Echo"}, "sums": SUMS}
     loaded = load_recipe(recipe(tmp_path, environment={"id": "mixture", "parts": parts}))
     assert loaded.environment["parts"]["own"]["source"] == ENVIRONMENT
@@ -156,7 +156,7 @@ def test_an_environment_of_a_file_can_be_a_part_of_a_mixture(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("written", ["method.py:Plain", {"name": "method.py:Plain", "margin": 0.25}])
-def test_an_algorithm_of_a_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
+def test_algorithm_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
     loaded = load_recipe(recipe(tmp_path, {**RL, "algorithm": written}))
     (tmp_path / "method.py").unlink()
     derive(loaded)
@@ -168,7 +168,7 @@ def test_an_algorithm_of_a_file_is_frozen_as_text(tmp_path: Path, written: Any) 
     assert load_plugin("rl").spec.model_validate(spec.model_dump(mode="json")) == spec
 
 
-def test_a_teacher_and_a_metric_of_a_file_are_frozen_as_text(tmp_path: Path) -> None:
+def test_teacher_and_metric_files_are_frozen_as_text(tmp_path: Path) -> None:
     loaded = load_recipe(recipe(tmp_path, COLLECT, environment={"id": "world.py:Echo"}))
     assert loaded.stages[0].spec["teacher"] == {"name": "teacher.py:Parrot", "source": TEACHER}
     assert derive(loaded)[0]["derived"]["teacher"] == "parrot (100% once)"
@@ -177,11 +177,11 @@ def test_a_teacher_and_a_metric_of_a_file_are_frozen_as_text(tmp_path: Path) -> 
     derive(loaded)
 
 
-def test_reward_functions_are_tried_when_the_recipe_is_planned(tmp_path: Path) -> None:
+def test_plan_accepts_a_working_reward_function(tmp_path: Path) -> None:
     derive(load_recipe(recipe(tmp_path, rewards={"half": {"function": "pay.py:half"}})))
 
 
-def test_a_reward_function_may_be_assigned_and_its_file_may_have_a_byte_order_mark(tmp_path: Path) -> None:
+def test_reward_function_may_be_a_variable_in_a_file_with_bom(tmp_path: Path) -> None:
     (tmp_path / "pay.py").write_text("\ufeff" + REWARD, encoding="utf-8")
     derive(load_recipe(recipe(tmp_path, rewards={"made": {"function": "pay.py:made"}})))
 
@@ -193,9 +193,7 @@ def test_a_reward_function_may_be_assigned_and_its_file_may_have_a_byte_order_ma
         ("argues", "reward function 'r' raised ValueError: the argument is not JSON"),
     ],
 )
-def test_a_reward_function_that_fails_on_an_answer_is_a_warning_of_the_plan(
-    tmp_path: Path, name: str, reason: str
-) -> None:
+def test_plan_warns_when_a_reward_function_fails_on_an_answer(tmp_path: Path, name: str, reason: str) -> None:
     loaded = load_recipe(recipe(tmp_path, rewards={"r": {"function": f"pay.py:{name}"}}))
     (stage,) = derive(loaded, check=True)
     assert stage["derived"]["warning 1"].endswith(
@@ -226,7 +224,9 @@ KEYS = {
         ("fails.py:fails", "division by zero"),
     ],
 )
-def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:
+def test_broken_code_file_gives_one_error_without_traceback(
+    tmp_path: Path, key: str, file: str, what: str
+) -> None:
     with pytest.raises(RequestError, match=what) as caught:
         derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
     assert file.partition(".")[0] in str(caught.value) and "Traceback" not in str(caught.value)
@@ -255,18 +255,18 @@ def test_a_broken_file_is_one_error(tmp_path: Path, key: str, file: str, what: s
         ),
     ],
 )
-def test_a_wrong_signature_is_one_error(tmp_path: Path, key: str, file: str, what: str) -> None:
+def test_wrong_signature_is_refused(tmp_path: Path, key: str, file: str, what: str) -> None:
     with pytest.raises(RequestError, match=what):
         derive(load_recipe(recipe(tmp_path, **KEYS[key](file))), check=True)
 
 
-def test_an_option_that_an_algorithm_lacks_names_its_options(tmp_path: Path) -> None:
+def test_unknown_algorithm_option_error_lists_the_options(tmp_path: Path) -> None:
     stage = {**RL, "algorithm": {"name": "method.py:Plain", "marginn": 1}}
     with pytest.raises(RequestError, match=r"marginn.*its options are .*margin"):
         load_recipe(recipe(tmp_path, stage))
 
 
-def test_a_field_that_an_environment_lacks_names_the_line(tmp_path: Path) -> None:
+def test_unknown_environment_field_error_names_the_line(tmp_path: Path) -> None:
     path = recipe(tmp_path, environment={"id": "world.py:Echo", "wrods": 5})
     with pytest.raises(RequestError, match="wrods is not a known key") as caught:
         load_recipe(path)

@@ -39,7 +39,7 @@ def sets_of(job: Job) -> dict[str, Any]:
     return found
 
 
-def test_a_set_is_the_recipe_s_environment_with_other_keys(tmp_path: Path) -> None:
+def test_evaluation_set_overrides_the_recipe_environment(tmp_path: Path) -> None:
     job = loaded(tmp_path, "{more: {path: more.jsonl}, other: {id: calculator, digits: 1}}")
     found = sets_of(job)
     assert found["more"] == job.environment | {"path": str(tmp_path / "more.jsonl")}
@@ -47,7 +47,7 @@ def test_a_set_is_the_recipe_s_environment_with_other_keys(tmp_path: Path) -> No
     assert "path" not in found["other"]
 
 
-def test_the_files_of_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
+def test_files_of_evaluation_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
     job, files = staged(loaded(tmp_path, "{more: {path: more.jsonl}}"))
     name = "spec.eval.sets.more.path"
     assert files[name] == tmp_path / "more.jsonl"
@@ -66,7 +66,7 @@ def test_the_files_of_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
         ("{more: 3}", r"stages.rl.eval.sets.more"),
     ],
 )
-def test_what_is_wrong_with_a_set_is_told_with_its_line(tmp_path: Path, sets: str, message: str) -> None:
+def test_invalid_evaluation_set_error_names_the_line(tmp_path: Path, sets: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as found:
         loaded(tmp_path, sets)
     assert "pens.yaml:9" in str(found.value)

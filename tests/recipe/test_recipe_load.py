@@ -1,4 +1,4 @@
-"""What a good recipe becomes, and what each kind of bad one is told."""
+"""Loading of valid recipes, and the error for each kind of invalid recipe."""
 
 import subprocess
 import sys
@@ -46,14 +46,14 @@ def dinner(write) -> Path:
     return write(DINNER)
 
 
-def test_stages_follow_what_they_consume_and_otherwise_stay_as_written(dinner: Path) -> None:
+def test_stages_are_sorted_after_their_inputs(dinner: Path) -> None:
     recipe = load_recipe(dinner)
     assert [stage.name for stage in recipe.stages] == ["egg", "bread", "cake"]
     assert recipe.stage("cake").consumes == {"flour": "bread", "eggs": "egg"}
     assert recipe.stage("bread").consumes == {"flour": "model"}
 
 
-def test_every_default_is_filled_in(dinner: Path) -> None:
+def test_load_recipe_fills_in_every_default(dinner: Path) -> None:
     recipe = load_recipe(dinner)
     assert recipe.stage("bread").spec == {
         "flour": "model", "eggs": None, "minutes": 30, "heat": 0.1, "style": "plain", "tags": [],
@@ -69,7 +69,7 @@ def test_every_default_is_filled_in(dinner: Path) -> None:
     assert recipe.resources.threads == 0
 
 
-def test_a_job_carries_its_stage_and_nothing_of_the_others(dinner: Path) -> None:
+def test_job_contains_only_its_own_stage(dinner: Path) -> None:
     recipe = load_recipe(dinner)
     job = job_for(recipe, recipe.stage("egg"))
     assert (job.task, job.stage, job.seed, job.inputs) == ("lay", "egg", 3, ())
@@ -78,7 +78,7 @@ def test_a_job_carries_its_stage_and_nothing_of_the_others(dinner: Path) -> None
     assert job.environment == recipe.environment
 
 
-def test_reading_twice_gives_equal_recipes(dinner: Path) -> None:
+def test_load_recipe_is_deterministic_and_round_trips(dinner: Path) -> None:
     recipe = load_recipe(dinner)
     assert recipe == load_recipe(dinner)
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
@@ -98,11 +98,13 @@ def test_reading_twice_gives_equal_recipes(dinner: Path) -> None:
         ("environment={id: kitchen, meal: dinner}", lambda r: r.environment["meal"], "dinner"),
     ],
 )
-def test_set_replaces_one_key_with_a_typed_value(dinner: Path, override: str, read, value: object) -> None:
+def test_override_replaces_one_key_with_a_typed_value(
+    dinner: Path, override: str, read, value: object
+) -> None:
     assert read(load_recipe(dinner, [override])) == value
 
 
-def test_a_model_is_found_beside_the_recipe_or_in_the_cache(
+def test_model_path_resolves_beside_the_recipe_or_in_the_hub_cache(
     write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = tmp_path / "hub" / "models--org--small" / "snapshots" / "0a1b"
@@ -122,7 +124,7 @@ def test_a_model_is_found_beside_the_recipe_or_in_the_cache(
     assert load_recipe(recipe, ["model.path=org/small"]).model.path == str(cached)
 
 
-def test_presets_are_those_that_models_have() -> None:
+def test_schema_lists_all_model_presets() -> None:
     from perilune.models.config.decoder_config import PRESETS
     from perilune.recipe.schema import ModelSpec
 
@@ -130,7 +132,7 @@ def test_presets_are_those_that_models_have() -> None:
     assert set(known.get("enum", [known.get("const")])) == set(PRESETS)
 
 
-def test_asynchronous_training_corrects_old_tokens_unless_the_recipe_says_how() -> None:
+def test_asynchronous_training_sets_off_policy_correction_by_default() -> None:
     changes = ["rl.asynchronous={staleness: 2}", "rl.lora={targets: [q_proj]}"]
     rl = load_recipe(bundled_recipe("quickstart"), changes).stage("rl")
     assert (rl.spec["off_policy"]["weight"], rl.spec["off_policy"]["max_staleness"]) == ("truncate", 12)
@@ -140,11 +142,11 @@ def test_asynchronous_training_corrects_old_tokens_unless_the_recipe_says_how() 
     assert own.stage("rl").spec["off_policy"]["weight"] == "mask"
 
 
-def test_the_last_override_wins(dinner: Path) -> None:
+def test_last_override_wins(dinner: Path) -> None:
     assert load_recipe(dinner, ["seed=1", "seed=2"]).seed == 2
 
 
-BAD = {  # (text replaced, by what): where, what is said
+BAD = {  # (old text, new text): place, parts of the message
     ("seed: 3", "seed: 3\nseeds: 4"): (":3:", "seeds is not a known key", "'seed'"),
     ("heat: 1e-1", "haet: 0.1"): (":11:", "stages.bread.haet is not a known key", "'heat'"),
     ("heat: 1e-1", "heat: 1.5"): (":11:", "stages.bread.heat is 1.5", "less than or equal to 1"),
@@ -238,7 +240,7 @@ BAD = {  # (text replaced, by what): where, what is said
 
 
 @pytest.mark.parametrize("change", BAD, ids=lambda change: change[1][:30])
-def test_a_bad_recipe_is_told_where_and_what(write, change: tuple[str, str]) -> None:
+def test_invalid_recipe_error_names_line_problem_and_remedy(write, change: tuple[str, str]) -> None:
     old, new = change
     assert DINNER.count(old) == 1
     with pytest.raises(RequestError) as caught:
@@ -267,20 +269,20 @@ def test_a_bad_recipe_is_told_where_and_what(write, change: tuple[str, str]) -> 
         ("cake.flour=egg", "'egg' makes a dataset"),
     ],
 )
-def test_a_bad_override_is_named(dinner: Path, override: str, said: str) -> None:
+def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         load_recipe(dinner, ["seed=5", override])
     assert str(caught.value).startswith(f"--set {override}: ")
     assert said in str(caught.value)
 
 
-def test_all_problems_are_counted_and_the_topmost_is_told(write) -> None:
+def test_error_shows_the_first_problem_and_counts_the_others(write) -> None:
     text = DINNER.replace("seed: 3", "seed: -1").replace("heat: 1e-1", "heat: 3").replace("kitchen", "kitch")
     with pytest.raises(RequestError, match=r"dinner.yaml:2: seed is -1 .*\(and 2 more\)"):
         load_recipe(write(text))
 
 
-def test_a_missing_recipe_names_the_bundled_ones(tmp_path: Path) -> None:
+def test_missing_recipe_error_lists_bundled_recipes(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such recipe") as caught:
         load_recipe(tmp_path / "none.yaml")
     assert all(name in str(caught.value) for name in bundled_recipes())
@@ -288,7 +290,7 @@ def test_a_missing_recipe_names_the_bundled_ones(tmp_path: Path) -> None:
         load_recipe(tmp_path)
 
 
-def test_a_file_that_is_not_text_names_the_line(tmp_path: Path) -> None:
+def test_invalid_utf8_error_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "dinner.yaml"
     path.write_bytes(b"name: dinner\nseed: \xff\n")
     with pytest.raises(RequestError, match=r"dinner.yaml:2: not UTF-8"):
@@ -307,7 +309,7 @@ PLACES = [("seed",), ("model",), ("environment", "meal"), ("stages",), ("stages"
 
 @settings(deadline=None)  # a busy machine has pauses
 @given(path=st.sampled_from(PLACES), value=values)
-def test_any_value_anywhere_gives_a_recipe_or_a_request_error(
+def test_resolve_of_any_value_gives_a_recipe_or_a_request_error(
     path: tuple[str | int, ...], value: object
 ) -> None:
     document = parse_yaml(DINNER, "dinner.yaml")
@@ -324,7 +326,7 @@ def test_any_value_anywhere_gives_a_recipe_or_a_request_error(
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_document_or_a_request_error(text: str) -> None:
+def test_parse_yaml_of_any_text_gives_a_document_or_a_request_error(text: str) -> None:
     try:
         parse_yaml(text, "x")
     except RequestError as error:
@@ -339,13 +341,13 @@ def test_any_text_is_a_document_or_a_request_error(text: str) -> None:
         ("'3'", "3"), ("3.", 3.0), (".5", 0.5), ("-", [None]), ("null", None), ("1.5.2", "1.5.2"),
     ],
 )  # fmt: skip
-def test_scalars_are_those_of_json(text: str, value: object) -> None:
+def test_parse_yaml_reads_scalars_as_json_does(text: str, value: object) -> None:
     read = parse_yaml(f"- {text}", "x").value[0] if text != "-" else parse_yaml("-", "x").value
     assert read == value
     assert type(read) is type(value)
 
 
-def test_reading_a_recipe_imports_nothing_heavy() -> None:
+def test_load_recipe_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe\n"
         "for name in bundled_recipes(): '/' in name or load_recipe(bundled_recipe(name))\n"

@@ -1,4 +1,4 @@
-"""The recipe's reference page and JSON schema say what the models say, and there are few keys."""
+"""The recipe reference page and JSON schema match the models, and the number of keys stays small."""
 
 import json
 import re
@@ -21,11 +21,11 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 STORY = ("collect", "sft", "rl", "evaluate")
 ITS_ENVIRONMENT = "environment: reasoning_gym/"
 KNOWN = re.compile(r"(recipe|model|resources|stages|environment: .*|task: .*)$")
-MOST_NAMES = 77  # that one person can be asked to know for the story; a name means the same in every task
-MOST_MORE = 13  # that each further task or environment may add
+MOST_NAMES = 77  # names to learn for the main workflow; a name means the same in every task
+MOST_MORE = 13  # names that each further task or environment may add
 
 
-def test_the_page_and_the_schema_are_in_step() -> None:
+def test_reference_page_and_schema_are_up_to_date() -> None:
     how = "python -m perilune.recipe.reference"
     assert (REFERENCE / "recipe.md").read_text() == markdown(), f"{how} markdown > docs/reference/recipe.md"
     schema = json.loads((REFERENCE / "recipe.schema.json").read_text())
@@ -35,8 +35,8 @@ def test_the_page_and_the_schema_are_in_step() -> None:
 def user_keys() -> list[str]:
     """The keys that a user has to know.
 
-    Leaves out sections that only contain other keys, the options of what is chosen by name, such as an
-    algorithm, and the keys of optional sections, such as `lora`.
+    Leaves out sections that only contain other keys, the options of choices by name (such as an algorithm),
+    and the keys of optional sections (such as `lora`).
     """
     holders = {f"recipe/{name}" for name in ("model", "environment", "resources", "stages")}
     own = [(name, key) for name, keys in sections().items() if KNOWN.match(name) for key in keys]
@@ -51,19 +51,19 @@ def user_keys() -> list[str]:
     ]
 
 
-def test_there_are_few_keys() -> None:
+def test_number_of_recipe_keys_is_bounded() -> None:
     keys = user_keys()
     assert len(set(keys)) == len(keys)
     for name in plugin_names():
         for field in load_plugin(name).spec.model_fields:
-            key = f"task: {name}/{field}"  # or, of a section, each of its own
+            key = f"task: {name}/{field}"  # a section counts by each of its keys
             assert any(found == key or found.startswith(f"{key}.") for found in keys)
     assert "environment: reasoning_gym/task" in keys
     assert "recipe/seed" in keys
-    assert "recipe/stages" not in keys  # holds keys, is none to know by itself
+    assert "recipe/stages" not in keys  # only contains other keys
 
     def fields(*prefixes: str) -> set[str]:
-        """A section within one counts once: who leaves it out knows its name at most."""
+        """A nested section counts once: users who leave it out need its name at most."""
         return {key.split("/")[1].partition(".")[0] for key in keys if key.startswith(prefixes)}
 
     names = {task: fields(f"task: {task}/") for task in plugin_names()}
@@ -75,7 +75,7 @@ def test_there_are_few_keys() -> None:
         assert len(own - known) <= MOST_MORE, name
 
 
-def test_every_key_is_described() -> None:
+def test_every_recipe_key_has_a_description() -> None:
     for section, keys in sections().items():
         for key in keys:
             assert key.description, f"{section}: {key.name}"
@@ -92,7 +92,7 @@ def schema() -> Any:
 
 
 @pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
-def test_bundled_recipes_are_valid_by_the_schema_too(name: str, schema: Any) -> None:
+def test_bundled_recipes_match_the_json_schema(name: str, schema: Any) -> None:
     path = bundled_recipe(name)
     recipe = load_recipe(path)
     document = yaml.safe_load(path.read_text())
@@ -115,13 +115,13 @@ def test_bundled_recipes_are_valid_by_the_schema_too(name: str, schema: Any) -> 
         ("model.model_name_or_path=x", "path"),
     ],
 )
-def test_a_key_of_another_trainer_is_answered_with_ours(written: str, ours: str) -> None:
+def test_error_for_another_trainers_key_names_our_key(written: str, ours: str) -> None:
     with pytest.raises(RequestError, match="is not a known key") as refused:
         load_recipe(bundled_recipe("quickstart"), [written])
     assert refused.value.remedy.split("; ")[0] == f"'{ours}'"
 
 
-def test_every_option_in_the_table_of_trl_has_a_hint() -> None:
+def test_every_option_in_the_trl_table_has_a_hint() -> None:
     table = (
         (REFERENCE.parent / "how-to" / "coming-from-trl.md").read_text().split("## Names")[1].split("##")[0]
     )
@@ -149,18 +149,18 @@ def test_every_option_in_the_table_of_trl_has_a_hint() -> None:
         ("sft.packing=true", "leave it out"),
         ("rl.top_p=0.9", "leave it out: training samples from the whole distribution"),
         ("rl.ref_model_sync_steps=64", "leave it out: the reference is the checkpoint"),
-        ("rl.scale_rewards=false", "algorithm: dr_grpo"),  # not the nearest name, process_rewards
-        ("sft.eval_steps=10", "eval: {every: 10"),  # not steps
+        ("rl.scale_rewards=false", "algorithm: dr_grpo"),  # and not process_rewards, the nearest name
+        ("sft.eval_steps=10", "eval: {every: 10"),  # and not steps
         ("sft.warmup_ratio=0.1", "warmup, in steps"),
     ],
 )
-def test_an_option_without_a_key_of_ours_is_answered_with_what_to_write(written: str, ours: str) -> None:
+def test_error_for_an_option_without_equivalent_gives_a_remedy(written: str, ours: str) -> None:
     with pytest.raises(RequestError, match="is not a known key") as refused:
         load_recipe(bundled_recipe("quickstart"), [written])
     assert refused.value.remedy.startswith(ours)
 
 
-def test_every_alias_names_keys_of_recipes() -> None:
+def test_every_alias_names_recipe_keys() -> None:
     rows = re.findall(r"^\| `([\w.]+)`", markdown(), re.MULTILINE)
     keys = {part for row in rows for part in row.split(".")}
     assert {name for names in ALIASES.values() for name in names} <= keys

@@ -1,4 +1,4 @@
-"""A stage may have other fields of the environment than the recipe."""
+"""A stage may override fields of the recipe's environment."""
 
 import pytest
 
@@ -28,19 +28,19 @@ def sections(recipe):
     return {stage.name: job_for(recipe, stage).environment for stage in recipe.stages}
 
 
-def test_a_stage_s_fields_are_laid_over_the_recipe_s(tmp_path):
+def test_stage_environment_overrides_fields_of_the_recipe(tmp_path):
     found = sections(loaded(tmp_path, "{opponent: mcts, simulations: 7}"))
     assert (found["before"]["opponent"], found["after"]["opponent"]) == ("self", "mcts")
     assert found["after"] == found["before"] | {"opponent": "mcts", "simulations": 7}
     assert found["after"]["list_moves"] is False
 
 
-def test_another_environment_takes_nothing_from_the_recipe_s(tmp_path):
+def test_stage_environment_with_another_id_inherits_no_fields(tmp_path):
     found = sections(loaded(tmp_path, "{id: calculator, digits: 1}"))
     assert found["after"]["digits"] == 1 and "game" not in found["after"]
 
 
-def test_an_override_reaches_a_stage_s_environment(tmp_path):
+def test_override_changes_the_environment_of_a_stage(tmp_path):
     recipe = loaded(tmp_path, "{opponent: mcts}", ["after.environment.opponent=random"])
     assert sections(recipe)["after"]["opponent"] == "random"
 
@@ -53,6 +53,6 @@ def test_an_override_reaches_a_stage_s_environment(tmp_path):
         ("mcts", r"dishes.yaml:9: .*stages.after.environment"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_with_its_line(tmp_path, own, message):
+def test_invalid_stage_environment_error_names_the_line(tmp_path, own, message):
     with pytest.raises(RequestError, match=message):
         loaded(tmp_path, own)

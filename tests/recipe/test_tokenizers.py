@@ -1,4 +1,4 @@
-"""The tokenizer of a new model: bytes where a text of the recipe needs them, refused where it cannot work."""
+"""The tokenizer of a new model: bytes if a text of the recipe needs them, an error if it cannot encode."""
 
 import json
 from io import StringIO
@@ -72,7 +72,7 @@ def tokenizer(recipe: Recipe) -> str | None:
     return recipe.model.tokenizer
 
 
-def test_printable_ascii_keeps_characters_and_the_same_job(tmp_path: Path) -> None:
+def test_printable_ascii_keeps_the_character_tokenizer(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, ROWS)
     assert tokenizer(recipe) is None
     model = job_for(recipe, recipe.stages[0]).model
@@ -87,13 +87,13 @@ def test_printable_ascii_keeps_characters_and_the_same_job(tmp_path: Path) -> No
         {"prompt": "a\tb", "answer": "a tab is ASCII, and not printable"},
     ],
 )
-def test_a_single_row_of_a_file_decides(row: dict[str, Any], tmp_path: Path) -> None:
+def test_single_non_ascii_row_selects_bytes(row: dict[str, Any], tmp_path: Path) -> None:
     recipe = loaded(tmp_path, [*ROWS, row])
     assert tokenizer(recipe) == "bytes"
     assert f"{tmp_path / 'rows.jsonl'}:61" in (foreign_character(recipe) or "")
 
 
-def test_an_environment_that_only_answers_in_other_characters(tmp_path: Path) -> None:
+def test_non_ascii_answers_of_an_environment_select_bytes(tmp_path: Path) -> None:
     (tmp_path / "capitals.py").write_text(OWN_ENVIRONMENT)
     recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
     assert tokenizer(recipe) == "bytes"
@@ -112,7 +112,7 @@ def test_an_environment_that_only_answers_in_other_characters(tmp_path: Path) ->
          " b: {id: jsonl, path: greek.jsonl, weight: 0}}}"},
     ],
 )  # fmt: skip
-def test_every_environment_of_the_recipe_counts(changes: dict[str, str], tmp_path: Path) -> None:
+def test_non_ascii_text_of_any_environment_selects_bytes(changes: dict[str, str], tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} συν ένα;", "answer": str(n + 1)} for n in range(60)]
     (tmp_path / "greek.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = loaded(tmp_path, ROWS, **changes)
@@ -120,14 +120,14 @@ def test_every_environment_of_the_recipe_counts(changes: dict[str, str], tmp_pat
     assert "greek.jsonl:1" in (foreign_character(recipe) or "")
 
 
-def test_characters_that_are_asked_for_are_refused(tmp_path: Path) -> None:
+def test_explicit_character_tokenizer_is_refused_for_non_ascii_text(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": "ναι;", "answer": "ναι"}]
     with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61") as caught:
         loaded(tmp_path, rows, "{preset: tiny, tokenizer: characters}")
     assert caught.value.where.endswith("own.yaml:2") and "bytes or bpe" in caught.value.remedy
 
 
-def test_a_model_at_a_path_is_refused_by_the_plan(tmp_path: Path) -> None:
+def test_plan_refuses_a_model_whose_tokenizer_lacks_characters(tmp_path: Path) -> None:
     from perilune.models.checkpoints.loading import new_model, save_checkpoint
 
     characters = Tokenizer.characters()
@@ -139,14 +139,14 @@ def test_a_model_at_a_path_is_refused_by_the_plan(tmp_path: Path) -> None:
     derive(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
 
 
-def test_the_first_turn_of_several_counts(tmp_path: Path) -> None:
+def test_first_turn_of_a_multi_turn_environment_is_checked(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(SEVERAL_TURNS)
     recipe = loaded(tmp_path, ROWS, environment="{id: 'guess.py:Guess'}")
     found = foreign_character(recipe) or ""
     assert "no token for '→' in guess, training task 1, message of the user" in found
 
 
-def test_the_plan_looks_at_more_tasks(tmp_path: Path) -> None:
+def test_plan_checks_more_tasks_than_loading(tmp_path: Path) -> None:
     late = OWN_ENVIRONMENT.replace('"Αθήνα"', '"Αθήνα" if number == 20 else "Athens"').replace(
         "-0", "-{number}"
     )
@@ -159,7 +159,7 @@ def test_the_plan_looks_at_more_tasks(tmp_path: Path) -> None:
         derive(recipe, check=True)
 
 
-def test_a_teacher_is_refused_by_the_plan(tmp_path: Path) -> None:
+def test_plan_refuses_teacher_answers_that_the_tokenizer_lacks(tmp_path: Path) -> None:
     (tmp_path / "teacher.py").write_text(
         "from perilune.data.generators.scripted import ScriptedTeacher\n"
         "class Cheerful(ScriptedTeacher):\n"
@@ -175,7 +175,7 @@ def test_a_teacher_is_refused_by_the_plan(tmp_path: Path) -> None:
     assert "bytes" in caught.value.remedy
 
 
-def test_bpe_needs_data_where_the_model_is_made(tmp_path: Path) -> None:
+def test_bpe_is_refused_in_stages_without_data(tmp_path: Path) -> None:
     bpe = "{preset: tiny, tokenizer: bpe}"
     recipe = loaded(tmp_path, ROWS, bpe)
     derive(recipe)
@@ -199,12 +199,12 @@ def test_bpe_needs_data_where_the_model_is_made(tmp_path: Path) -> None:
         ("{path: here, tokenizer: bpe}", "tokenizer is for a new model"),
     ],
 )
-def test_a_size_without_bpe_is_refused(model: str, message: str, tmp_path: Path) -> None:
+def test_misplaced_tokenizer_options_are_refused(model: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=message):
         loaded(tmp_path, ROWS, model)
 
 
-def test_the_bundled_recipes_keep_their_tokenizers() -> None:
+def test_bundled_recipes_keep_the_default_tokenizer() -> None:
     for name in bundled_recipes():
         if "/" not in name:
             recipe = load_recipe(name)

@@ -1,9 +1,9 @@
 """Writes tests/speech/official: configurations and outputs of the official package, qwen-tts 0.1.1.
 
-    pip install qwen-tts==0.1.1        in an environment of its own
+    pip install qwen-tts==0.1.1        in a separate environment
     python tests/speech/make_official.py
 
-The weights are not stored: `official_weights.drawn` makes them from their names.
+The weights are not stored: `official_weights.drawn` derives them from the tensor names.
 """
 
 from contextlib import suppress
@@ -89,7 +89,7 @@ def fill(module: torch.nn.Module, prefix: str = "") -> None:
 
 
 def prompt(model: Qwen3TTSForConditionalGeneration, whole: bool, speaker: str | None, language: str) -> dict:
-    """The embeddings that `generate` gives the talker."""
+    """The embeddings that `generate` passes to the talker."""
     seen, generate = {}, model.talker.generate
 
     def instead(**given: object) -> None:

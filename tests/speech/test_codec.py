@@ -1,4 +1,4 @@
-"""The codec decoder: chunks equal the whole decode, and folders keep it."""
+"""The codec decoder: chunked decoding, saving and loading, and hostile configurations."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def codes_of(streams: int, frames: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunks", [[20], [1, 2, 3, 14], [8, 12], [19, 1]])
-def test_chunks_equal_the_whole_decode_bit_for_bit(chunks: list[int]) -> None:
+def test_chunked_decode_equals_whole_decode_bit_for_bit(chunks: list[int]) -> None:
     codec = small_model().codec.frozen()
     codes = codes_of(2, 20)
     whole = codec(codes)
@@ -30,7 +30,7 @@ def test_chunks_equal_the_whole_decode_bit_for_bit(chunks: list[int]) -> None:
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_streams_can_join_and_part_between_chunks() -> None:
+def test_codec_streams_can_join_and_split_between_chunks() -> None:
     codec = small_model().codec.frozen()
     long, short = codes_of(1, 24), codes_of(1, 12)
     states = [CodecState.start(1), CodecState.start(1)]
@@ -43,7 +43,7 @@ def test_streams_can_join_and_part_between_chunks() -> None:
     assert torch.equal(pair[1:], codec(short)[:, 6 * codec.config.frame :])
 
 
-def test_a_speaker_in_capitals_keeps_the_dialect() -> None:
+def test_capitalized_speaker_keeps_the_dialect() -> None:
     config = small_model().config
     document = config.to_hf()
     for key in ("spk_id", "spk_is_dialect"):
@@ -53,7 +53,7 @@ def test_a_speaker_in_capitals_keeps_the_dialect() -> None:
     assert SpeechConfig.from_hf(document, config.codec) == config
 
 
-def test_a_folder_keeps_the_model(tmp_path: Path) -> None:
+def test_speech_model_round_trips_through_a_folder(tmp_path: Path) -> None:
     model = small_model()
     save_speech_model(tmp_path, model, {"conv.weight": torch.zeros(3)})
     assert is_speech_folder(tmp_path)
@@ -90,7 +90,7 @@ def test_hostile_configurations_are_refused(
         load_speech_model(tmp_path)
 
 
-def test_qwen_tokenizers_without_tokenizer_json(tmp_path: Path) -> None:
+def test_qwen_tokenizer_loads_without_tokenizer_json(tmp_path: Path) -> None:
     save_speech_model(tmp_path, small_model())
     (tmp_path / "tokenizer.json").unlink()
     pieces = ["a", "b", "ab", "1", "2", "12", "Ġ", "Ġa", "Ċ"]

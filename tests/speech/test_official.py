@@ -1,4 +1,4 @@
-"""Our modules against the official package, qwen-tts 0.1.1 (see make_official.py), in float32."""
+"""The speech modules against the official package, qwen-tts 0.1.1 (see make_official.py), in float32."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SpeechModel:
-    """A folder with the official package's configurations and weights, loaded."""
+    """A model loaded from a folder with the official package's configurations and weights."""
     path = tmp_path_factory.mktemp("official") / "model"
     shutil.copytree(OFFICIAL, path)
     codec = CodecConfig.from_hf(speech_folder.read_json(path / "speech_tokenizer" / "config.json"))
@@ -72,12 +72,14 @@ def assert_close(ours: torch.Tensor | np.ndarray, theirs: torch.Tensor, most: fl
 
 
 @torch.no_grad()
-def test_samples(model: SpeechModel, expected: dict[str, torch.Tensor]) -> None:
+def test_codec_samples_match_the_official_package(
+    model: SpeechModel, expected: dict[str, torch.Tensor]
+) -> None:
     assert_close(model.codec(expected["codes"]), expected["samples"], 2e-5)
 
 
 @torch.no_grad()
-def test_logits(model: SpeechModel, expected: dict[str, torch.Tensor]) -> None:
+def test_logits_match_the_official_package(model: SpeechModel, expected: dict[str, torch.Tensor]) -> None:
     talker, frames = model.talker, expected["frames"]
     first = talker.embed_codec(frames[:, 0])
     assert_close(talker.predictor(expected["hidden"], first, frames), expected["predictor_logits"])
@@ -88,14 +90,18 @@ def test_logits(model: SpeechModel, expected: dict[str, torch.Tensor]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_prompts(model: SpeechModel, expected: dict[str, torch.Tensor], case: str) -> None:
+def test_prompt_embeddings_match_the_official_package(
+    model: SpeechModel, expected: dict[str, torch.Tensor], case: str
+) -> None:
     prompt = talker_prompt(model.talker, model.tokenizer, CASES[case])
     assert_close(prompt.inputs, expected[f"{case}.inputs"])
     assert_close(prompt.trailing, expected[f"{case}.trailing"])
 
 
 @torch.no_grad()
-def test_the_pipeline_draws_the_same_codes(model: SpeechModel, expected: dict[str, torch.Tensor]) -> None:
+def test_pipeline_samples_the_codes_of_the_official_package(
+    model: SpeechModel, expected: dict[str, torch.Tensor]
+) -> None:
     greedy = SpeechSampling(temperature=0, rest_temperature=0, max_frames=12)
     said = Speaker(SpeechModel(model.talker, model.codec, model.tokenizer, greedy)).say(list(CASES.values()))
     for case, samples in zip(CASES, said, strict=True):

@@ -1,4 +1,4 @@
-"""The pipeline: what it says is what the modules say one by one, in every batch and order."""
+"""The speech pipeline: its output equals the modules run one by one, in every batch and order."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def model() -> SpeechModel:
 
 
 @torch.inference_mode()
-def said_plainly(model: SpeechModel, utterance: Utterance, frames: int) -> np.ndarray:
+def reference_speech(model: SpeechModel, utterance: Utterance, frames: int) -> np.ndarray:
     """Greedy speech without engine, cache or stages: each code from the whole sequence before it."""
     talker, marks = model.talker, model.config.marks
     prompt = talker_prompt(talker, model.tokenizer, utterance)
@@ -57,18 +57,18 @@ def said_plainly(model: SpeechModel, utterance: Utterance, frames: int) -> np.nd
     return model.codec(codes[None])[0].numpy()
 
 
-def test_the_stages_say_what_the_modules_say(model: SpeechModel) -> None:
+def test_pipeline_output_equals_uncached_reference(model: SpeechModel) -> None:
     greedy = SpeechSampling(temperature=0, rest_temperature=0, repetition_penalty=1, max_frames=FRAMES)
     alone = SpeechModel(model.talker, model.codec, model.tokenizer, greedy)
     said = Speaker(alone).say(UTTERANCES)
     assert len({one.tobytes() for one in said}) == len(said)
     for utterance, samples in zip(UTTERANCES, said, strict=True):
-        expected = said_plainly(model, utterance, FRAMES)
+        expected = reference_speech(model, utterance, FRAMES)
         assert samples.shape == expected.shape
         np.testing.assert_allclose(samples, expected, atol=1e-4)
 
 
-def test_an_utterance_does_not_depend_on_its_batch(model: SpeechModel) -> None:
+def test_utterance_is_independent_of_its_batch(model: SpeechModel) -> None:
     together = Speaker(model).say(UTTERANCES, seed=5)
     tight = Speaker(model, slots=2, cache_tokens=96, chunks=ChunkSizes((3,), 5)).say(UTTERANCES, seed=5)
     speaker = Speaker(model)
@@ -78,7 +78,7 @@ def test_an_utterance_does_not_depend_on_its_batch(model: SpeechModel) -> None:
     assert not np.array_equal(together[0], speaker.say(UTTERANCES[:1], seed=6)[0])
 
 
-def test_preempted_utterances_are_computed_again(model: SpeechModel) -> None:
+def test_preempted_utterances_are_recomputed_exactly(model: SpeechModel) -> None:
     roomy, scarce = Speaker(model), Speaker(model, slots=4, cache_tokens=96)
     assert all(
         np.array_equal(*pair) for pair in zip(roomy.say(UTTERANCES), scarce.say(UTTERANCES), strict=True)
@@ -86,7 +86,7 @@ def test_preempted_utterances_are_computed_again(model: SpeechModel) -> None:
     assert scarce.engine.counters.preemptions > 0
 
 
-def test_times_follow_the_listener(model: SpeechModel) -> None:
+def test_deltas_report_chunk_sizes_and_latencies(model: SpeechModel) -> None:
     now = 0.0
     speaker = Speaker(model, clock=lambda: now, chunks=ChunkSizes((2, 4), 6))
     frame, ids = model.config.codec.frame_seconds, []
@@ -101,7 +101,7 @@ def test_times_follow_the_listener(model: SpeechModel) -> None:
             heard[delta.request_id] += [len(part) for part in delta.audio]
             if delta.times is not None:
                 ends[delta.request_id] = delta
-    assert [sizes[:2] for sizes in heard.values()] == [[2 * 40, 4 * 40]] * 2  # small first
+    assert [sizes[:2] for sizes in heard.values()] == [[2 * 40, 4 * 40]] * 2  # the first chunks are small
     for request_id, end in ends.items():
         assert end.times is not None
         assert end.times.streams in (1, 2)
@@ -124,7 +124,7 @@ def test_slow_stages_are_counted_as_underruns(model: SpeechModel) -> None:
     assert deltas[-1].times.real_time_factor > 1
 
 
-def test_an_aborted_utterance_leaves_nothing(model: SpeechModel) -> None:
+def test_abort_frees_all_resources_of_an_utterance(model: SpeechModel) -> None:
     speaker = Speaker(model)
     ids = [speaker.pipeline.add(speaker.request(one, seed=i)) for i, one in enumerate(UTTERANCES)]
     for _ in range(12):
@@ -136,7 +136,7 @@ def test_an_aborted_utterance_leaves_nothing(model: SpeechModel) -> None:
     assert speaker.engine.cache_use == 0
 
 
-def test_an_utterance_that_fails_ends_alone(model: SpeechModel) -> None:
+def test_failed_utterance_does_not_affect_others(model: SpeechModel) -> None:
     speaker = Speaker(model)
     expected = speaker.say(UTTERANCES[1:2], seed=1)[0]
     requests = [speaker.request(one, seed=i) for i, one in enumerate(UTTERANCES[:2])]
@@ -153,7 +153,7 @@ def test_an_utterance_that_fails_ends_alone(model: SpeechModel) -> None:
     assert np.array_equal(said, expected)
 
 
-def test_a_restart_drops_what_was_in_progress(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_drops_unfinished_utterances(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
     speaker = Speaker(model)
     expected = speaker.say(UTTERANCES[:1])[0]
     speaker.pipeline.add(speaker.request(UTTERANCES[1], seed=0))
@@ -187,7 +187,7 @@ class Counting(Stage[float]):
         assert not items
 
 
-def test_the_earliest_deadline_goes_first_and_later_stages_before_earlier_ones(model: SpeechModel) -> None:
+def test_pipeline_schedules_earliest_deadline_then_latest_stage(model: SpeechModel) -> None:
     log: list[str] = []
     stages = [Counting("a", log, 3, 1), Counting("b", log, 2), Counting("c", log, 3, 0.5)]
     pipeline = Pipeline(Engine(model.talker.decoder, slots=2), stages)
@@ -206,7 +206,7 @@ def test_the_earliest_deadline_goes_first_and_later_stages_before_earlier_ones(m
         (Utterance("hi", language="klingon"), "language"),
     ],
 )
-def test_what_cannot_be_said_is_refused(model: SpeechModel, utterance: Utterance, where: str) -> None:
+def test_invalid_utterances_are_refused(model: SpeechModel, utterance: Utterance, where: str) -> None:
     with pytest.raises(RequestError) as refused:
         Speaker(model).request(utterance, seed=0)
     assert refused.value.where == where

@@ -1,4 +1,4 @@
-"""A small voice: the spectral vocoder, the computed codec, the teacher, the listener, and the four stages."""
+"""A small voice: the spectral vocoder, the fitted codec, the espeak teacher, and the recogniser."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def spectral_config() -> CodecConfig:
     return CodecConfig.from_hf(small | {"decode_upsample_rate": 2 * HOP, "output_sample_rate": 2000})
 
 
-def test_overlapping_spectra_of_a_signal_add_up_to_it() -> None:
+def test_overlap_add_reconstructs_the_signal() -> None:
     vocoder, window, signal = SpectralVocoder(8, HOP), OVERLAP * HOP, noise(2, 40 * HOP)
     frames = signal.unfold(1, window, HOP) * torch.hann_window(window)
     spectra = torch.fft.rfft(frames)
@@ -46,7 +46,7 @@ def test_overlapping_spectra_of_a_signal_add_up_to_it() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[9], [1, 2, 6], [8, 1]])
-def test_a_spectral_codec_streams_bit_for_bit(chunks: list[int]) -> None:
+def test_spectral_codec_streams_bit_for_bit(chunks: list[int]) -> None:
     torch.manual_seed(0)
     codec = CodecDecoder(spectral_config())
     for book in codec.quantizer.codebooks:
@@ -59,7 +59,7 @@ def test_a_spectral_codec_streams_bit_for_bit(chunks: list[int]) -> None:
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-def test_a_spectral_vocoder_has_one_rate_and_stays_in_the_folder() -> None:
+def test_spectral_vocoder_config_round_trips_and_is_validated() -> None:
     config = spectral_config()
     assert CodecConfig.from_hf(config.to_hf()) == config
     for wrong in ({"vocoder": "magic"}, {"upsample_rates": [5, 4]}):
@@ -85,7 +85,7 @@ def test_latents_are_principal_components_of_log_mel_frames() -> None:
     assert (covariance - covariance.diag().diag()).abs().max() < 1e-2
 
 
-def test_each_codebook_encodes_what_those_before_left() -> None:
+def test_each_codebook_encodes_the_residual_of_earlier_codebooks() -> None:
     config = codec_config(CodecSpec(data="x", width=16, components=4, codebook_size=8, codebooks=3))
     decoder, latents = CodecDecoder(config).requires_grad_(False), noise(300, 8) * 10
     fit_codebooks(decoder.quantizer, latents, torch.Generator().manual_seed(0))
@@ -102,7 +102,7 @@ def test_each_codebook_encodes_what_those_before_left() -> None:
     assert torch.allclose(rebuilt[:, :4], latents[:, :4] - left, atol=1e-5) and not rebuilt[:, 4:].any()
 
 
-def test_the_codec_learns_a_tone() -> None:
+def test_codec_learns_a_tone() -> None:
     torch.manual_seed(0)
     codec = Codec(codec_config(CodecSpec(data="x", width=16, components=4, codebook_size=4)))
     frame = codec.decoder.config.frame
@@ -122,7 +122,7 @@ def test_the_codec_learns_a_tone() -> None:
     assert encode(codec.encoder, codec.decoder, tone[: 2 * frame + 1]).shape == (3, 4)
 
 
-def test_word_errors_are_edits() -> None:
+def test_word_errors_count_edits() -> None:
     def errors(said: str, heard: str) -> int:
         return word_errors(said.split(), heard.split())
 
@@ -133,7 +133,7 @@ def test_word_errors_are_edits() -> None:
     assert errors("a b c d", "b c d a") == 2
 
 
-def test_the_rate_of_resampled_utterances_weighs_them_by_their_words() -> None:
+def test_bootstrap_ratio_weights_utterances_by_words() -> None:
     rate = bootstrap_ratio([0, 5, 0, 1], [1, 10, 4, 5], seed=1)
     assert rate.mean == pytest.approx(6 / 20) and 0 <= rate.low < rate.mean < rate.high <= 0.5
     assert bootstrap_ratio([2, 4], [4, 8]) == (0.5, 0.5, 0.5)
@@ -141,7 +141,7 @@ def test_the_rate_of_resampled_utterances_weighs_them_by_their_words() -> None:
         bootstrap_ratio([1], [0])
 
 
-def test_texts_of_the_splits_are_disjoint_and_drawn_from_the_seed() -> None:
+def test_draw_texts_splits_are_disjoint_and_seeded() -> None:
     kinds = ("digits", "numbers", "sentences")
     train, held_out = draw_texts(kinds, "train", 90, 0), draw_texts(kinds, "heldout", 30, 0)
     assert len({*train, *held_out}) == 120
@@ -153,12 +153,12 @@ def test_texts_of_the_splits_are_disjoint_and_drawn_from_the_seed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a; rm", "[[h@l'oU]]", "<speak>", "x\n", "é", "a" * 501])
-def test_the_teacher_says_plain_text_only(text: str) -> None:
+def test_espeak_refuses_markup_and_control_characters(text: str) -> None:
     with pytest.raises(RequestError, match="cannot say"):
         espeak.say(text, voice="en-us", speed=150, sample_rate=16000)
 
 
-def test_the_teacher_runs_the_program_and_names_what_is_missing(
+def test_espeak_runs_the_program_and_names_missing_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -168,7 +168,7 @@ def test_the_teacher_runs_the_program_and_names_what_is_missing(
     heard = espeak.say("one two", voice="en-us", speed=150, sample_rate=16000)
     assert len(heard) == 16000 and heard.dtype == np.float32
     pitch = np.abs(np.fft.rfft(heard[:8000])).argmax() * 2  # bins of half a second
-    assert pitch == 300  # as the program plays "one", at another rate
+    assert pitch == 300  # the tone for "one", resampled
     with pytest.raises(RequestError, match="name of a voice"):
         espeak.say("one", voice="../x", speed=150, sample_rate=16000)
     with pytest.raises(RequestError, match="no such voice"):
@@ -191,13 +191,13 @@ with wave.open(sys.stdout.buffer, "wb") as file:
 
 
 def tones(folder: Path) -> None:
-    """A teacher that plays half a second for each word, the higher the longer the word."""
+    """Install a fake espeak: half a second of tone per word, higher for longer words."""
     program = folder / espeak.PROGRAM
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
 
 
-def test_a_recogniser_knows_its_words() -> None:
+def test_recogniser_outputs_its_words_and_refuses_unknown_words() -> None:
     listener = Recogniser(["one", "two"])
     assert set(listener.hear(noise(8000).numpy()).split()) <= {"one", "two"}
     assert listener.hear(np.zeros(0, np.float32)) == listener.hear(np.zeros(0, np.float32))
