@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of pages."""
+"""Chromium for the tests of web pages."""
 
 import shutil
 

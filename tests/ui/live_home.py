@@ -1,4 +1,4 @@
-"""A home with one real run in progress, and a server of the live page over it."""
+"""A home with one real training run in progress, and a server of its live page."""
 
 import json
 import os
@@ -28,7 +28,7 @@ stages:
 
 @dataclass
 class LiveHome:
-    """A home, and the command that trains in it."""
+    """A home and the `perilune run` process that trains in it."""
 
     root: Path
     command: subprocess.Popen[bytes]
@@ -39,26 +39,26 @@ class LiveHome:
         return next(self.root.glob("runs/*/attempts/1"))
 
     def steps(self) -> int:
-        """Steps that the run has written."""
+        """Number of steps in the run's metrics.jsonl."""
         found = next(self.root.glob("runs/*/attempts/1/artifacts/metrics.jsonl"), None)
         return found.read_bytes().count(b"\n") if found else 0
 
     @property
     def worker(self) -> psutil.Process:
-        """The worker, which beats while its child computes the task."""
+        """The worker process. It writes heartbeats while its child runs the task."""
         return psutil.Process(json.loads((self.attempt / "runtime" / "claim.json").read_text())["pid"])
 
     def kill(self) -> None:
-        """SIGKILL the command, the worker and the task, all at once."""
+        """Send SIGKILL to the command, the worker and the task."""
         ours = [self.worker, psutil.Process(self.command.pid)]
         for one in [child for own in ours for child in own.children(recursive=True)] + ours:
-            with suppress(psutil.NoSuchProcess):  # the death of its parent ends it too
+            with suppress(psutil.NoSuchProcess):  # it may have died with its parent
                 one.kill()
         self.command.wait()
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of commands."""
+    """Environment variables for subprocesses."""
     found = os.pathsep.join([str(TASKS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
 
@@ -73,7 +73,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> 
 
 @contextmanager
 def training(folder: Path) -> Iterator[LiveHome]:
-    """A home with a run that is in progress, and is killed at the end."""
+    """Start a run in a new home; kill it on exit."""
     (folder / "alive.yaml").write_text(RECIPE)
     command = subprocess.Popen(
         ["nice", SCRIPT, "run", "alive.yaml"],
@@ -94,7 +94,7 @@ def training(folder: Path) -> Iterator[LiveHome]:
 
 @contextmanager
 def pages(home: Path, *options: str, **variables: str) -> Iterator[str]:
-    """`perilune ui` over a home; its URL."""
+    """Serve a home with `perilune ui`; yields the URL."""
     server = subprocess.Popen(
         [SCRIPT, "ui", "--home", str(home), "--port", "0", "--json", *options],
         env=environment(home) | variables,
@@ -107,4 +107,4 @@ def pages(home: Path, *options: str, **variables: str) -> Iterator[str]:
         yield str(json.loads(said + "}")["url"])
     finally:
         server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0  # Ctrl-C is how it ends
+        assert server.wait(20) == 0  # Ctrl-C stops the server cleanly

@@ -1,7 +1,7 @@
-"""A synthetic experiment in the real formats, for tests of the report. Nothing was trained.
+"""A synthetic experiment in the real file formats, for report tests. Nothing is trained.
 
-A simulated "policy" adds numbers, at once or with its working written out, with chances that change from step
-to step. Episodes, summaries and traces go through the project's own writers.
+A simulated policy adds numbers, directly or with a scratchpad, with probabilities that change from step
+to step. The project's own writers write episodes, summaries and traces.
 
     python tests/ui/make_experiment.py FOLDER [--seed N]      then: perilune report FOLDER --out report.html
 """
@@ -42,7 +42,7 @@ PACKAGES = {"torch": "2.13.0+cpu", "numpy": "2.4.0", "pyarrow": "22.0.0", "token
 
 @dataclass(frozen=True)
 class Skill:
-    """The simulated policy: how often it thinks, how often each way is right, how sure it is of a token."""
+    """The simulated policy: rate of thinking, accuracy of each strategy, and token confidence."""
 
     thinks: float
     thinking: float
@@ -50,7 +50,7 @@ class Skill:
     sure: float
 
     def towards(self, other: Skill, share: float) -> Skill:
-        """Part of the way to `other`."""
+        """Interpolate towards `other`."""
 
         def mixed(name: str) -> float:
             return (1 - share) * float(getattr(self, name)) + share * float(getattr(other, name))
@@ -65,7 +65,7 @@ AFTER_RL = Skill(0.99, 0.83, 0.01, 0.93)
 
 @dataclass(frozen=True)
 class Problem:
-    """a + b, and how much harder than its carries it is."""
+    """The problem a + b, with difficulty beyond the number of carries."""
 
     a: int
     b: int
@@ -73,7 +73,7 @@ class Problem:
 
     @property
     def carries(self) -> int:
-        """Its difficulty."""
+        """Difficulty of the problem."""
         return sum((self.a // 10**i % 10) + (self.b // 10**i % 10) > 9 for i in range(3))
 
 
@@ -84,8 +84,8 @@ def problem(rng: random.Random) -> Problem:
 
 # ------------------------------------------------------------------------------------------- episodes
 def write_answer(rng: random.Random, skill: Skill, asked: Problem) -> tuple[str, str, bool]:
-    """(text, strategy, whether it is right)."""
-    if skill.sure < 0.1:  # noise, as an untrained model writes
+    """Returns (text, strategy, correct)."""
+    if skill.sure < 0.1:  # an untrained model writes noise
         return (
             "".join(rng.choice("0123456789;,=+ abcXYZ{}()/") for _ in range(rng.randint(4, 60))),
             "none",
@@ -141,12 +141,12 @@ def make_episode(
     )
 
 
-OTHER = TOKENIZER.encode("7")[0]  # the second likeliest token everywhere
+OTHER = TOKENIZER.encode("7")[0]  # the second most likely token at every position
 
 
 # ---------------------------------------------------------------------------------------- experiment
 class SyntheticExperiment:
-    """Writes stages under `home`/runs, each as its one finished attempt unless said otherwise."""
+    """Writes stages below `home`/runs. Each stage has one finished attempt by default."""
 
     def __init__(self, home: Path, seed: int = 0) -> None:
         self.home = home
@@ -155,13 +155,13 @@ class SyntheticExperiment:
         self.stages: list[StageView] = []
 
     def view(self) -> ExperimentView:
-        """What the control plane would say of the stages written so far."""
+        """The control plane's view of the stages written so far."""
         lines = [f"  - {{name: {one.name}, task: {one.task}}}" for one in self.stages]
         recipe = "name: synthetic\nseed: 0\nmodel:\n  preset: tiny\nstages:\n" + "\n".join(lines) + "\n"
         return ExperimentView("synthetic", 0, recipe, tuple(self.stages))
 
     def collect(self, traces: int = 1200) -> None:
-        """Verified traces."""
+        """Write a stage of verified traces."""
         root = self.begin("traces", "collect", {"teacher": "arithmetic", "traces": traces})
         records = []
         for index in range(traces):
@@ -186,7 +186,7 @@ class SyntheticExperiment:
         self.finish(root, {"kind": "dataset", "rows": traces, "rejected": 0, "seconds": 3.1}, 3.6)
 
     def evaluate(self, name: str, checkpoint: str, skill: Skill, tasks: int, samples: int = 8) -> Path:
-        """An evaluation; its held-out problems are the same in every call."""
+        """Write an evaluation stage. Every call uses the same held-out problems."""
         spec = {"checkpoint": checkpoint, "tasks": tasks, "samples": samples, "max_tokens": MAX_TOKENS}
         root = self.begin(name, "evaluate", spec)
         held_out = random.Random(99)
@@ -218,7 +218,7 @@ class SyntheticExperiment:
         return root
 
     def sft(self, steps: int = 300) -> None:
-        """A cold start."""
+        """Write an SFT stage."""
         root = self.begin("sft", "sft", {"checkpoint": "model", "data": "traces", "steps": steps})
         for step in range(1, steps + 1):
             loss = 0.12 + 3.1 * math.exp(-step / 18) + 0.6 * math.exp(-step / 90) + self.rng.random() * 0.03
@@ -242,7 +242,7 @@ class SyntheticExperiment:
         self.finish(root, {"kind": "training", "algorithm": "sft", "steps": steps, "seconds": 20.4}, 22.3)
 
     def rl(self, steps: int = 40, prompts: int = 16, until: int | None = None) -> Path:
-        """A climb; with `until` it is left running after that many steps."""
+        """Write an RL stage. With `until`, the stage stays active after that many steps."""
         spec = {"checkpoint": "sft", "algorithm": "grpo", "steps": steps, "prompts": prompts, "samples": 8}
         root = self.begin("rl", "rl", spec)
         for step in range(1, (until or steps) + 1):
@@ -315,7 +315,7 @@ class SyntheticExperiment:
 
     # -------------------------------------------------------------------------------------- files
     def begin(self, stage: str, task: str, spec: Mapping[str, Any]) -> Path:
-        """An attempt that was claimed; it counts as active until `finish` or `fail`."""
+        """Write a claimed attempt. It is active until `finish` or `fail`."""
         root = self.home / "runs" / f"01SYNTHETIC{stage.upper()}" / "attempts" / "1"
         (root / "artifacts" / "episodes").mkdir(parents=True)
         (root / "runtime").mkdir()
@@ -332,12 +332,12 @@ class SyntheticExperiment:
         return root
 
     def finish(self, root: Path, summary: Mapping[str, Any], seconds: float) -> None:
-        """The attempt succeeded."""
+        """Mark the attempt as succeeded."""
         write_json(root / "artifacts" / "summary.json", summary)
         self._end(root, seconds, "succeeded", {"exit_code": 0, "cause": "", "message": ""})
 
     def fail(self, root: Path, message: str, seconds: float) -> None:
-        """The attempt failed."""
+        """Mark the attempt as failed."""
         self._end(root, seconds, "failed", {"exit_code": 1, "cause": "work_failed", "message": message})
 
     def _end(self, root: Path, seconds: float, state: str, verdict: Mapping[str, Any]) -> None:
@@ -359,7 +359,7 @@ class SyntheticExperiment:
 
 
 def observed() -> dict[str, Any]:
-    """A precheck.json."""
+    """Contents of precheck.json."""
     packages = {
         name: {"file": f"/site/{name}", "distribution": name, "version": version, "editable": False}
         for name, version in PACKAGES.items()
@@ -382,7 +382,7 @@ def observed() -> dict[str, Any]:
 
 
 def save_model(root: Path) -> None:
-    """A checkpoint folder as far as the report looks: tokenizer, config, and a header without tensors."""
+    """Write the checkpoint files that the report reads: tokenizer, config, and a header without tensors."""
     folder = root / "artifacts" / "checkpoints" / "final"
     TOKENIZER.save(folder)
     write_json(folder / "config.json", {"model_type": "qwen3", "num_hidden_layers": 3, "hidden_size": 96})
@@ -394,7 +394,7 @@ def save_model(root: Path) -> None:
 def make_experiment(
     home: Path, *, seed: int = 0, steps: int = 40, prompts: int = 16, tasks: int = 96
 ) -> ExperimentView:
-    """The whole story in six stages."""
+    """Write a complete experiment of six stages."""
     made = SyntheticExperiment(home, seed)
     made.collect()
     made.evaluate("base", "model", UNTRAINED, tasks)

@@ -1,4 +1,4 @@
-"""The charts of training curves follow from the columns of a stage."""
+"""The columns of a stage determine its training charts."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ def drawn(task: str, **columns: list[float | None]) -> dict[str, CurveChart]:
     return {chart.key: chart for chart in charts_of(task, named)}
 
 
-def test_a_star_is_each_name_and_no_column_that_another_chart_names() -> None:
+def test_wildcard_series_excludes_columns_of_other_charts() -> None:
     found = drawn("rl", term__form=[1.0], term__sum=[0.5], term__learned=[0.1], seat__0__won=[1.0])
     assert found["terms"].series == [("term/form", "form", 1), ("term/sum", "sum", 2)]
     assert found["learned"].series == [("term/learned", "learned", 1)]
     assert found["seats"].series == [("seat/0/won", "player 0", 1)]
 
 
-def test_a_chart_needs_a_value_and_its_column() -> None:
+def test_charts_of_omits_charts_without_columns_or_values() -> None:
     assert drawn("rl", entropy=[None, None]) == {}
     assert set(drawn("rl", pass_rate=[0.5])) == {"reward"}
     with_sets = drawn("rl", pass_rate=[0.5], **{"eval__heldout__pass@1": [None, 0.5]})
@@ -29,14 +29,14 @@ def test_a_chart_needs_a_value_and_its_column() -> None:
     ]
 
 
-def test_the_loss_is_that_of_the_task_and_an_equal_reward_is_drawn_once() -> None:
+def test_loss_chart_depends_on_task_and_duplicate_reward_is_drawn_once() -> None:
     assert "loss" not in drawn("rl", loss=[1.0])
     assert (drawn("sft", loss=[1.0])["loss"].y, drawn("distill", loss=[1.0])["loss"].y) == ("log", "")
     assert len(drawn("rl", reward=[0.5], pass_rate=[0.5])["reward"].series) == 1
     assert len(drawn("rl", reward=[0.5], pass_rate=[0.6])["reward"].series) == 2
 
 
-def test_the_docs_name_what_is_drawn() -> None:
+def test_docs_name_every_charted_column() -> None:
     pages = ("reference/metrics", "how-to/self-play", "how-to/distillation")
     text = "".join((DOCS / f"{page}.md").read_text() for page in pages)
     names = {name.partition("*")[0] for chart in _catalogue() for name in chart["series"]}

@@ -1,4 +1,4 @@
-"""Searches over all episodes of a stage, and the attempts at one task, from the files alone."""
+"""Search over all episodes of a stage, and all attempts at one task, read from episode files."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ SHARED = "the shared task"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """An rl stage whose steps 2, 3 and 6 ask one task in common, with words of any case."""
+    """An RL stage whose steps 2, 3 and 6 share one task with a mixed-case prompt."""
     root = SyntheticExperiment(tmp_path_factory.mktemp("home")).rl(steps=STEPS, prompts=3, until=STEPS)
     for step in (2, 3, 6):
         path = root / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
@@ -39,8 +39,8 @@ def episodes(source: Source) -> list[tuple[int, Episode]]:
     return [(step, one) for step, path in enumerate(files, 1) for one in read_episodes(path)]
 
 
-def found(source: Source, index: EpisodeIndex | None = None, **given: Any) -> dict[str, Any]:
-    """What a search has told last."""
+def last_result(source: Source, index: EpisodeIndex | None = None, **given: Any) -> dict[str, Any]:
+    """The final result of a search."""
     *_, last = search.search(source, index or EpisodeIndex(source.attempt), Filters(rows=5000, **given))
     return last
 
@@ -62,21 +62,21 @@ CASES: list[tuple[dict[str, Any], Callable[[Episode], bool]]] = [
 
 
 @pytest.mark.parametrize(("given", "fits"), CASES)
-def test_a_search_finds_what_reading_all_episodes_finds(
+def test_search_matches_scan_of_all_episodes(
     source: Source,
     episodes: list[tuple[int, Episode]],
     given: dict[str, Any],
     fits: Callable[[Episode], bool],
 ) -> None:
-    told = found(source, **given)
+    told = last_result(source, **given)
     wanted = [(step, one.episode_id) for step, one in episodes if fits(one)]
     assert [(row["step"], row["id"]) for row in told["rows"]] == wanted
     assert told["found"] == len(wanted)
     assert (told["searched"], told["of"]) == (STEPS, STEPS)
 
 
-def test_rows_say_what_the_list_shows(source: Source, episodes: list[tuple[int, Episode]]) -> None:
-    told = found(source, q="please")["rows"]
+def test_search_rows_hold_the_fields_of_the_list(source: Source, episodes: list[tuple[int, Episode]]) -> None:
+    told = last_result(source, q="please")["rows"]
     by_id = {one.episode_id: one for _, one in episodes}
     assert told
     for row in told:
@@ -93,7 +93,7 @@ def test_rows_say_what_the_list_shows(source: Source, episodes: list[tuple[int, 
 
 
 @pytest.mark.parametrize("sort", ["reward", "-reward", "-advantage", "length", "-length", "logprob"])
-def test_the_first_rows_of_an_order_are_the_first_of_all(
+def test_sorted_search_returns_the_top_rows_of_all_episodes(
     source: Source, episodes: list[tuple[int, Episode]], sort: str
 ) -> None:
     values: dict[str, Callable[[Episode], float | None]] = {
@@ -112,7 +112,7 @@ def test_the_first_rows_of_an_order_are_the_first_of_all(
     assert told["found"] == len(episodes)
 
 
-def test_files_that_were_joined_are_searched_like_the_others(
+def test_search_covers_merged_files(
     source: Source, episodes: list[tuple[int, Episode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episode_index, "MOST_LATER", 2)
@@ -120,19 +120,19 @@ def test_files_that_were_joined_are_searched_like_the_others(
     sets = list(episode_index.sets_of(source))
     for place in range(4):
         index.read(sets, place)
-    assert index.read(sets, 0)[1] == 4  # four were joined
+    assert index.read(sets, 0)[1] == 4  # the index merged four files
     wanted = [one.episode_id for _, one in episodes if one.task_id == SHARED]
-    assert [row["id"] for row in found(source, index, q="please")["rows"]] == wanted
-    ordered = found(source, index, q="please", least=1, sort="length")["rows"]
+    assert [row["id"] for row in last_result(source, index, q="please")["rows"]] == wanted
+    ordered = last_result(source, index, q="please", least=1, sort="length")["rows"]
     assert sorted(row["id"] for row in ordered) == sorted(wanted)
-    part, done = index.read(sets, 3)  # for a search that was at the fourth when they were joined
+    part, done = index.read(sets, 3)  # a search at the fourth file when the merge happened
     assert part is not None
     assert (done, set(part.files.tolist())) == (4, {3})
     told = attempts_at(SHARED, [source], lambda _: index)
     assert [attempt["step"] for news in told for attempt in news["attempts"]] == [2, 3, 6]
 
 
-def test_it_tells_on_the_way_how_much_was_searched(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_reports_progress_after_each_step(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "TELL_EVERY", 0.0)
     told = list(search.search(source, EpisodeIndex(source.attempt), Filters(reward="right", rows=5000)))
     assert [(one["searched"], one["of"]) for one in told] == [(step, STEPS) for step in range(1, STEPS + 1)]
@@ -142,7 +142,7 @@ def test_it_tells_on_the_way_how_much_was_searched(source: Source, monkeypatch: 
     assert all(row["step"] <= one["searched"] for one in told for row in one["rows"])
 
 
-def test_the_attempts_at_a_task_are_those_of_all_steps(source: Source, tmp_path: Path) -> None:
+def test_attempts_at_task_come_from_all_steps_and_stages(source: Source, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=1, prompts=1)
     path = root / "artifacts" / "episodes" / "step-000001.parquet"
@@ -161,7 +161,7 @@ def test_the_attempts_at_a_task_are_those_of_all_steps(source: Source, tmp_path:
     assert (told[-1]["searched"], told[-1]["of"]) == (STEPS + 1, STEPS + 1)
 
 
-def test_a_file_is_read_once_and_new_files_are_read_when_they_come(
+def test_index_reads_each_file_once_and_picks_up_new_files(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -175,25 +175,25 @@ def test_a_file_is_read_once_and_new_files_are_read_when_they_come(
     root = SyntheticExperiment(tmp_path).rl(steps=3, prompts=1, until=2)
     mine, indexes = Source("rl", "rl", Attempt(root)), Indexes()
     for steps, told in ((2, ["step-000001", "step-000002"]), (3, ["step-000003"])):
-        assert found(mine, indexes.of(mine))["of"] == steps
-        assert found(mine, indexes.of(mine), reward="right")["searched"] == steps
+        assert last_result(mine, indexes.of(mine))["of"] == steps
+        assert last_result(mine, indexes.of(mine), reward="right")["searched"] == steps
         assert read == told
         read.clear()
         write_episodes(mine.attempt.episodes_path(3), read_episodes(mine.attempt.episodes_path(2)))
 
 
-def test_a_damaged_file_is_passed_over_and_no_file_is_no_error(tmp_path: Path) -> None:
+def test_search_counts_damaged_files_and_accepts_missing_ones(tmp_path: Path) -> None:
     root = SyntheticExperiment(tmp_path).rl(steps=3, prompts=1, until=2)
     mine = Source("rl", "rl", Attempt(root))
     mine.attempt.episodes_path(1).write_bytes(b"damaged")
-    told = found(mine)
+    told = last_result(mine)
     assert (told["found"], told["searched"], told["of"], told["unreadable"]) == (8, 2, 2, 1)
-    assert found(Source("none", "rl", Attempt(None)))["of"] == 0
+    assert last_result(Source("none", "rl", Attempt(None)))["of"] == 0
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Numbers that are not known raise no warning."""
+    """Turn numpy warnings about missing values into errors."""
     import warnings
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The page of `perilune model gallery`: self-contained, safe with hostile text, and drawn by a browser."""
+"""The page of `perilune model gallery` is self-contained, escapes hostile text and renders in a browser."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_the_page_is_self_contained_and_escapes_names(page: Path) -> None:
+def test_gallery_page_is_self_contained_and_escapes_names(page: Path) -> None:
     text = page.read_text()
     assert "<img" not in text
     assert "default-src 'none'; script-src 'sha256-" in text
@@ -36,7 +36,7 @@ def test_the_page_is_self_contained_and_escapes_names(page: Path) -> None:
 
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_draws_it_without_the_network(browser: Any, page: Path) -> None:
+def test_gallery_page_renders_in_browser_without_network(browser: Any, page: Path) -> None:
     wrong, requests = [], []
     tab = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     tab.on("console", lambda message: wrong.append(message.text))

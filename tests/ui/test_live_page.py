@@ -1,4 +1,4 @@
-"""The live page in a browser, over a real run: points arrive, the run is killed, and the page still reads."""
+"""The live page in a browser: it follows a real run and stays usable after the run is killed."""
 
 import json
 import time
@@ -32,8 +32,8 @@ def url(run: LiveHome) -> Iterator[str]:
         yield found
 
 
-def opened(browser: Any, address: str, wanted: str, width: int = 1280) -> tuple[Any, list[str]]:
-    """A page, and everything that went wrong there."""
+def open_page(browser: Any, address: str, wanted: str, width: int = 1280) -> tuple[Any, list[str]]:
+    """Open a page; returns it and the list of its console and page errors."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
     errors: list[str] = []
     page.on("console", lambda one: one.type in ("error", "warning") and errors.append(one.text))
@@ -44,12 +44,12 @@ def opened(browser: Any, address: str, wanted: str, width: int = 1280) -> tuple[
 
 
 def until(page: Any, expression: str) -> None:
-    """Wait until an expression holds. The page's policy forbids evaluation, so it cannot wait itself."""
+    """Poll an expression. The page's security policy blocks Playwright's own `wait_for_function`."""
     wait_for(lambda: page.evaluate(expression), expression)
 
 
-def told(page: Any, status: str, finding: str) -> None:
-    """Wait until the verdict says this."""
+def wait_for_verdict(page: Any, status: str, finding: str) -> None:
+    """Wait until the verdict contains `finding`, then check its status."""
     until(page, f"document.querySelector('#verdict').textContent.includes({json.dumps(finding)})")
     assert page.locator("#verdict strong").inner_text() == status
 
@@ -66,8 +66,8 @@ FORGET_LENGTH = """() => {
 LAST_STEP = "Data.training.find((one) => one.stage === 'rl').columns.step.at(-1)"
 
 
-def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome, url: str) -> None:
-    page, errors = opened(browser, url, "a.experiment")
+def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = open_page(browser, url, "a.experiment")
     assert "rl " in page.locator("a.experiment .when").inner_text()
     page.keyboard.press("Tab")
     page.locator("a.experiment").first.focus()
@@ -86,42 +86,40 @@ def test_points_arrive_and_the_page_outlives_the_run(browser: Any, run: LiveHome
     assert drawn.count() == 1
     page.evaluate(FORGET_LENGTH)
     assert drawn.count() == 0
-    until(
-        page, "document.querySelector('[data-chart=\"rl-length\"]')"
-    )  # the chart of a column that arrived late
+    until(page, "document.querySelector('[data-chart=\"rl-length\"]')")  # a late column adds its chart
 
-    page.locator(".episode").nth(1).click()  # the address names what is read
+    page.locator(".episode").nth(1).click()  # the URL names the open episode
     read = page.locator(".detail h3").first.inner_text()
 
     task = run.worker.children(recursive=True)
     for one in task:
-        with suppress(psutil.NoSuchProcess):  # some live only for a moment
+        with suppress(psutil.NoSuchProcess):  # some processes are short-lived
             one.suspend()
-    told(page, "Broken", "Stall")
+    wait_for_verdict(page, "Broken", "Stall")
     for one in task:
         with suppress(psutil.NoSuchProcess):
             one.resume()
     until(page, "!document.querySelector('#verdict').textContent.includes('Stall')")
 
     run.kill()
-    told(page, "Broken", "No heartbeat")
+    wait_for_verdict(page, "Broken", "No heartbeat")
     assert f"perilune retry {run.attempt.parents[1].name}" in page.locator("#verdict").inner_text()
     assert "left" not in page.locator(".progress").inner_text()  # no forecast for a dead run
     assert page.locator(".detail h3").first.inner_text() == read
-    place = page.evaluate("location.hash")  # now, because the address may follow a click late
+    place = page.evaluate("location.hash")  # read it late, because the URL follows a click with a delay
     assert place.startswith("#episodes/rl/step%20")
 
     page.goto("about:blank")
-    again, more = opened(browser, f"{url}/experiments/alive{place}", ".detail h3")
+    again, more = open_page(browser, f"{url}/experiments/alive{place}", ".detail h3")
     until(again, f"document.querySelector('.detail h3').textContent === {json.dumps(read)}")
-    assert again.evaluate(LAST_STEP) == run.steps()  # all that was written
+    assert again.evaluate(LAST_STEP) == run.steps()  # every written step
     assert errors + more == []
     again.close()
     page.close()
 
 
-def test_all_steps_are_searched_and_a_row_opens_its_episode(browser: Any, run: LiveHome, url: str) -> None:
-    page, errors = opened(browser, f"{url}/experiments/alive", ".detail h3")
+def test_search_of_all_steps_opens_the_clicked_episode(browser: Any, run: LiveHome, url: str) -> None:
+    page, errors = open_page(browser, f"{url}/experiments/alive", ".detail h3")
     page.get_by_label("all steps").check()
     page.get_by_label("Group", exact=True).fill("1/2")
     until(page, "document.querySelector('.list-head').textContent.includes('searched all')")
@@ -134,7 +132,7 @@ def test_all_steps_are_searched_and_a_row_opens_its_episode(browser: Any, run: L
     assert "rl step 1" in page.locator(".attempts .name").all_inner_texts()
     place = page.evaluate("location.href")
     page.goto("about:blank")
-    again, more = opened(browser, place, ".attempts .strip")
+    again, more = open_page(browser, place, ".attempts .strip")
     until(again, "document.querySelector('.list-head').textContent.startsWith('4 episodes')")
     assert again.locator(".detail h3").first.inner_text() == "step 1 · group 2 · sample 3"
     assert errors + more == []
@@ -142,8 +140,10 @@ def test_all_steps_are_searched_and_a_row_opens_its_episode(browser: Any, run: L
     page.close()
 
 
-def test_the_list_is_searched_and_experiments_are_compared(browser: Any, run: LiveHome, url: str) -> None:
-    page, errors = opened(browser, f"{url}/?q=alive", "a.experiment")
+def test_experiment_list_filters_by_name_and_comparison_page_opens(
+    browser: Any, run: LiveHome, url: str
+) -> None:
+    page, errors = open_page(browser, f"{url}/?q=alive", "a.experiment")
     assert page.locator("a.experiment").count() == 1
     page.get_by_label("Search", exact=True).fill("nothing")
     assert page.locator("a.experiment").count() == 0
@@ -157,7 +157,7 @@ def test_the_list_is_searched_and_experiments_are_compared(browser: Any, run: Li
     page.close()
 
 
-def test_names_in_the_list_are_only_text(browser: Any) -> None:
+def test_experiment_list_escapes_hostile_names(browser: Any) -> None:
     hostile = PAYLOADS[0]
     finding = {"name": hostile, "status": "broken", "since": None, "why": hostile, "remedy": hostile}
     health = {"stage": hostile, "state": "active", "status": "broken", "steps": 1, "findings": [finding]}
@@ -176,9 +176,9 @@ def test_names_in_the_list_are_only_text(browser: Any) -> None:
     page.close()
 
 
-def test_it_works_on_a_phone(browser: Any, run: LiveHome, url: str) -> None:
+def test_live_pages_fit_a_phone_screen(browser: Any, run: LiveHome, url: str) -> None:
     for address, wanted in ((url, "a.experiment"), (f"{url}/runs/alive/rl", ".detail h3")):
-        page, errors = opened(
+        page, errors = open_page(
             browser, address.replace("/alive/rl", f"/{run.attempt.parents[1].name}"), wanted, 390
         )
         assert page.evaluate(WIDE) == []
@@ -187,7 +187,7 @@ def test_it_works_on_a_phone(browser: Any, run: LiveHome, url: str) -> None:
         page.close()
 
 
-def test_it_loads_nothing_from_elsewhere_and_runs_no_other_script(run: LiveHome, url: str) -> None:
+def test_live_page_content_security_policy_blocks_foreign_scripts(run: LiveHome, url: str) -> None:
     answer = httpx.get(f"{url}/experiments/alive")
     policy = answer.text.partition('Content-Security-Policy" content="')[2].partition('"')[0]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -197,7 +197,7 @@ def test_it_loads_nothing_from_elsewhere_and_runs_no_other_script(run: LiveHome,
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_another_host_name_and_other_paths_are_refused(run: LiveHome, url: str) -> None:
+def test_live_server_refuses_foreign_hosts_and_unknown_paths(run: LiveHome, url: str) -> None:
     assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
     assert httpx.get(f"{url}/experiments/nothing").status_code == 404
     assert httpx.get(f"{url}/experiments/alive/episodes/nothing").status_code == 404
@@ -207,7 +207,7 @@ def test_another_host_name_and_other_paths_are_refused(run: LiveHome, url: str) 
     assert httpx.post(f"{url}/experiments/alive").status_code == 405
 
 
-def test_beyond_this_machine_it_needs_the_token(run: LiveHome, tmp_path: Path) -> None:
+def test_live_server_with_token_refuses_requests_without_it(run: LiveHome, tmp_path: Path) -> None:
     token = "a-token-of-enough-characters"
     with pages(run.root, "--token-env", "UI_TOKEN", UI_TOKEN=token) as guarded:
         refused = httpx.get(guarded)

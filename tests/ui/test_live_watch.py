@@ -1,4 +1,4 @@
-"""What the stream of the live page tells, without a browser."""
+"""The event stream of the live page, without a browser."""
 
 import json
 from pathlib import Path
@@ -18,26 +18,26 @@ from perilune.ui.live.watch import Watch, offsets_of
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at everything each time."""
+    """Poll every file on every pass."""
     monkeypatch.setattr(followed, "SELDOM", 0)
     monkeypatch.setattr(watch, "LOOK", 0)
 
 
-def told(reader: Watch) -> dict[str, Any]:
+def poll_events(reader: Watch) -> dict[str, Any]:
     return {event.kind: json.loads(event.encode().partition("data: ")[2]) for event in reader.poll()}
 
 
-def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: Path) -> None:
+def test_watch_sends_only_new_lines_and_resumes_from_offsets(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=3)
     reader = Watch(made.view, offsets_of(made.view()))
-    first = told(reader)
+    first = poll_events(reader)
     assert first.keys() == {"status"}
     assert first["status"]["progress"][0]["done"] == 3
     metrics = root / "artifacts" / "metrics.jsonl"
     append_json_line(metrics, {"step": 4, "reward": 0.5})
     with metrics.open("a") as stream:
-        stream.write('{"step": 5, "rew')  # a line that is being written
+        stream.write('{"step": 5, "rew')  # an incomplete line
     (root / "artifacts" / "episodes" / "step-000004.parquet").write_bytes(b"")
     events = list(reader.poll())
     assert [one.kind for one in events] == ["steps", "status"]
@@ -46,35 +46,35 @@ def test_only_new_lines_are_told_and_a_reader_continues_where_it_was(tmp_path: P
     with metrics.open("a") as stream:
         stream.write('ard": 0.75}\n')
     offsets = json.loads(events[0].encode().partition("id: ")[2].partition("\n")[0])
-    assert told(Watch(made.view, offsets))["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
-    assert told(reader)["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
-    assert told(reader) == {}
+    assert poll_events(Watch(made.view, offsets))["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
+    assert poll_events(reader)["steps"]["metrics"] == [{"step": 5, "reward": 0.75}]
+    assert poll_events(reader) == {}
 
 
-def test_a_new_step_has_the_rate_that_the_whole_page_shows(tmp_path: Path) -> None:
+def test_watch_computes_tokens_per_second_of_new_steps(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=4)
     reader = Watch(made.view, offsets_of(made.view()))
-    told(reader)
+    poll_events(reader)
     timing = {"step": 5, "tokens": 300, "learning": 0.5, "other": 0.25, "tokens_per_second": 0.0}
     append_json_line(root / "artifacts" / "timings.jsonl", timing)
-    assert told(reader)["steps"]["timings"] == [timing | {"tokens_per_second": 400.0}]
+    assert poll_events(reader)["steps"]["timings"] == [timing | {"tokens_per_second": 400.0}]
 
 
-def test_a_stage_that_ends_is_told(tmp_path: Path) -> None:
+def test_watch_reports_failed_stage(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=2)
     reader = Watch(made.view, {})
-    told(reader)
+    poll_events(reader)
     made.fail(root, "no space is left on the disk", 3.0)
-    found = told(reader)
+    found = poll_events(reader)
     assert found["changed"] == {}
     health = found["status"]["health"][0]
     assert (health["status"], health["findings"][0]["name"]) == ("broken", "failed")
     assert health["findings"][0]["why"] == "no space is left on the disk"
 
 
-def test_hostile_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
+def test_appended_skips_hostile_and_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     deep = "[" * 100_000
     path.write_bytes(b'{"step": 1}\n[1]\nnull\n\xff\xfe\n' + deep.encode() + b'\n{"step": 2}\n{"step"')
@@ -82,14 +82,14 @@ def test_hostile_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     assert rows == [{"step": 1}, {"step": 2}]
     assert offset == path.stat().st_size - len('{"step"')
     path.write_bytes(b"x" * (CHUNK + 10) + b'\n{"step": 3}\n')
-    assert appended(path, 0) == ([], CHUNK)  # a line that is too long is skipped in parts
+    assert appended(path, 0) == ([], CHUNK)  # a line longer than CHUNK is skipped in chunks
     assert appended(path, CHUNK)[0] == [{"step": 3}]
     path.write_bytes(b'{"step": 9}\n')
     assert appended(path, 10_000)[0] == [{"step": 9}]  # the file was replaced
     assert appended(tmp_path / "missing", 7) == ([], 7)
 
 
-def test_episodes_are_listed_without_reading_them_and_read_by_name(tmp_path: Path) -> None:
+def test_episode_sets_are_listed_unread_and_read_by_name(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.collect(40)
     root = made.rl(steps=3, prompts=2)

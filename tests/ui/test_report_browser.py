@@ -1,4 +1,4 @@
-"""The report in a real browser: drawn, alive, and deaf to what models wrote."""
+"""The report in a browser: charts, episode views, links, and hostile model output."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ pytestmark = needs_browser
 
 
 class Window:
-    """A page with the report in it, and everything that went wrong there."""
+    """A page that shows the report and records its errors and requests."""
 
     def __init__(self, page: Any, report: Path) -> None:
         self.page = page
@@ -48,13 +48,13 @@ class Window:
         page.wait_for_selector(".chart svg")
 
     def chart(self, key: str) -> Any:
-        """The drawing of a chart, scrolled into view."""
+        """The SVG of a chart, scrolled into view."""
         drawing = self.page.locator(f'[data-chart="{key}"] svg').first
         drawing.scroll_into_view_if_needed()
         return drawing
 
     def hover(self, key: str, across: float) -> str:
-        """Move the pointer over a chart; what the tooltip says."""
+        """Move the pointer over a chart; returns the tooltip text."""
         box = self.chart(key).bounding_box()
 
         def move() -> None:
@@ -64,13 +64,13 @@ class Window:
         return self._tooltip_after(move)
 
     def press(self, chart: str, key: str) -> str:
-        """Press a key on a chart; what the tooltip says."""
+        """Press a key on a chart; returns the tooltip text."""
         self.chart(chart).focus()
         return self._tooltip_after(lambda: self.page.keyboard.press(key))
 
     def _tooltip_after(self, act: Callable[[], None]) -> str:
         tooltip = self.page.locator(".tooltip")
-        for _ in range(50):  # the end of scrolling hides the tooltip
+        for _ in range(50):  # scrolling hides the tooltip when it ends
             act()
             self.page.wait_for_timeout(50)
             if tooltip.is_visible():
@@ -78,7 +78,7 @@ class Window:
         return str(tooltip.inner_text())
 
     def count(self, selector: str) -> int:
-        """How many elements there are."""
+        """Number of elements that match."""
         return int(self.page.locator(selector).count())
 
 
@@ -94,7 +94,7 @@ def window(browser: Any, report: Path) -> Iterator[Window]:
     page.close()
 
 
-def test_it_is_drawn_without_an_error_and_without_the_network(window: Window, report: Path) -> None:
+def test_report_renders_without_errors_or_network_requests(window: Window, report: Path) -> None:
     assert window.errors == []
     assert window.requests == [report.as_uri()]
     assert window.page.locator("h1").inner_text().startswith("pass@1 rose from")
@@ -128,7 +128,7 @@ def test_charts_have_marks(window: Window, key: str, marks: str, least: int) -> 
     assert window.count(f'[data-chart="{key}"] svg {marks}') >= least
 
 
-def test_stages_stand_below_the_checkpoint_they_start_from(window: Window) -> None:
+def test_stage_tree_nests_stages_below_their_checkpoint(window: Window) -> None:
     below_sft = window.page.locator('.tree > li:has(> .state:text-is("sft"))')
     names = below_sft.locator("> ul > li > .state").all_inner_texts()
     assert names == ["after_sft", "rl"]
@@ -137,7 +137,7 @@ def test_stages_stand_below_the_checkpoint_they_start_from(window: Window) -> No
     assert last.startswith("pass@1 ") and last.endswith(" points against after_sft")
 
 
-def test_curves_are_read_by_step_tokens_or_time(window: Window) -> None:
+def test_curves_switch_between_steps_tokens_and_time(window: Window) -> None:
     rl = "Data.training.find((one) => one.stage === 'rl').columns"
     choice = window.page.get_by_label("Horizontal axis")
     choice.select_option("tokens")
@@ -149,12 +149,12 @@ def test_curves_are_read_by_step_tokens_or_time(window: Window) -> None:
     assert "step 12\n" in window.hover("rl-reward", 0.99)
 
 
-def test_a_figure_that_never_changes_is_said_not_drawn(window: Window) -> None:
+def test_constant_metric_is_text_instead_of_a_chart(window: Window) -> None:
     assert window.page.locator('[data-chart="rl-staleness"] p').inner_text().startswith("0")
     assert window.count('[data-chart="rl-staleness"] svg') == 0
 
 
-def test_the_pointer_reads_exact_figures_on_all_linked_charts(window: Window) -> None:
+def test_hover_shows_exact_values_and_crosshairs_on_linked_charts(window: Window) -> None:
     said = window.hover("rl-reward", 0.99)
     rl = "Data.training.find((one) => one.stage === 'rl')"
     assert "step 12" in said
@@ -167,7 +167,7 @@ def test_the_pointer_reads_exact_figures_on_all_linked_charts(window: Window) ->
     assert window.page.locator('[data-chart="rl-entropy"] .crosshair').get_attribute("visibility") == "hidden"
 
 
-def test_arrow_keys_read_points(window: Window) -> None:
+def test_arrow_keys_move_between_points(window: Window) -> None:
     assert "step 1\n" in window.press("rl-entropy", "Home")
     window.page.keyboard.press("ArrowRight")
     assert "step 2\n" in window.page.locator(".tooltip").inner_text()
@@ -189,7 +189,7 @@ def test_smoothing_and_log_scale_redraw(window: Window) -> None:
     assert line.get_attribute("d") == exact
 
 
-def test_a_range_is_looked_at_closely_on_all_linked_charts(window: Window) -> None:
+def test_drag_zooms_all_linked_charts(window: Window) -> None:
     page = window.page
     box = window.chart("rl-reward").bounding_box()
     middle = box["y"] + box["height"] / 2
@@ -206,32 +206,32 @@ def test_a_range_is_looked_at_closely_on_all_linked_charts(window: Window) -> No
 
 
 # ------------------------------------------------------------------------------------------- episodes
-def found(window: Window) -> int:
+def count_found(window: Window) -> int:
     return int(window.page.locator(".list-head").inner_text().split()[0].replace(",", ""))
 
 
 def test_episodes_are_searched_filtered_and_sorted(window: Window) -> None:
     page = window.page
     page.get_by_label("Stage", exact=True).select_option("after_sft")
-    everything = found(window)
+    everything = count_found(window)
     assert everything == 24 * 8
     page.get_by_label("Reward", exact=True).select_option("right")
-    right = found(window)
+    right = count_found(window)
     assert 0 < right < everything
     page.get_by_label("Strategy", exact=True).select_option("s:scratchpad")
-    assert 0 < found(window) <= right
+    assert 0 < count_found(window) <= right
     page.get_by_label("Reward", exact=True).select_option("any")
     page.get_by_label("Strategy", exact=True).select_option("s:direct")
     page.get_by_label("Shortest length").fill("12")
-    assert found(window) == 0
+    assert count_found(window) == 0
     page.get_by_label("Shortest length").fill("")
     page.get_by_label("Strategy", exact=True).select_option("")
     page.get_by_label("Group", exact=True).fill("0/3")
-    assert found(window) == 8
+    assert count_found(window) == 8
     page.get_by_label("Group", exact=True).fill("")
     prompt = page.locator(".episode .asked").first.inner_text().strip()
     page.get_by_label("Search", exact=True).fill(prompt)
-    assert found(window) == 8
+    assert count_found(window) == 8
     page.get_by_label("Search", exact=True).fill("")
     page.get_by_label("Order", exact=True).select_option("longest first")
     lengths = [int(text.split()[0]) for text in page.locator(".episode .meta:nth-child(3)").all_inner_texts()]
@@ -239,7 +239,7 @@ def test_episodes_are_searched_filtered_and_sorted(window: Window) -> None:
     page.get_by_label("Order", exact=True).select_option("as sampled")
 
 
-def test_an_episode_is_read_token_by_token_beside_its_group(window: Window) -> None:
+def test_episode_detail_shows_tokens_and_the_group(window: Window) -> None:
     page = window.page
     page.get_by_label("Stage", exact=True).select_option("rl")
     page.locator(".episode").nth(1).click()
@@ -251,14 +251,14 @@ def test_an_episode_is_read_token_by_token_beside_its_group(window: Window) -> N
     tokens.nth(0).hover()
     said = page.locator(".tooltip").inner_text()
     assert "log-prob" in said
-    assert '"7"' in said  # the second likeliest token
+    assert '"7"' in said  # the second most likely token
     assert "weights version 11" in said
     assert page.locator(".siblings tbody tr").count() == 8
     page.locator(".siblings tbody button").nth(5).click()
     assert "sample 5" in page.locator(".detail h3").first.inner_text()
 
 
-def test_the_matrix_shows_every_sample_of_a_step_and_opens_it(window: Window) -> None:
+def test_matrix_shows_every_sample_of_a_step_and_opens_episodes(window: Window) -> None:
     page = window.page
     page.get_by_label("Stage", exact=True).select_option("rl")
     page.get_by_label("Step", exact=True).fill("3")
@@ -276,12 +276,12 @@ def test_the_matrix_shows_every_sample_of_a_step_and_opens_it(window: Window) ->
     assert means == sorted(means)
 
 
-def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
+def test_url_opens_its_episode(browser: Any, report: Path) -> None:
     page = browser.new_page()
     page.goto(f"{report.as_uri()}#episodes/rl/step%204/4%2F2%2F5")
     page.wait_for_selector(".detail h3")
     assert "step 4 · group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
-    page.wait_for_timeout(500)  # charts above are drawn, and the episodes stay in place
+    page.wait_for_timeout(500)  # charts above are drawn without moving the episodes
     assert abs(page.locator("#episodes").bounding_box()["y"]) < 100
     page.evaluate("location.hash = '#episodes/after_rl/samples/0%2F23%2F7'")
     page.wait_for_selector(".episode:nth-child(1)[aria-current] :text('group 23')")  # far down the list
@@ -290,8 +290,8 @@ def test_an_address_opens_its_episode(browser: Any, report: Path) -> None:
     page.close()
 
 
-def settled(window_or_page: Any, expression: str) -> None:
-    """Wait until an expression holds. The page's policy forbids evaluation, so it cannot wait itself."""
+def wait_until(window_or_page: Any, expression: str) -> None:
+    """Poll an expression. The page's security policy blocks Playwright's own `wait_for_function`."""
     for _ in range(100):
         if window_or_page.evaluate(expression):
             return
@@ -299,7 +299,7 @@ def settled(window_or_page: Any, expression: str) -> None:
     raise AssertionError(expression)
 
 
-def test_a_copy_of_the_address_shows_the_same_view(window: Window, browser: Any, report: Path) -> None:
+def test_copied_url_restores_the_view(window: Window, browser: Any, report: Path) -> None:
     page = window.page
     page.goto(report.as_uri())
     page.get_by_label("Horizontal axis").select_option("tokens")
@@ -312,14 +312,14 @@ def test_a_copy_of_the_address_shows_the_same_view(window: Window, browser: Any,
     page.get_by_label("Order", exact=True).select_option("longest first")
     page.get_by_label("Search", exact=True).fill("1")
     page.locator(".episode").nth(2).click()
-    page.wait_for_timeout(300)  # the address is written a moment later
+    page.wait_for_timeout(300)  # the URL is updated with a delay
 
     def view(shown: Any) -> list[str]:
         fields = ("Horizontal axis", "Smoothing", "Reward", "Order", "Search")
         values = [shown.get_by_label(name, exact=True).input_value() for name in fields]
         line = shown.locator('[data-chart="rl-entropy"] path.line').last
         line.scroll_into_view_if_needed()
-        settled(shown, "document.querySelector('.detail h3')")
+        wait_until(shown, "document.querySelector('.detail h3')")
         texts = [shown.locator(one).first.inner_text() for one in (".list-head", ".detail h3")]
         return [
             *values,
@@ -341,7 +341,7 @@ def test_a_copy_of_the_address_shows_the_same_view(window: Window, browser: Any,
     again.get_by_label("Reward", exact=True).select_option("wrong")
     again.wait_for_timeout(300)
     again.go_back()
-    settled(again, "document.querySelector('[aria-label=\"Horizontal axis\"]').value === 'step'")
+    wait_until(again, "document.querySelector('[aria-label=\"Horizontal axis\"]').value === 'step'")
     assert again.get_by_label("Reward", exact=True).input_value() == "right"
     again.close()
     damaged = browser.new_page()
@@ -357,7 +357,7 @@ def test_a_copy_of_the_address_shows_the_same_view(window: Window, browser: Any,
     page.goto(report.as_uri())
 
 
-def test_the_same_task_is_shown_across_steps(browser: Any, tmp_path: Path) -> None:
+def test_episode_detail_shows_the_same_task_across_steps(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=6, prompts=2)
     for step in (2, 3, 6):
@@ -381,15 +381,15 @@ def test_the_same_task_is_shown_across_steps(browser: Any, tmp_path: Path) -> No
     assert "rl: 11 of 24 right in 3 steps." in page.locator(".detail").inner_text()
     assert window.count('[data-chart="attempts-rl"] circle.dot') == 3
     page.locator(".attempts .strip").nth(1).locator(".cell").nth(5).click()
-    settled(page, "document.querySelector('.detail h3').textContent === 'step 3 · group 0 · sample 5'")
-    settled(page, "document.querySelectorAll('.attempts .strip').length === 3")  # it stays open
+    wait_until(page, "document.querySelector('.detail h3').textContent === 'step 3 · group 0 · sample 5'")
+    wait_until(page, "document.querySelectorAll('.attempts .strip').length === 3")  # it stays open
     page.go_back()
-    settled(page, "document.querySelector('.detail h3').textContent.startsWith('step 6')")
+    wait_until(page, "document.querySelector('.detail h3').textContent.startsWith('step 6')")
     assert window.errors == []
     page.close()
 
 
-def test_two_episodes_stand_side_by_side_and_have_an_address(
+def test_two_episodes_compare_side_by_side_with_their_own_url(
     window: Window, browser: Any, report: Path
 ) -> None:
     page = window.page
@@ -420,7 +420,7 @@ def test_two_episodes_stand_side_by_side_and_have_an_address(
 
 
 def sub_agents(episode: Episode) -> Episode:
-    """The episode with two sub-agents at once, whose answers its player used."""
+    """Add two concurrent sub-agents to an episode; its player used their answers."""
     talk = ({"role": "user", "content": PAYLOADS[0]}, {"role": "assistant", "content": PAYLOADS[1]})
     spans = (
         Span("0", "agent", (0, 3), -1, 40, 12, 3),
@@ -433,7 +433,7 @@ def sub_agents(episode: Episode) -> Episode:
     return replace(episode, spans=spans, policy_version=versions, step_rewards=rewards)
 
 
-def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any, tmp_path: Path) -> None:
+def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=1, prompts=2)
     path = root / "artifacts" / "episodes" / "step-000001.parquet"
@@ -463,7 +463,7 @@ def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any,
     assert [tint(0), tint(1)] == [
         "var(--c2)",
         "var(--c3)",
-    ]  # less likely than under the reference, and likelier
+    ]  # less and more likely than under the reference model
     colour.select_option("entropy")
     first = read_episodes(path)[0]
     shares = [*np.exp(first.top_logprobs[0]).tolist()]
@@ -474,14 +474,14 @@ def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any,
     assert float(shown.removesuffix(" nats")) == pytest.approx(entropy, abs=0.002)
     assert depth(0) == pytest.approx(min(72, 100 * entropy / 3), abs=0.1)
     colour.select_option("step reward")
-    assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # the first segment lost, the second gained
+    assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # negative, then positive step reward
     colour.select_option("policy version")
     assert [tint(0), tint(1)] == ["var(--c3)", "var(--c4)"]
     page.locator(".cell").nth(1).click()
     assert colour.input_value() == "policy version"  # the choice stays
 
     assert page.locator(".lanes h4").inner_text() == "5 turns in 4 critical steps"
-    assert window.count('[data-chart="spans"] rect.mark') == 5 + 1  # one lane waited for the other
+    assert window.count('[data-chart="spans"] rect.mark') == 5 + 1  # five turns and one wait
     page.locator(".lanes summary").first.click()
     assert PAYLOADS[1] in page.locator(".lanes .prose").first.inner_text()
     assert page.evaluate("window.broken") is None
@@ -489,17 +489,17 @@ def test_tokens_are_coloured_by_what_is_known_and_agents_are_lanes(browser: Any,
     page.close()
 
 
-def test_a_click_on_a_curve_opens_that_step(window: Window) -> None:
-    window.hover("rl-reward", 0.9)  # scrolling has ended
+def test_click_on_curve_opens_the_episodes_of_that_step(window: Window) -> None:
+    window.hover("rl-reward", 0.9)  # wait for scrolling to end
     box = window.chart("rl-reward").bounding_box()
     window.page.mouse.click(box["x"] + box["width"] - 10, box["y"] + 60)
-    settled(window.page, "document.querySelector('.detail h3').textContent.startsWith('step 12')")
+    wait_until(window.page, "document.querySelector('.detail h3').textContent.startsWith('step 12')")
     window.page.get_by_label("Step", exact=True).fill("0")
     assert "step 1 " in window.page.locator(".detail h3").first.inner_text()
 
 
 # --------------------------------------------------------------------------------------------- scheme
-def test_dark_and_light_follow_the_system_and_the_toggle(browser: Any, report: Path) -> None:
+def test_theme_follows_the_system_and_the_toggle(browser: Any, report: Path) -> None:
     page = browser.new_page(color_scheme="dark", viewport={"width": 390, "height": 844})
     window = Window(page, report)
 
@@ -526,7 +526,7 @@ PAYLOADS = (
 )
 
 
-def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, tmp_path: Path) -> None:
+def test_model_output_is_shown_and_never_executed(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.evaluate("base", "model", AFTER_SFT, 6)
     path = root / "artifacts" / "episodes" / "step-000000.parquet"
@@ -559,10 +559,10 @@ def test_what_a_model_wrote_is_shown_and_never_run(browser: Any, tmp_path: Path)
     page.close()
 
 
-def test_nothing_and_next_to_nothing_are_drawn_too(browser: Any, tmp_path: Path) -> None:
+def test_report_renders_empty_stage_and_curves_of_one_point(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.begin("sft", "sft", {"checkpoint": "model"})
-    root = made.rl(steps=9, prompts=1, until=1)  # one point in every curve
+    root = made.rl(steps=9, prompts=1, until=1)  # every curve has one point
     made.fail(root, "no space is left on the disk", 3.0)
     page = browser.new_page()
     window = Window(page, build_report(made.view(), tmp_path / "report.html"))
@@ -572,7 +572,7 @@ def test_nothing_and_next_to_nothing_are_drawn_too(browser: Any, tmp_path: Path)
     page.close()
 
 
-def test_thousands_of_points_are_drawn_quickly(browser: Any, tmp_path: Path) -> None:
+def test_report_thins_curves_of_thousands_of_points(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.begin("sft", "sft", {"checkpoint": "model", "steps": 20_000})
     lines = "".join(f'{{"step": {step}, "loss": {1 + 1 / step}, "lr": 0.1}}\n' for step in range(1, 20_001))
@@ -587,8 +587,8 @@ def test_thousands_of_points_are_drawn_quickly(browser: Any, tmp_path: Path) -> 
     page.close()
 
 
-def compared(folder: Path) -> Comparison:
-    """Two arms of three seeds each, with curves; the first has a hostile label."""
+def make_comparison(folder: Path) -> Comparison:
+    """Two arms with curves and three seeds each; the first arm has a hostile label."""
     arms = []
     for place, label in enumerate(("<img src=x>", "rl.lr=3e-05")):
         members = []
@@ -608,9 +608,9 @@ def compared(folder: Path) -> Comparison:
     return Comparison("words-1", "after.pass@1", ("rl.lr",), tuple(arms), 0)
 
 
-def test_a_comparison_is_drawn_without_an_error(browser: Any, tmp_path: Path) -> None:
+def test_comparison_page_renders_without_errors(browser: Any, tmp_path: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    window = Window(page, build_comparison(compared(tmp_path), tmp_path / "page.html"))
+    window = Window(page, build_comparison(make_comparison(tmp_path), tmp_path / "page.html"))
     assert window.errors == [] and len(window.requests) == 1
     sections = [section.get_attribute("id") for section in page.query_selector_all("main > section")]
     assert sections == ["arms", "curves", "experiments"]

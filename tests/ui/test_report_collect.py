@@ -1,4 +1,4 @@
-"""Reading attempts: whole ones, unfinished ones, failed ones, damaged ones."""
+"""Collecting report data from finished, unfinished, failed and damaged attempts."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def unfinished(tmp_path: Path) -> Iterator[SyntheticExperiment]:
     yield made
 
 
-def test_a_finished_experiment_says_what_climbed(experiment: ExperimentView) -> None:
+def test_collect_reports_the_gain_of_a_finished_experiment(experiment: ExperimentView) -> None:
     data = collect(experiment)
     assert data.experiment.state == "succeeded"
     assert data.notices == []
@@ -48,7 +48,7 @@ def test_a_finished_experiment_says_what_climbed(experiment: ExperimentView) -> 
     assert ("Model", "305,184 parameters", "qwen3, 3 layers of width 96") in data.facts
 
 
-def test_the_tasks_that_fail_most_are_named_with_their_reason(experiment: ExperimentView) -> None:
+def test_hardest_tasks_show_failure_reason_and_episode_link(experiment: ExperimentView) -> None:
     data = collect(experiment)
     solved = data.evaluations[-1].solved
     rates = sorted(right / n for n, right in solved.values() if right < n)
@@ -66,7 +66,7 @@ def test_the_tasks_that_fail_most_are_named_with_their_reason(experiment: Experi
     assert next(one.text for one in mine if one.episode_id == episode) == hardest.answer
 
 
-def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:
+def test_headline_reports_a_decrease_as_fell(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.evaluate("before", "sft", AFTER_RL, 40)
     made.rl(steps=3, prompts=2)
@@ -74,7 +74,7 @@ def test_a_fall_is_called_a_fall(tmp_path: Path) -> None:
     assert collect(made.view()).headline.title.startswith("pass@1 fell from")
 
 
-def test_a_stage_that_has_not_begun_is_joined_by_the_recipe(tmp_path: Path) -> None:
+def test_waiting_stage_takes_its_parent_from_the_recipe(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.sft(steps=3)
     view = made.view()
@@ -84,7 +84,7 @@ def test_a_stage_that_has_not_begun_is_joined_by_the_recipe(tmp_path: Path) -> N
     assert (last.parent, last.uses, last.state) == ("sft", [], "waiting")
 
 
-def test_branches_are_joined_to_the_checkpoint_they_start_from(tmp_path: Path) -> None:
+def test_stages_link_to_their_parent_checkpoint(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.sft(steps=3)
     made.evaluate("after_sft", "sft", AFTER_SFT, 30)
@@ -102,7 +102,7 @@ def test_branches_are_joined_to_the_checkpoint_they_start_from(tmp_path: Path) -
     assert [(one.before, one.after) for one in data.comparisons] == [("after_sft", "after_rl")]
 
 
-def test_no_change_is_not_called_a_climb(tmp_path: Path) -> None:
+def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.evaluate("before", "sft", AFTER_SFT, 30)
     made.rl(steps=3, prompts=2)
@@ -113,10 +113,10 @@ def test_no_change_is_not_called_a_climb(tmp_path: Path) -> None:
     assert "fell" not in data.headline.title
 
 
-def test_a_run_that_goes_on_is_shown_as_far_as_it_is(unfinished: SyntheticExperiment) -> None:
+def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=4)
     with (root / "artifacts" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "rew')  # the line that is being written
+        file.write('{"step": 5, "rew')  # an incomplete line
     data = collect(unfinished.view())
     assert data.experiment.state == "active"
     assert [(one.kind, one.text) for one in data.notices] == [
@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(unfinished: SyntheticExperi
     assert rl.description == "4 of 10 steps of GRPO."
 
 
-def test_a_run_without_results_promises_them(tmp_path: Path) -> None:
+def test_headline_without_results_says_none_yet(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.collect(40)
     assert collect(made.view()).headline.title == "No checkpoint was evaluated"
@@ -139,7 +139,7 @@ def test_a_run_without_results_promises_them(tmp_path: Path) -> None:
     assert "held-out tasks yet" in collect(made.view()).headline.paragraphs[0]
 
 
-def test_the_warning_of_an_evaluation_is_a_notice(unfinished: SyntheticExperiment) -> None:
+def test_evaluation_warning_becomes_a_notice(unfinished: SyntheticExperiment) -> None:
     root = unfinished.evaluate("before", "sft", AFTER_SFT, 4)
     path = root / "artifacts" / "summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "warnings": ["only 1.0% have the form"]}))
@@ -147,7 +147,7 @@ def test_the_warning_of_an_evaluation_is_a_notice(unfinished: SyntheticExperimen
     assert (notice.title, notice.text) == ("Stage before:", "only 1.0% have the form")
 
 
-def test_a_failed_run_shows_its_cause_and_the_end_of_its_log(unfinished: SyntheticExperiment) -> None:
+def test_failed_run_shows_its_cause_and_log_tail(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=2)
     unfinished.fail(root, "95% of groups had equal rewards for 20 steps\n  try: easier tasks", 7.0)
     data = collect(unfinished.view())
@@ -159,7 +159,7 @@ def test_a_failed_run_shows_its_cause_and_the_end_of_its_log(unfinished: Synthet
     assert "rl says line 7" in notice.log
 
 
-def test_an_empty_attempt_gives_an_empty_report(tmp_path: Path) -> None:
+def test_collect_of_empty_attempt_has_no_results(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.begin("rl", "rl", {"algorithm": "grpo", "samples": 8, "steps": 5})
     (root / "artifacts" / "precheck.json").unlink()
@@ -172,7 +172,9 @@ def test_an_empty_attempt_gives_an_empty_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "episodes/step-000002.parquet"])
-def test_a_damaged_file_is_named_and_left_out(unfinished: SyntheticExperiment, name: str) -> None:
+def test_collect_skips_damaged_file_and_names_it_in_a_notice(
+    unfinished: SyntheticExperiment, name: str
+) -> None:
     root = unfinished.rl(steps=3, prompts=2)
     (root / "artifacts" / name).write_bytes(b"PAR1 nonsense\n{}\n")
     notices = [one for one in collect(unfinished.view()).notices if one.kind == "damage"]
@@ -180,7 +182,7 @@ def test_a_damaged_file_is_named_and_left_out(unfinished: SyntheticExperiment, n
     assert Path(name).name in notices[0].text
 
 
-def test_a_folder_is_viewed_without_a_control_plane(experiment: ExperimentView) -> None:
+def test_view_folder_reads_stages_without_a_control_plane(experiment: ExperimentView) -> None:
     home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
     view = view_folder(home)
     assert [(one.name, one.state) for one in view.stages] == [
@@ -189,7 +191,7 @@ def test_a_folder_is_viewed_without_a_control_plane(experiment: ExperimentView) 
     assert view_folder(experiment.stages[4].attempt_dir).stages[0].name == "rl"  # type: ignore[arg-type]
 
 
-def test_of_several_attempts_the_newest_counts(tmp_path: Path) -> None:
+def test_view_folder_uses_the_newest_attempt(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=3, prompts=2, until=1)
     shutil.copytree(root, root.with_name("10"))
@@ -199,7 +201,7 @@ def test_of_several_attempts_the_newest_counts(tmp_path: Path) -> None:
     assert stage.attempts == 3
 
 
-def test_a_folder_without_attempts_is_a_wrong_request(tmp_path: Path) -> None:
+def test_view_folder_without_attempts_raises_request_error(tmp_path: Path) -> None:
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "job.json").write_text("{}")
     with pytest.raises(RequestError, match="no attempt directory"):
@@ -207,7 +209,7 @@ def test_a_folder_without_attempts_is_a_wrong_request(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- episodes
-def test_groups_are_whole_and_chosen_alike_every_time(experiment: ExperimentView) -> None:
+def test_collect_episodes_selects_whole_groups_deterministically(experiment: ExperimentView) -> None:
     rl = experiment.stages[4]
     small, again = (
         collect_episodes([Source("rl", "rl", Attempt(rl.attempt_dir))], budget=60_000) for _ in range(2)
@@ -219,7 +221,7 @@ def test_groups_are_whole_and_chosen_alike_every_time(experiment: ExperimentView
     assert [one.json for one in small.sampled] == [one.json for one in again.sampled]
 
 
-def test_a_group_too_long_for_the_budget_keeps_its_text(experiment: ExperimentView) -> None:
+def test_group_over_budget_keeps_text_without_tokens(experiment: ExperimentView) -> None:
     source = Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
     whole = collect_episodes([source])
     group = min(len(json.dumps(one, separators=(",", ":"))) for one in json.loads(whole.sampled[0].json))
@@ -231,7 +233,7 @@ def test_a_group_too_long_for_the_budget_keeps_its_text(experiment: ExperimentVi
     assert library.steps_left_out == 9
 
 
-def test_advantages_are_those_the_run_recorded(experiment: ExperimentView) -> None:
+def test_collected_advantages_match_the_recorded_rewards(experiment: ExperimentView) -> None:
     library = collect_episodes([Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))])
     for one in library.sampled:
         for group in json.loads(one.json):
@@ -245,7 +247,7 @@ def test_advantages_are_those_the_run_recorded(experiment: ExperimentView) -> No
 
 
 # --------------------------------------------------------------------------------------------- curves
-def test_long_curves_are_thinned_evenly_and_say_so(tmp_path: Path) -> None:
+def test_training_of_thins_long_curves_and_reports_kept_steps(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.begin("sft", "sft", {"steps": 9000})
     lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 9001))
@@ -256,7 +258,7 @@ def test_long_curves_are_thinned_evenly_and_say_so(tmp_path: Path) -> None:
     assert (found.columns["step"][0], found.columns["step"][-1]) == (1, 9000)
 
 
-def test_a_new_model_has_tokens_before_its_first_checkpoint(tmp_path: Path) -> None:
+def test_untrained_model_without_vocabulary_still_shows_tokens(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.evaluate("base", "model", UNTRAINED, 6)
     (stage,) = collect_episodes([Source("base", "evaluate", Attempt(root))]).stages
@@ -264,7 +266,7 @@ def test_a_new_model_has_tokens_before_its_first_checkpoint(tmp_path: Path) -> N
     assert json.loads(stage.sets[0].json)[0]["episodes"][0]["tokens"]
 
 
-def test_hardware_of_stages_follows_one_another_with_a_gap_between(experiment: ExperimentView) -> None:
+def test_hardware_series_leave_a_gap_between_stages(experiment: ExperimentView) -> None:
     found = hardware_of([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
     assert found is not None
     assert [one["key"] for one in found.figures] == ["cpu", "memory"]
@@ -276,7 +278,7 @@ def test_hardware_of_stages_follows_one_another_with_a_gap_between(experiment: E
         assert machine["y"][seconds.index(pytest.approx(band["end"]))] is None
 
 
-def test_what_was_within_reach_before_is_not_sold_as_new(experiment: ExperimentView) -> None:
+def test_headline_states_pass_at_8_before_training(experiment: ExperimentView) -> None:
     data = collect(experiment)
     said = data.headline.paragraphs[1]
     before, after = data.evaluations[1:]
@@ -284,7 +286,7 @@ def test_what_was_within_reach_before_is_not_sold_as_new(experiment: ExperimentV
     assert f"pass@8 was {100 * before.measures['pass@8'][0]:.1f}% before training" in said
 
 
-def test_the_time_of_a_run_counts_the_attempts_that_died(tmp_path: Path) -> None:
+def test_run_seconds_sum_earlier_attempts(tmp_path: Path) -> None:
     for number, seconds in ((1, 40.0), (2, 5.0), (3, 900.0)):
         runtime = tmp_path / str(number) / "runtime"
         runtime.mkdir(parents=True)
@@ -293,7 +295,7 @@ def test_the_time_of_a_run_counts_the_attempts_that_died(tmp_path: Path) -> None
     assert Attempt(tmp_path / "2").seconds == 5.0
 
 
-def test_a_very_long_answer_hides_no_other_episode(experiment: ExperimentView) -> None:
+def test_very_long_answer_is_shortened_and_hides_no_episode(experiment: ExperimentView) -> None:
     stage = next(stage for stage in experiment.stages if stage.name == "rl")
     attempt = Attempt(stage.attempt_dir)
     first = attempt.episode_files[0]
@@ -315,11 +317,11 @@ def test_a_very_long_answer_hides_no_other_episode(experiment: ExperimentView) -
     assert "4,780,000 characters omitted" in shown.json and len(shown.json) < len(whole.json) + 100_000
 
 
-def test_a_text_is_shortened_in_its_middle() -> None:
+def test_shortened_omits_the_middle_of_a_text() -> None:
     assert shortened("abcdefgh", 8) == "abcdefgh"
     assert shortened("abcdefghij", 8) == "abcdef\n[… 2 characters omitted …]\nij"
 
 
-def test_half_of_a_surrogate_pair_ends_no_report() -> None:
+def test_embeddable_json_replaces_lone_surrogates() -> None:
     text = embeddable_json({"said": "a\ud800b", "key\udfff": "\U0001f600"})
     assert json.loads(text.encode().decode()) == {"said": "a\ufffdb", "key\ufffd": "\U0001f600"}

@@ -1,4 +1,4 @@
-"""What a difference between two evaluations is made of."""
+"""Decomposition of the difference between two evaluations."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def of_strategies(strategies: dict[str, tuple[float, float | None]]) -> Evaluati
     return evaluation(pass_at_1=mean, strategies=rows)
 
 
-def test_the_measured_climb_is_mostly_choosing_to_think() -> None:
+def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
     before = of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
     after = of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
     parts = {one.strategy: one for one in decompose(before, after)}
@@ -40,7 +40,7 @@ def test_the_measured_climb_is_mostly_choosing_to_think() -> None:
     assert 0.75 < share / total < 0.90
 
 
-def test_the_strategy_that_brought_the_gain_is_named_not_the_one_that_grew_most() -> None:
+def test_headline_names_the_strategy_with_the_largest_contribution() -> None:
     before = of_strategies({"direct": (0.01, 0.0), "none": (0.70, 0.0), "scratchpad": (0.29, 0.0)})
     after = of_strategies({"direct": (0.49, 0.007), "scratchpad": (0.51, 0.49)})
     _, explained = write_headline([before, after], compare(before, after), None, []).paragraphs
@@ -54,7 +54,7 @@ accuracies = st.lists(st.floats(0, 1), min_size=3, max_size=3)
 
 
 @given(shares, accuracies, shares, accuracies)
-def test_contributions_sum_to_the_difference_and_turn_round_with_it(
+def test_contributions_sum_to_the_difference_and_are_antisymmetric(
     s0: Any, a0: Any, s1: Any, a1: Any
 ) -> None:
     before = of_strategies(dict(zip("xyz", zip(s0, a0, strict=True), strict=True)))
@@ -67,7 +67,7 @@ def test_contributions_sum_to_the_difference_and_turn_round_with_it(
         assert forth.from_accuracy == pytest.approx(-reverse.from_accuracy)
 
 
-def test_a_strategy_that_was_never_chosen_before_contributes_by_choice_alone() -> None:
+def test_new_strategy_contributes_by_share_alone() -> None:
     before = of_strategies({"direct": (1.0, 0.2)})
     after = of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
     new = next(one for one in decompose(before, after) if one.strategy == "scratchpad")
@@ -75,7 +75,7 @@ def test_a_strategy_that_was_never_chosen_before_contributes_by_choice_alone() -
     assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
 
 
-def test_rare_strategies_are_shown_as_one_and_the_sums_stay() -> None:
+def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
     before = of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
     after = of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
     parts = decompose(before, after)
@@ -86,13 +86,13 @@ def test_rare_strategies_are_shown_as_one_and_the_sums_stay() -> None:
     assert sum(one.from_share + one.from_accuracy for one in parts) == pytest.approx(total)
 
 
-def test_a_single_rare_strategy_is_not_named_either() -> None:
+def test_single_rare_strategy_stays_unnamed() -> None:
     before = of_strategies({"direct": (1.0, 0.2)})
     after = of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
     assert [one.strategy for one in decompose(before, after)] == ["direct", "1 strategy under 1%"]
 
 
-def test_what_no_strategy_accounts_for_is_shown_as_such() -> None:
+def test_answers_without_a_strategy_count_as_unrecognised() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})
     rest = next(one for one in decompose(before, after) if one.strategy == UNRECOGNISED)
@@ -100,29 +100,33 @@ def test_what_no_strategy_accounts_for_is_shown_as_such() -> None:
     assert rest.accuracy[0] == pytest.approx(0.4)
 
 
-def test_differences_are_paired_over_the_tasks_both_judged() -> None:
+def test_differences_are_paired_over_shared_tasks() -> None:
     before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
     after = evaluation("a", correct_per_task=[[f"t{i}", 8, 6] for i in range(1, 40)])
     comparison = compare(before, after)
     assert comparison.tasks == 39
-    assert tuple(comparison.differences["pass@1"]) == (0.5, 0.5, 0.5)  # every task gained as much: no spread
+    assert tuple(comparison.differences["pass@1"]) == (
+        0.5,
+        0.5,
+        0.5,
+    )  # every task gained equally, so the interval has no width
 
 
-def test_evaluations_of_other_tasks_are_not_subtracted() -> None:
+def test_evaluations_of_disjoint_tasks_have_no_differences() -> None:
     before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
     after = evaluation("a", correct_per_task=[[f"u{i}", 8, 6] for i in range(40)])
     assert compare(before, after).differences == {}
 
 
-def test_a_measure_needs_enough_samples_of_every_task() -> None:
+def test_pass_at_k_difference_needs_k_samples_of_every_task() -> None:
     interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
     rows = [["t0", 8, 2], ["t1", 7, 2]]
     both = [evaluation(name, correct_per_task=rows, **{"pass@8": interval}) for name in "ab"]
     assert set(compare(*both).differences) == {"pass@1"}
 
 
-def test_the_headline_names_a_measure_that_moved_the_other_way() -> None:
-    """Two of eight samples of every task were right before, and all samples of half of the tasks after."""
+def test_headline_names_a_measure_that_moved_the_other_way() -> None:
+    """Before: two of eight samples right on every task. After: all samples right on half the tasks."""
     tasks = 40
     before = evaluation(
         "before",

@@ -1,4 +1,4 @@
-"""What the report shows of preference, distillation and reward-model stages."""
+"""Report sections of training stages: warnings, self-play, length dynamics, calibration, forgetting."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def made_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
     return made
 
 
-def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
+def test_curve_description_shows_stop_recommendation_collapse_and_warnings(tmp_path: Path) -> None:
     gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
     warnings = ["the reward collapsed by step 4."]
     data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
@@ -39,7 +39,7 @@ def test_what_the_watches_said_stands_over_the_curves(tmp_path: Path) -> None:
     assert "Warning: the reward collapsed by step 4. From" in training.description
 
 
-def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:
+def test_curve_description_shows_self_play_champion_and_alarms(tmp_path: Path) -> None:
     alarm = {
         "name": "illegal",
         "kind": "collapse",
@@ -54,7 +54,7 @@ def test_self_play_is_told_over_its_curves(tmp_path: Path) -> None:
         assert said in training.description
 
 
-def test_length_dynamics_reach_the_page(tmp_path: Path) -> None:
+def test_report_includes_length_dynamics(tmp_path: Path) -> None:
     row = {
         "difficulty": "3",
         "correct": True,
@@ -67,7 +67,7 @@ def test_length_dynamics_reach_the_page(tmp_path: Path) -> None:
     assert '"composition":1.0' in render(data).replace(" ", "")
 
 
-def test_a_calibration_reaches_the_page(tmp_path: Path) -> None:
+def test_report_includes_calibration(tmp_path: Path) -> None:
     made = made_with_rl(
         tmp_path,
         kind="calibration",
@@ -80,7 +80,7 @@ def test_a_calibration_reaches_the_page(tmp_path: Path) -> None:
     assert "do not trust these" in render(data)
 
 
-def test_forgetting_reaches_the_page(tmp_path: Path) -> None:
+def test_report_includes_forgetting(tmp_path: Path) -> None:
     found = {
         "text": {
             "perplexity": {"before": 20.0, "after": 25.0},
@@ -96,7 +96,7 @@ def test_forgetting_reaches_the_page(tmp_path: Path) -> None:
     assert "bits per byte of it" in render(data)
 
 
-def test_an_experiment_without_them_shows_none(tmp_path: Path) -> None:
+def test_report_omits_sections_without_data(tmp_path: Path) -> None:
     data = collect(made_with_rl(tmp_path).view())
     assert data.length_dynamics == []
     assert data.calibrations == []
@@ -104,8 +104,8 @@ def test_an_experiment_without_them_shows_none(tmp_path: Path) -> None:
     assert "recommended" not in data.training[-1].description
 
 
-def test_a_training_is_judged_against_where_it_started(tmp_path: Path) -> None:
-    """Two arms from one start: the second is not compared with the first."""
+def test_training_is_compared_with_its_starting_checkpoint(tmp_path: Path) -> None:
+    """Two arms start from one checkpoint. Each is compared with that checkpoint, not with the other arm."""
     made = SyntheticExperiment(tmp_path)
     made.evaluate("of_sft", "sft", AFTER_SFT, 20)
     made.rl(steps=3, prompts=2)
@@ -114,10 +114,12 @@ def test_a_training_is_judged_against_where_it_started(tmp_path: Path) -> None:
     data = collect(made.view())
     assert data.climb is not None
     assert (data.climb.before, data.climb.after) == ("of_sft", "of_rl")
-    assert [(one.before, one.after) for one in data.comparisons] == [("of_sft", "of_rl")], "not its sibling"
+    assert [(one.before, one.after) for one in data.comparisons] == [("of_sft", "of_rl")], (
+        "compared with a sibling arm"
+    )
 
 
-def test_the_figures_of_each_environment_reach_the_page(tmp_path: Path) -> None:
+def test_report_includes_pass_at_1_of_each_environment(tmp_path: Path) -> None:
     made = made_with_rl(tmp_path)
     parts = {
         "sums": {"tasks": 10, "pass@1": {"mean": 0.75, "low": 0.5, "high": 0.9}},

@@ -1,4 +1,4 @@
-"""The report's file: whole, closed, bounded, and with no way in for what a model wrote."""
+"""The report file: self-contained, bounded in size, and safe against hostile model output."""
 
 import base64
 import gzip
@@ -28,13 +28,13 @@ def page(experiment: ExperimentView, tmp_path_factory: pytest.TempPathFactory) -
     return build_report(experiment, out).read_text(encoding="utf-8")
 
 
-def test_it_is_one_closed_file_of_bounded_size(page: str) -> None:
+def test_report_is_one_self_contained_file_below_8_mb(page: str) -> None:
     assert len(page.encode()) < 8_000_000
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:|//)|@import|url\(""", page)
     assert "default-src 'none'" in page
 
 
-def test_the_policy_names_the_scripts_and_the_style_by_their_hashes(page: str) -> None:
+def test_content_security_policy_lists_hashes_of_scripts_and_style(page: str) -> None:
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     assert "unsafe" not in policy[1]
@@ -47,7 +47,7 @@ def test_the_policy_names_the_scripts_and_the_style_by_their_hashes(page: str) -
         assert f"'sha256-{digest}'" in policy[1]
 
 
-def test_hostile_text_stays_inside_its_json(experiment: ExperimentView) -> None:
+def test_hostile_text_stays_inside_json_block(experiment: ExperimentView) -> None:
     data = collect(experiment)
     page = render(
         replace(
@@ -61,7 +61,7 @@ def test_hostile_text_stays_inside_its_json(experiment: ExperimentView) -> None:
     assert json.loads(block[1])["headline"]["title"] == HOSTILE
 
 
-def test_figures_that_json_cannot_say_are_left_out(experiment: ExperimentView) -> None:
+def test_nan_values_become_null(experiment: ExperimentView) -> None:
     data = collect(experiment)
     first = replace(data.evaluations[0], mean_length=float("nan"))
     page = render(replace(data, evaluations=[first]))
@@ -69,22 +69,20 @@ def test_figures_that_json_cannot_say_are_left_out(experiment: ExperimentView) -
     assert "NaN" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
-def test_the_same_evidence_gives_the_same_report(experiment: ExperimentView, page: str) -> None:
+def test_report_is_deterministic(experiment: ExperimentView, page: str) -> None:
     again = render(collect(experiment))
     assert re.sub(r"Written by[^.]*\.[^.]*\.[^.]*\.", "", again) == re.sub(
         r"Written by[^.]*\.[^.]*\.[^.]*\.", "", page
     )
 
 
-def test_a_place_that_cannot_be_written_is_a_wrong_request(
-    experiment: ExperimentView, tmp_path: Path
-) -> None:
+def test_unwritable_report_path_raises_request_error(experiment: ExperimentView, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError):
         build_report(experiment, tmp_path / "file" / "report.html")
 
 
-def test_the_command_writes_the_report_of_a_folder(experiment: ExperimentView, tmp_path: Path) -> None:
+def test_report_command_writes_the_report_of_a_folder(experiment: ExperimentView, tmp_path: Path) -> None:
     home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
     out = tmp_path / "report.html"
     result = CliRunner().invoke(app, ["report", str(home), "--out", str(out)])
@@ -92,9 +90,7 @@ def test_the_command_writes_the_report_of_a_folder(experiment: ExperimentView, t
     assert "pass@1 rose from" in out.read_text()
 
 
-def test_the_command_does_not_know_what_was_never_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_command_refuses_unknown_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["report", "nothing"])
@@ -102,7 +98,7 @@ def test_the_command_does_not_know_what_was_never_run(
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_front_end_is_small() -> None:
+def test_front_end_assets_stay_small() -> None:
     assets = [one.read_bytes() for one in (files("perilune.ui") / "assets").iterdir() if one.is_file()]
     assert len(assets) > 10
     assert sum(map(len, assets)) < 150_000

@@ -1,4 +1,4 @@
-"""Episodes of several turns in the report: who said what, and which tokens are whose."""
+"""Multi-turn episodes in the report: roles, texts and token ranges of turns."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def vocabulary(tmp_path):
     return Vocabulary((tmp_path / "tokenizer.json").read_text())
 
 
-def test_turns_know_their_tokens(vocabulary):
+def test_turns_have_token_ranges(vocabulary):
     one = episode()
     turns = turns_of(one)
     assert [(turn["role"], turn["text"]) for turn in turns] == [
@@ -45,17 +45,17 @@ def test_turns_know_their_tokens(vocabulary):
     assert "".join(shown) == "2*3<eos>=6\n!;6<eos>"
 
 
-def test_another_vocabulary_does_not_spell_them(tmp_path):
+def test_pieces_are_none_for_foreign_vocabulary(tmp_path):
     Tokenizer.characters("".join(reversed("=*;0123456789abc"))).save(tmp_path)
     assert pieces_of(Vocabulary((tmp_path / "tokenizer.json").read_text()), episode()) is None
 
 
-def test_one_turn_is_an_answer_and_a_mask_that_tells_nothing_apart_gives_no_places():
+def test_single_turn_gives_none_and_mismatched_mask_gives_no_ranges():
     assert turns_of(episode(mask=np.ones(11, np.bool_))) is None
     odd = turns_of(episode(mask=np.arange(11) != 0))
     assert [turn["role"] for turn in odd] == ["assistant", "tool", "assistant"] and "start" not in odd[0]
 
 
-def test_what_several_others_said_is_one_turn():
+def test_consecutive_messages_of_other_roles_form_one_turn():
     messages = [{"role": role, "content": text} for role, text in [*SAID, ("user", "a"), ("tool", "b")]]
     assert message_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}
