@@ -1,4 +1,4 @@
-"""What the tests of both planes share lies in tests/drill."""
+"""Fixtures shared with the control plane tests, from tests/drill."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The launcher `docker`, with real containers: Docker through the tests of every placement, Podman
-through the hardest of its own; and Docker failing, which a program before it brings about.
+"""The `docker` launcher with real containers. Docker runs the placement conformance tests, Podman the
+hardest container test. A wrapper program makes Docker fail.
 """
 
 import json
@@ -53,13 +53,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 only_docker = pytest.mark.parametrize("program", ["docker"], indirect=True)
 
 
-def placed(program: Program, tmp_path: Path, **settings: Any) -> RemotePlacement:
+def docker_placement(program: Program, tmp_path: Path, **settings: Any) -> RemotePlacement:
     environment = {"PYTHONPATH": f"{INSTALLED}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1"}
     site = Site(installed=True, workspace=str(tmp_path / "workspace"), environment=environment)
     return RemotePlacement(LocalHost(), site, AttemptLimits(), program.container(tmp_path, **settings))
 
 
-def left(program: Program) -> list[str]:
+def container_ids(program: Program) -> list[str]:
     return program("ps", "--all", "--quiet", "--no-trunc").split()
 
 
@@ -68,13 +68,13 @@ class TestDockerOverSsh(PlacementConformance):
     @pytest.fixture
     def placement(self, program: Program, server: Sshd, tmp_path: Path) -> Iterator[Placement]:
         host = SshHost(server.settings(), tmp_path / "keys")
-        here = placed(program, tmp_path)
+        here = docker_placement(program, tmp_path)
         site = here.site.model_copy(update={"workspace": str(tmp_path / "a workspace")})
         yield RemotePlacement(host, site, here.limits, here.container)
         host.disconnect()
 
 
-def hanging(placement: Placement, tmp_path: Path, **spec: Any) -> Assignment:
+def start_hanging_attempt(placement: Placement, tmp_path: Path, **spec: Any) -> Assignment:
     """An attempt in a container that hangs at its second step."""
     bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="hang", **spec)
     attempt = stage(placement, assigned(tmp_path), bundle)
@@ -83,13 +83,13 @@ def hanging(placement: Placement, tmp_path: Path, **spec: Any) -> Assignment:
     return attempt
 
 
-def test_what_a_container_may_do_and_what_is_known_of_it(
+def test_container_is_restricted_hides_secrets_and_ends_with_its_worker(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANARY_TOKEN", CANARY)
-    placement = placed(program, tmp_path, memory="512m", shared_memory="64m")
-    attempt = hanging(placement, tmp_path, secrets=("CANARY_TOKEN",), tell="CANARY_TOKEN")
-    (container,) = left(program)
+    placement = docker_placement(program, tmp_path, memory="512m", shared_memory="64m")
+    attempt = start_hanging_attempt(placement, tmp_path, secrets=("CANARY_TOKEN",), tell="CANARY_TOKEN")
+    (container,) = container_ids(program)
     (found,) = json.loads(program("inspect", container))
     task = working(attempt)[-1]
     environment = Path(f"/proc/{task}/environ").read_bytes().split(b"\0")
@@ -109,16 +109,16 @@ def test_what_a_container_may_do_and_what_is_known_of_it(
         assert command.parent.name == str(os.getpid()) or CANARY.encode() not in _bytes(command)
     for root in (program.path.parent, workspace, attempt.directory):
         for path in root.rglob("*"):
-            assert CANARY.encode() not in _bytes(path), path  # also in what the daemon keeps of containers
+            assert CANARY.encode() not in _bytes(path), path  # including the daemon's own container files
     record = container_of(attempt.directory)
     assert record is not None and record.image_id == program.image
 
     claim = look(placement, attempt).claim
     assert claim is not None
     os.kill(claim.pid, signal.SIGKILL)
-    wait_for(lambda: not working(attempt), "the end of what nobody keeps")  # nobody has looked
-    until(lambda: look(placement, attempt).worker is Presence.ABSENT, "its absence")
-    assert left(program) == []
+    wait_for(lambda: not working(attempt), "the end of the orphaned task")  # before any look
+    until(lambda: look(placement, attempt).worker is Presence.ABSENT, "an absent worker")
+    assert container_ids(program) == []
     assert placement.stop(attempt)
 
 
@@ -133,13 +133,13 @@ SILENT = 'echo "Cannot connect to the Docker daemon" >&2; exit 1'
 
 
 @only_docker
-def test_silence_proves_nothing_and_what_outlived_its_keeper_is_ended(
+def test_unreachable_daemon_means_unknown_and_stop_removes_orphaned_container(
     program: Program, tmp_path: Path
 ) -> None:
-    placement = placed(program, tmp_path)
-    attempt = hanging(placement, tmp_path)
-    (container,) = left(program)
-    program("pause", container)  # so that it cannot notice
+    placement = docker_placement(program, tmp_path)
+    attempt = start_hanging_attempt(placement, tmp_path)
+    (container,) = container_ids(program)
+    program("pause", container)  # so that the container cannot react
     claim = look(placement, attempt).claim
     assert claim is not None
     with program.fault("ps", SILENT):
@@ -148,14 +148,16 @@ def test_silence_proves_nothing_and_what_outlived_its_keeper_is_ended(
         assert not placement.stop(attempt)
         with pytest.raises(WorkFailedError, match="still runs"):
             placement.remove(attempt)
-        assert left(program.unspoilt) == [container]
-    assert placement.stop(attempt) and left(program) == [] and not working(attempt)
+        assert container_ids(program.unspoilt) == [container]
+    assert placement.stop(attempt) and container_ids(program) == [] and not working(attempt)
     assert look(placement, attempt).worker is Presence.ABSENT
     placement.remove(attempt)
 
 
 @only_docker
-def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_path: Path) -> None:
+def test_failed_container_start_reports_cause_and_leaves_no_container(
+    program: Program, tmp_path: Path
+) -> None:
     bundle = drill_bundle(tmp_path / "bundle", gate=str(tmp_path / "never"))
 
     def verdict(number: int, placement: Placement) -> Any:
@@ -163,22 +165,22 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
         placement.start(attempt)
         runtime = tmp_path / "workspace" / attempt.run_id / str(number) / "runtime"
         wait_for((runtime / "result.json").exists, "a verdict")
-        assert left(program) == []  # before anybody has looked
+        assert container_ids(program) == []  # before any look
         return ended(placement, attempt).verdict
 
-    placement = placed(program, tmp_path)
+    placement = docker_placement(program, tmp_path)
     silent = stage(placement, assigned(tmp_path), bundle)
     with program.fault("ps", SILENT), pytest.raises(WorkFailedError, match="Cannot connect to the Docker"):
         placement.start(silent)
-    assert placement.stop(silent)  # it has never begun, and cannot any more
+    assert placement.stop(silent)  # never started, and cannot start any more
 
-    missing = verdict(2, placed(program, tmp_path, image=f"sha256:{'0' * 64}"))
+    missing = verdict(2, docker_placement(program, tmp_path, image=f"sha256:{'0' * 64}"))
     assert missing.cause == "start_failed" and "0000" in missing.message
-    nowhere = verdict(3, placed(program, tmp_path, python="/nowhere/python"))
+    nowhere = verdict(3, docker_placement(program, tmp_path, python="/nowhere/python"))
     assert nowhere.cause == "start_failed" and "/nowhere/python" in nowhere.message
-    with program.fault("create", '$program "$@" > /dev/null; exit 1'):  # made, and the answer lost
+    with program.fault("create", '$program "$@" > /dev/null; exit 1'):  # created, but the answer is lost
         assert verdict(4, placement).cause == "start_failed"
-    with program.fault("start", '$program "$@" & sleep 2; kill -9 $!; exit 1'):  # its client is killed
+    with program.fault("start", '$program "$@" & sleep 2; kill -9 $!; exit 1'):  # the client is killed
         assert verdict(5, placement).cause in {"start_failed", "runner_died"}
 
     uv = placement.site.model_copy(
@@ -187,8 +189,8 @@ def test_a_start_that_fails_is_told_and_leaves_nothing(program: Program, tmp_pat
     bare = verdict(6, RemotePlacement(LocalHost(), uv, AttemptLimits(), placement.container))
     assert bare.cause == "request_error" and "uv is not on PATH" in bare.message
     kept = tmp_path / "workspace" / ".environments" / program.image.removeprefix("sha256:")[:16]
-    assert list(kept.glob("environments/*/bin/python"))  # the next attempt finds what this one has made
-    small = verdict(7, placed(program, tmp_path, memory="12m"))
+    assert list(kept.glob("environments/*/bin/python"))  # the next attempt reuses this environment
+    small = verdict(7, docker_placement(program, tmp_path, memory="12m"))
     assert (small.cause, small.message) == (
         "out_of_memory",
         "the kernel killed its container because it ran out of memory",

@@ -1,4 +1,4 @@
-"""The fake cloud itself: commands stream, the dead are dead, and a killed server has forgotten nothing."""
+"""The fake cloud: commands stream, terminated machines end, and records survive a killed server."""
 
 import io
 import json
@@ -60,8 +60,8 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def reached(cloud: FakeCloud, number: int) -> Host:
-    """A machine that answers."""
+def create_and_connect(cloud: FakeCloud, number: int) -> Host:
+    """Create a machine and wait until it answers."""
     host = cloud.host(cloud.create(key(number), WANTED))
 
     def answers() -> bool:
@@ -74,8 +74,8 @@ def reached(cloud: FakeCloud, number: int) -> Host:
     return host
 
 
-def test_commands_stream_and_tell_how_they_ended(cloud: FakeCloud) -> None:
-    host = reached(cloud, 1)
+def test_run_streams_data_and_returns_exit_codes(cloud: FakeCloud) -> None:
+    host = create_and_connect(cloud, 1)
     sent = bytes(range(256)) * 4000
     assert host.run(["cat"], source=io.BytesIO(sent)).output == sent
     sink = io.BytesIO()
@@ -83,7 +83,7 @@ def test_commands_stream_and_tell_how_they_ended(cloud: FakeCloud) -> None:
     assert answer == Answer(3, b"", "oops\n") and len(sink.getvalue()) == 3_000_000
     assert host.run(["sh", "-c", "kill -9 $$"]).exit_code == 128 + 9
     assert host.run(["no-such-command"]).exit_code == 127
-    assert host.run(["printf", "%s|", "a b", "$HOME", "*"]).output == b"a b|$HOME|*|"  # no shell saw it
+    assert host.run(["printf", "%s|", "a b", "$HOME", "*"]).output == b"a b|$HOME|*|"  # no shell expansion
     home = host.run(["pwd"]).output.decode().strip()
     assert home.endswith("/home") and host.run(["sh", "-c", "echo $HOME"]).output.decode().strip() == home
     began = time.monotonic()
@@ -92,8 +92,8 @@ def test_commands_stream_and_tell_how_they_ended(cloud: FakeCloud) -> None:
     assert time.monotonic() - began < 120
 
 
-def test_whatever_was_started_there_ends_with_the_machine(cloud: FakeCloud) -> None:
-    host = reached(cloud, 2)
+def test_terminate_kills_every_process_of_the_machine(cloud: FakeCloud) -> None:
+    host = create_and_connect(cloud, 2)
     stubborn = "trap '' TERM; (setsid sh -c 'trap \"\" TERM; echo $$; exec sleep 600 >&- 2>&-' &) ; sleep 0.2"
     pid = int(host.run(["sh", "-c", stubborn]).output)
     daemon = psutil.Process(pid)
@@ -111,7 +111,7 @@ def test_whatever_was_started_there_ends_with_the_machine(cloud: FakeCloud) -> N
     waiting.join(60)
     until(lambda: not daemon.is_running())
     assert broken and cloud.find(key(2)).machine.status is MachineStatus.ENDED  # type: ignore[union-attr]
-    assert not Path(host_home(cloud, key(2))).exists()  # its disk is wiped
+    assert not Path(host_home(cloud, key(2))).exists()  # the disk is wiped
 
 
 def host_home(cloud: FakeCloud, name: str) -> Path:
@@ -120,8 +120,8 @@ def host_home(cloud: FakeCloud, name: str) -> Path:
     return cloud.folder / "machines" / found / "home"
 
 
-def test_a_command_outlives_a_cut_link(cloud: FakeCloud) -> None:
-    host = reached(cloud, 3)
+def test_command_survives_dropped_connection(cloud: FakeCloud) -> None:
+    host = create_and_connect(cloud, 3)
     done = host_home(cloud, key(3)) / "done"
     cut = threading.Timer(0.2, lambda: cloud.inject(key=key(3), fault=Fault.LINK_CUT, seconds=0.6))
     cut.start()
@@ -131,10 +131,10 @@ def test_a_command_outlives_a_cut_link(cloud: FakeCloud) -> None:
         host.run(["true"])
     until(done.exists)
     assert cloud.find(key(3)).presence is Presence.PRESENT
-    reached(cloud, 3)
+    create_and_connect(cloud, 3)
 
 
-def test_a_key_is_one_machine_and_what_cannot_be_had_is_told(cloud: FakeCloud) -> None:
+def test_create_is_idempotent_per_key_and_reports_refusals(cloud: FakeCloud) -> None:
     first = cloud.create(key(4), WANTED)
     assert cloud.create(key(4), WANTED).id == first.id
     with pytest.raises(ProviderRefusedError, match="of kind small"):
@@ -146,11 +146,11 @@ def test_a_key_is_one_machine_and_what_cannot_be_had_is_told(cloud: FakeCloud) -
             cloud.create(key(number), WANTED)
     assert {offer.kind: offer.capacity for offer in cloud.offers()}["small"] == 0
     cloud.terminate(key(4))
-    assert cloud.create(key(4), WANTED).status is MachineStatus.ENDED  # never a second one of that name
+    assert cloud.create(key(4), WANTED).status is MachineStatus.ENDED  # a key never gets a second machine
     assert cloud.find(key(99)).presence is Presence.ABSENT
 
 
-def test_an_error_is_no_answer(cloud: FakeCloud, tmp_path: Path) -> None:
+def test_failed_call_gives_unknown_presence_or_an_error(cloud: FakeCloud, tmp_path: Path) -> None:
     cloud.inject(call="list", fault=Fault.LOST_ANSWER, times=1)
     assert cloud.find(key(1)).presence is Presence.UNKNOWN
     (tmp_path / "address.json").write_text((cloud.folder / "address.json").read_text())
@@ -163,10 +163,10 @@ def test_an_error_is_no_answer(cloud: FakeCloud, tmp_path: Path) -> None:
         FakeCloud(tmp_path).create(key(1), WANTED)
 
 
-def test_a_killed_server_forgets_nothing_and_its_machines_go_on(tmp_path: Path) -> None:
+def test_machines_and_records_survive_killed_server(tmp_path: Path) -> None:
     server = start(tmp_path, Weather())
     cloud = FakeCloud(tmp_path)
-    host = reached(cloud, 1)
+    host = create_and_connect(cloud, 1)
     host.run(["sh", "-c", "(sleep 0.5; touch done) > /dev/null 2>&1 &"])
     stop(server)
     assert cloud.find(key(1)).presence is Presence.UNKNOWN
@@ -182,7 +182,7 @@ def test_a_killed_server_forgets_nothing_and_its_machines_go_on(tmp_path: Path) 
 
 
 @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300)), max_size=8), st.integers(0, 40))
-def test_frames_survive_the_wire_and_a_cut_is_an_end(frames: list[tuple[Kind, bytes]], cut: int) -> None:
+def test_frames_round_trip_and_truncated_stream_ends(frames: list[tuple[Kind, bytes]], cut: int) -> None:
     wire = b"".join(frame(kind, data) for kind, data in frames)
     stream = io.BytesIO(wire)
     assert [read_frame(stream) for _ in frames] == frames and read_frame(stream) is None
@@ -196,7 +196,7 @@ def test_frames_survive_the_wire_and_a_cut_is_an_end(frames: list[tuple[Kind, by
     st.integers(1, 10**6),
     st.integers(0, 64),
 )
-def test_a_key_is_read_back(run_id: str, epoch: int, rank: int) -> None:
+def test_machine_key_round_trips(run_id: str, epoch: int, rank: int) -> None:
     named = MachineKey("c0ffee", run_id, epoch, rank)
     assert MachineKey.parse(str(named)) == named
     assert MachineKey.parse(f"x{named}") is None

@@ -1,4 +1,4 @@
-"""A log keeps its beginning and its end within a bound, can be followed, and says what it lacks."""
+"""The run log: bounded head and tail, followed by readers, with markers for omitted bytes."""
 
 import errno
 from pathlib import Path
@@ -23,7 +23,7 @@ def size(runtime: Path) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3 * PIECE), max_size=20), st.integers(0, 1 << 30))
-def test_beginning_and_end_are_kept_and_the_gap_is_counted(
+def test_log_keeps_head_and_tail_and_counts_omitted_bytes(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int
 ) -> None:
     runtime = tmp_path_factory.mktemp("log")
@@ -33,7 +33,7 @@ def test_beginning_and_end_are_kept_and_the_gap_is_counted(
         data = bytes((seed + number + i) % 251 for i in range(length))
         printed += data
         writer.write(data)
-        if number == len(sizes) // 2:  # another worker goes on with it
+        if number == len(sizes) // 2:  # another worker continues the log
             writer.close()
             writer = LogWriter(runtime, PIECE)
         assert size(runtime) <= (2 + TAIL) * PIECE
@@ -50,7 +50,7 @@ def test_beginning_and_end_are_kept_and_the_gap_is_counted(
     assert (runtime / "task.log").read_bytes() == kept
 
 
-def test_a_reader_that_follows_sees_everything_once(tmp_path: Path) -> None:
+def test_reader_that_keeps_up_sees_every_line_once(tmp_path: Path) -> None:
     writer, reader = LogWriter(tmp_path, PIECE), LogReader(tmp_path)
     seen = b""
     for number in range(30):
@@ -60,7 +60,7 @@ def test_a_reader_that_follows_sees_everything_once(tmp_path: Path) -> None:
     assert b"".join(reader.read()) == b""
 
 
-def test_a_reader_that_falls_behind_is_told_what_it_missed(tmp_path: Path) -> None:
+def test_slow_reader_sees_marker_for_omitted_bytes(tmp_path: Path) -> None:
     writer, reader = LogWriter(tmp_path, PIECE), LogReader(tmp_path)
     writer.write(b"begun\n")
     assert b"".join(reader.read()) == b"begun\n"
@@ -69,7 +69,7 @@ def test_a_reader_that_falls_behind_is_told_what_it_missed(tmp_path: Path) -> No
     assert late.startswith(b"x" * (PIECE - 6) + b"\n--- ") and late.endswith(b"x" * TAIL * PIECE)
 
 
-def test_what_a_full_disk_refused_is_a_gap_like_any_other(tmp_path: Path) -> None:
+def test_bytes_lost_to_full_disk_are_marked_as_omitted(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path, PIECE)
     writer.write(b"before\n")
     real: Any = writer._file
@@ -88,7 +88,7 @@ def test_what_a_full_disk_refused_is_a_gap_like_any_other(tmp_path: Path) -> Non
     assert whole(tmp_path) == b"before\n\n--- 5 bytes omitted ---\nafter\n"
 
 
-def test_the_tail_reaches_over_pieces(tmp_path: Path) -> None:
+def test_log_tail_spans_pieces(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path, PIECE)
     for number in range(40):
         writer.write(f"line {number}\n".encode())
@@ -96,7 +96,7 @@ def test_the_tail_reaches_over_pieces(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "nowhere") == ""
 
 
-def test_other_files_are_no_pieces(tmp_path: Path) -> None:
+def test_log_pieces_ignores_other_files(tmp_path: Path) -> None:
     for name in ("runtime.log.gz", "runtime.log.tmp", "runtime.logs", "runtime.log.12x"):
         (tmp_path / name).write_text("no")
     assert log_pieces(tmp_path) == []

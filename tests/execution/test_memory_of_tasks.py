@@ -1,4 +1,4 @@
-"""A task keeps the memory that it frees, because new pages take a quarter of a training step."""
+"""Tasks reuse freed memory, because allocating new pages takes a quarter of a training step."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print(json.dumps([faults() for _ in range(4)]))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GLIBC_TUNABLES is of glibc")
-def test_a_block_that_comes_again_costs_no_new_pages() -> None:
+def test_malloc_tunables_reuse_freed_pages() -> None:
     def run(tunables: str) -> list[int]:
         environment = {**os.environ, "GLIBC_TUNABLES": tunables}
         done = subprocess.run(
@@ -39,4 +39,4 @@ def test_a_block_that_comes_again_costs_no_new_pages() -> None:
     first, *later = run(MALLOC)
     assert first >= 32  # 64 MiB in pages of 2 MiB
     assert max(later) <= 2
-    assert min(run("")) >= 32  # without it, every block gets new pages
+    assert min(run("")) >= 32  # without the tunables, every block gets new pages

@@ -1,4 +1,4 @@
-"""What comes home from another machine: whole, in order, nothing twice, and only where it belongs."""
+"""The mirror of a remote attempt: complete, in order, without duplicates, inside its folder."""
 
 import fcntl
 import io
@@ -23,7 +23,7 @@ from perilune.files import sha256_bytes
 
 
 class There:
-    """An attempt's files on a machine, as the runner offers them."""
+    """The files of an attempt on a remote machine, served by the runner."""
 
     def __init__(self, folder: Path) -> None:
         self.attempt = runner.Attempt(str(folder), "01RUN", 1)
@@ -36,13 +36,13 @@ class There:
         if mode == "ab":
             with target.open("ab") as file:
                 file.write(data)
-        else:  # as careful programs do
+        else:  # atomic replace
             temporary = target.with_name(f".{target.name}.tmp")
             temporary.write_bytes(data)
             temporary.replace(target)
 
     def frames(self, request: dict[str, Any], out: Any = None) -> bytes:
-        """What the runner sends when it is asked so."""
+        """The bytes that the runner sends for a request."""
         sent = out or io.BytesIO()
         answer = runner.pull(self.attempt.files, request, sent, last=request["last"])
         return bytes(sent.getvalue()) + json.dumps(answer).encode() + b"\n"
@@ -76,9 +76,9 @@ def home(tmp_path: Path) -> Path:
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["log", "metrics", "rewind", "progress", "checkpoint", "forget", "episode"]),
-        st.integers(0, 4000),  # how much, or which
-        st.one_of(st.none(), st.integers(0, 1 << 16)),  # where the pull after it is cut
-        st.sampled_from([1, 3000, 1 << 20]),  # how much a pull may bring
+        st.integers(0, 4000),  # size or index
+        st.one_of(st.none(), st.integers(0, 1 << 16)),  # where the following pull is cut
+        st.sampled_from([1, 3000, 1 << 20]),  # byte limit of a pull
     ),
     max_size=8,
 )
@@ -86,7 +86,7 @@ STEPS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(STEPS)
-def test_wherever_pulls_are_cut_all_of_it_comes_home(steps: list[tuple[str, int, int | None, int]]) -> None:
+def test_interrupted_pulls_transfer_every_file(steps: list[tuple[str, int, int | None, int]]) -> None:
     folder = Path(tempfile.mkdtemp())
     try:
         there, home = There(folder / "there"), folder / "attempts" / "1"
@@ -110,7 +110,7 @@ def test_wherever_pulls_are_cut_all_of_it_comes_home(steps: list[tuple[str, int,
                 case "forget":
                     for path in sorted((there.attempt.files / "artifacts").glob("checkpoints/*"))[:-1]:
                         shutil.rmtree(path)
-            there.pull(Mirror(home), cut=cut, limit=limit)  # each as by a command of its own
+            there.pull(Mirror(home), cut=cut, limit=limit)  # a new mirror, like a new command
             for path in (home / "artifacts").glob("checkpoints/*"):
                 assert {file.name for file in path.rglob("*") if file.is_file()} == {"state.json", "weights"}
         while there.pull(Mirror(home)):
@@ -120,17 +120,17 @@ def test_wherever_pulls_are_cut_all_of_it_comes_home(steps: list[tuple[str, int,
         shutil.rmtree(folder)
 
 
-def test_a_log_is_cut_back_to_what_was_durable_before_more_is_added(there: There, home: Path) -> None:
+def test_pull_truncates_log_to_cursor_before_appending(there: There, home: Path) -> None:
     there.write("runtime/runtime.log", b"one\n")
     there.pull(Mirror(home))
     with (home / "runtime" / "runtime.log").open("ab") as file:
-        file.write(b"half of a li")  # written, and the command killed before the cursor was
+        file.write(b"half of a li")  # the command was killed before it saved the cursor
     there.write("runtime/runtime.log", b"two\n", "ab")
     there.pull(Mirror(home))
     assert (home / "runtime" / "runtime.log").read_bytes() == b"one\ntwo\n"
 
 
-def test_a_file_that_changes_while_it_is_sent_is_left_for_the_next_time(there: There, home: Path) -> None:
+def test_file_changed_during_transfer_is_pulled_again(there: There, home: Path) -> None:
     first, second = b"a" * (2 << 20), b"b" * (2 << 20)
     there.write("artifacts/big", first)
 
@@ -148,7 +148,7 @@ def test_a_file_that_changes_while_it_is_sent_is_left_for_the_next_time(there: T
     assert (home / "artifacts" / "big").read_bytes() == second
 
 
-def test_what_is_being_written_stays_there(there: There, home: Path) -> None:
+def test_pull_skips_temporary_and_hidden_files(there: There, home: Path) -> None:
     for path in ("artifacts/checkpoints/.step-1.tmp/state", "artifacts/.hidden", "runtime/worker.lock"):
         there.write(path, b"x")
     there.pull(Mirror(home))
@@ -168,7 +168,7 @@ def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
         *("scripts/runner.py", "runtime", "runtime/\0", 7, None, "inputs/data"),
     ],
 )
-def test_a_machine_writes_nowhere_but_in_its_attempt(home: Path, path: Any) -> None:
+def test_mirror_refuses_paths_outside_the_attempt(home: Path, path: Any) -> None:
     before = seen(home.parents[1])
     with pytest.raises(HostRefusedError, match="outside an attempt"):
         Mirror(home).take(io.BytesIO(frame(path)))
@@ -188,13 +188,13 @@ def test_a_machine_writes_nowhere_but_in_its_attempt(home: Path, path: Any) -> N
         b"",
     ],
 )
-def test_what_is_damaged_or_does_not_follow_is_not_taken(home: Path, sent: bytes) -> None:
+def test_mirror_drops_damaged_and_misplaced_frames(home: Path, sent: bytes) -> None:
     assert not Mirror(home).take(io.BytesIO(frame("runtime/good.log", b"good") + sent)).ended
     assert seen(home) == {"runtime/good.log": b"good"}
 
 
 @pytest.mark.parametrize("length", [1 << 40, -1])
-def test_the_length_of_a_frame_takes_no_memory(home: Path, length: int) -> None:
+def test_mirror_reads_frames_in_bounded_chunks(home: Path, length: int) -> None:
     class Endless(io.RawIOBase):
         read_at_once: ClassVar[list[int]] = []
 
@@ -211,7 +211,7 @@ def test_the_length_of_a_frame_takes_no_memory(home: Path, length: int) -> None:
     assert all(0 <= size <= FRAME for size in frames.read_at_once) and frames.read_at_once
 
 
-def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: There, home: Path) -> None:
+def test_settle_matches_artifacts_to_manifest_or_pulls_again(there: There, home: Path) -> None:
     files = {"summary.json": b"{}", "checkpoints/step-1/weights": b"w" * 100, ".note": b"n"}
     for path, data in files.items():
         there.write(f"artifacts/{path}", data)
@@ -234,7 +234,7 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
     mirror.settle()
     assert seen(home) == seen(there.attempt.files)
 
-    after = Mirror(home)  # who has settled it was killed before it could say so
+    after = Mirror(home)  # the previous process was killed before it recorded the settlement
     there.pull(after, last=True)
     with pytest.raises(WorkFailedError, match="to be transferred again"):
         after.settle()
@@ -244,8 +244,8 @@ def test_artifacts_become_what_the_manifest_says_or_are_pulled_again(there: Ther
 
 
 @pytest.mark.parametrize("bring", ["metrics", "final", "all"])
-def test_checkpoints_come_home_as_the_template_says(there: There, home: Path, bring: Bring) -> None:
-    """While it runs none whose optimizer may still be deleted, and none that only resuming needs."""
+def test_bring_setting_selects_transferred_checkpoints(there: There, home: Path, bring: Bring) -> None:
+    """Running attempts skip checkpoints whose optimizer may be deleted or that only resumes need."""
     steps, final = ("checkpoints/step-1/weights", "checkpoints/step-1/moments"), "checkpoints/final/model"
     for path in (*steps, final, "checkpoints/final/optimizer/moments", "metrics.jsonl"):
         there.write(f"artifacts/{path}", path.encode())
@@ -266,7 +266,7 @@ def test_checkpoints_come_home_as_the_template_says(there: There, home: Path, br
     assert came == expected[bring]
 
 
-def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Path) -> None:
+def test_settle_refuses_manifest_whose_digest_differs_from_verdict(there: There, home: Path) -> None:
     there.write("artifacts/manifest.json", manifest_bytes({}))
     there.write("runtime/result.json", b'{"epoch": 1, "manifest_digest": "0"}')
     mirror = Mirror(home)
@@ -276,7 +276,7 @@ def test_a_manifest_that_is_not_the_verdicts_is_not_taken(there: There, home: Pa
     assert not (home / "runtime" / "result.json").exists()
 
 
-def test_of_two_that_look_at_once_one_brings_home(home: Path) -> None:
+def test_only_one_process_holds_the_mirror(home: Path) -> None:
     with home.with_name(f".{home.name}.lock").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         for patience in (0.0, 0.1):

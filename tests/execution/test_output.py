@@ -1,4 +1,4 @@
-"""Secrets' values never reach the log, however they are cut up on their way."""
+"""The log pump redacts secret values, even when they are split across writes."""
 
 import os
 from itertools import pairwise
@@ -16,7 +16,7 @@ VALUE = b"abcab-secret"
 NOTHING = Redactor()
 
 
-def knowing() -> Redactor:
+def make_redactor() -> Redactor:
     redactor = Redactor()
     redactor.learn("TOKEN", VALUE.decode())
     return redactor
@@ -24,10 +24,10 @@ def knowing() -> Redactor:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.binary(max_size=6), max_size=4), st.lists(st.integers(0, 60), max_size=6))
-def test_what_was_printed_arrives_with_values_replaced(tmp_path_factory, noise, cuts) -> None:  # type: ignore[no-untyped-def]
+def test_pump_redacts_secrets_split_across_writes(tmp_path_factory, noise, cuts) -> None:  # type: ignore[no-untyped-def]
     text = VALUE.join([b"abca", *noise, b"ab"])
     runtime = Path(tmp_path_factory.mktemp("log"))
-    pump = LogPump(runtime, knowing())
+    pump = LogPump(runtime, make_redactor())
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     for start, end in pairwise(places):
         os.write(pump.writer, text[start:end])
@@ -35,7 +35,7 @@ def test_what_was_printed_arrives_with_values_replaced(tmp_path_factory, noise, 
     assert b"".join(LogReader(runtime).read()) == text.replace(VALUE, b"[TOKEN]")
 
 
-def test_a_pump_without_secrets_copies_bytes_as_they_are(tmp_path: Path) -> None:
+def test_pump_without_secrets_copies_bytes_unchanged(tmp_path: Path) -> None:
     pump = LogPump(tmp_path, NOTHING)
     data = bytes(range(256)) * 1000
     for start in range(0, len(data), 1 << 15):
@@ -44,7 +44,7 @@ def test_a_pump_without_secrets_copies_bytes_as_they_are(tmp_path: Path) -> None
     assert (tmp_path / "runtime.log").read_bytes() == data
 
 
-def test_a_flood_is_kept_within_the_documented_bound(tmp_path: Path) -> None:
+def test_pump_bounds_log_size_of_a_flood(tmp_path: Path) -> None:
     pump = LogPump(tmp_path, NOTHING)
     pump_out = b"first" + bytes(1 << 16)
     for _ in range(700):  # 44 MiB without a newline
@@ -56,10 +56,10 @@ def test_a_flood_is_kept_within_the_documented_bound(tmp_path: Path) -> None:
     assert kept.startswith(b"first") and kept.endswith(b"last") and b" bytes omitted ---" in kept
 
 
-def test_what_is_echoed_commands_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pump_escapes_terminal_sequences_in_echo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pump = LogPump(tmp_path, NOTHING, echo=True)
     printed = "é \x1b]52;c;eA==\x07\n".encode()
-    for byte in printed:  # however it is cut up
+    for byte in printed:  # split at every byte
         os.write(pump.writer, bytes([byte]))
     pump.close()
     assert capsys.readouterr().out == "é \\x1b]52;c;eA==\\x07\n"

@@ -1,4 +1,4 @@
-"""Every placement through the same tests: this machine, and a machine behind a real sshd."""
+"""Placement conformance tests on the local machine and on a machine behind a real sshd."""
 
 import subprocess
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class TestSsh(PlacementConformance):
         host.disconnect()
 
 
-def test_an_attempt_that_is_older_than_one_seen_there_begins_nothing(tmp_path: Path) -> None:
+def test_older_attempt_is_superseded_by_a_claimed_newer_one(tmp_path: Path) -> None:
     placement, bundle = nearby(tmp_path / "box"), drill_bundle(tmp_path / "bundle")
     old, new = assigned(tmp_path, 1), assigned(tmp_path, 2)
     stage(placement, old, bundle)
@@ -59,7 +59,7 @@ def test_an_attempt_that_is_older_than_one_seen_there_begins_nothing(tmp_path: P
     assert not (tmp_path / "box" / "workspace" / "01DRILL" / "claim.1.json").exists()
 
 
-def test_an_attempt_ends_with_the_process_that_lends_it_the_machine(tmp_path: Path) -> None:
+def test_attempt_ends_with_the_process_that_holds_the_machine(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as lender:
         identity = ProcessIdentity.of(lender.pid)
         assert identity is not None
@@ -77,13 +77,13 @@ def test_an_attempt_ends_with_the_process_that_lends_it_the_machine(tmp_path: Pa
         "stopped",
         "the machine was taken away",
     )
-    until(lambda: ProcessIdentity.of(daemon) is None, "the end of all it had started")  # or a zombie
+    until(lambda: ProcessIdentity.of(daemon) is None, "the end of its daemon")  # or a zombie
 
 
 SMALL_DISK = 'mount -t tmpfs -o size=100k none "$0" && exec "$@"'
 
 
-def test_a_full_disk_there_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_remote_disk_raises_disk_full_error(tmp_path: Path) -> None:
     isolated = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs unshare(1) with user namespaces: sysctl kernel.unprivileged_userns_clone=1")
@@ -95,7 +95,7 @@ def test_a_full_disk_there_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert cause_of(full.value) is Cause.DISK_FULL
 
 
-def test_no_python_there_is_a_refusal_not_an_outage(tmp_path: Path) -> None:
+def test_missing_remote_python_is_refused_instead_of_unreachable(tmp_path: Path) -> None:
     site = Site(python=str(tmp_path / "nowhere"), workspace=str(tmp_path))
     host = NearbyHost(["env"])
     seen = RemotePlacement(host, site, AttemptLimits()).observe(assigned(tmp_path))

@@ -1,4 +1,4 @@
-"""A process is more than its number."""
+"""Process identity: PID, start time, boot and host."""
 
 import os
 import resource
@@ -19,18 +19,18 @@ def identity(pid: int) -> ProcessIdentity:
     return found
 
 
-def test_a_living_process_is_present_and_a_zombie_is_not() -> None:
+def test_running_process_is_present_and_zombie_is_absent() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     seen = identity(child.pid)
     assert seen.presence() is Presence.PRESENT
     child.kill()
-    wait_for(lambda: seen.presence() is Presence.ABSENT, "death")  # not yet waited for: a zombie
+    wait_for(lambda: seen.presence() is Presence.ABSENT, "death")  # a zombie until the parent waits
     assert ProcessIdentity.of(child.pid) is None
     assert not seen.send(signal.SIGTERM)
     child.wait()
 
 
-def test_a_reused_number_and_another_boot_are_absent_and_another_machine_is_unknown() -> None:
+def test_reused_pid_and_other_boot_are_absent_and_other_host_is_unknown() -> None:
     me = identity(os.getpid())
     assert replace(me, starttime=me.starttime - 1).presence() is Presence.ABSENT
     assert replace(me, boot_id="another boot").presence() is Presence.ABSENT
@@ -38,12 +38,12 @@ def test_a_reused_number_and_another_boot_are_absent_and_another_machine_is_unkn
     assert replace(me, host="another machine", boot_id="another boot").presence() is Presence.UNKNOWN
 
 
-def test_an_identity_survives_being_written_down() -> None:
+def test_process_identity_round_trips_through_dict() -> None:
     me = identity(os.getpid())
     assert ProcessIdentity(**asdict(me)) == me
 
 
-def test_a_family_is_found_by_its_mark_and_ended() -> None:
+def test_kill_all_ends_every_process_with_the_mark() -> None:
     code = (
         "import subprocess, time; subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)"
     )
@@ -54,7 +54,7 @@ def test_a_family_is_found_by_its_mark_and_ended() -> None:
     assert marked("DRILL_MARK", "x7") == []
 
 
-def test_waiting_for_a_task_sleeps_until_it_ends() -> None:
+def test_wait_for_end_sleeps_until_the_task_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"]) as child:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
         wait_for_end(child, 0.1)

@@ -1,4 +1,4 @@
-"""Clusters of SkyPilot's as rented machines, while its clouds fail, lie, forget and take back."""
+"""SkyPilot clusters as rented machines, with failing, stale and preempting clouds."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +63,7 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_machine_from_the_wish_to_the_proof(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
+def test_machine_lifecycle_from_offer_to_termination(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
     assert cloud.offers()[:2] == [Offer("spot", 0.4, None, True), Offer("plain", 1.2, None, False)]
     assert cloud.find(key(1)).presence is Presence.ABSENT and not cloud.list(TAG)
     machine = running(cloud)
@@ -78,42 +78,42 @@ def test_a_machine_from_the_wish_to_the_proof(cloud: SkyPilot, sky: FakeSky, tmp
         },
     }]  # fmt: skip
     assert cloud.create(key(1), WANTED).id == machine.id and sky.made() == [key(1)]
-    with sky.provider(tmp_path / "keys") as stranger:  # which has forgotten everything
+    with sky.provider(tmp_path / "keys") as stranger:  # a client without memory
         assert [one.kind for one in stranger.list(TAG)] == ["spot"] and not stranger.list("perilune-other")
         assert stranger.create(key(1), WANTED).status is MachineStatus.RUNNING
         stranger.terminate(key(1))
     until(lambda: not sky.alive())
     assert sky.made() == [key(1)]
-    assert only(cloud, MachineStatus.ENDED).reason == "preempted"  # for all that it knows
-    cloud.terminate(key(1))  # which is fine when there is none
+    assert only(cloud, MachineStatus.ENDED).reason == "preempted"  # as far as this client knows
+    cloud.terminate(key(1))  # no error without a cluster
     cloud.terminate(key(1))
 
 
-def test_what_is_being_launched_is_there_and_is_launched_once(
+def test_pending_launch_is_listed_unique_and_cancellable(
     cloud: SkyPilot, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sky.weather(launch_seconds=1.0)
     monkeypatch.setattr(client, "PATIENCE", 0.0)
     assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
-    with sky.state() as known:  # not even begun: SkyPilot has put it into its queue
+    with sky.state() as known:  # not started yet: still in SkyPilot's queue
         known["clusters"].clear()
     assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
     assert only(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
     cloud.terminate(key(1))
     assert not cloud.list(TAG)
     time.sleep(1.0)
-    assert not cloud.list(TAG) and not sky.made()  # the launch is called off, it does not happen late
+    assert not cloud.list(TAG) and not sky.made()  # the launch is cancelled and does not happen later
 
 
 @pytest.mark.parametrize("when", ["after", "death"])
-def test_a_launch_whose_answer_is_lost_has_no_twin(cloud: SkyPilot, sky: FakeSky, when: str) -> None:
+def test_launch_with_lost_answer_creates_one_machine(cloud: SkyPilot, sky: FakeSky, when: str) -> None:
     sky.weather(**{f"{when}_launch": 1})
     with pytest.raises(ProviderUnreachableError):
         cloud.create(key(1), WANTED)
     assert cloud.create(key(1), WANTED).status is MachineStatus.RUNNING and sky.made() == [key(1)]
 
 
-def test_what_cannot_be_had_is_told_apart(
+def test_create_distinguishes_no_capacity_refused_and_unreachable(
     cloud: SkyPilot, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sky.weather(launch=["capacity", "capacity", "refused"])
@@ -122,14 +122,16 @@ def test_what_cannot_be_had_is_told_apart(
             cloud.create(key(1), WANTED)
     with pytest.raises(ProviderRefusedError, match="sky check"):
         cloud.create(key(1), WANTED)
-    with pytest.raises(ProviderRefusedError, match="sky check"):  # asking again is vain, so nobody does
+    with pytest.raises(
+        ProviderRefusedError, match="sky check"
+    ):  # a repeated launch cannot succeed, so none is sent
         cloud.create(key(1), WANTED)
     assert len(sky.tasks()) == 3 and not cloud.list(TAG)
     sky.weather(launch=["capacity"], launch_seconds=0.3)
     monkeypatch.setattr(client, "PATIENCE", 0.0)
     assert cloud.create(key(5), WANTED).status is MachineStatus.PENDING
     until(lambda: not cloud.list(TAG))
-    with pytest.raises(NoCapacityError):  # what nobody has waited for is told before there is another launch
+    with pytest.raises(NoCapacityError):  # the unreported failure is raised before another launch
         cloud.create(key(5), WANTED)
     assert len(sky.tasks()) == 4 and cloud.create(key(5), WANTED).status is MachineStatus.PENDING
     monkeypatch.undo()
@@ -137,7 +139,7 @@ def test_what_cannot_be_had_is_told_apart(
     sky.weather(launch=["infeasible", "broken"], launch_seconds=0.0)
     with pytest.raises(ProviderRefusedError, match="no cloud has it"):
         cloud.create(key(2), WANTED)
-    with pytest.raises(ProviderUnreachableError, match="setup failed"):  # what is left of it may cost money
+    with pytest.raises(ProviderUnreachableError, match="setup failed"):  # its remains may cost money
         cloud.create(key(3), WANTED)
     assert only(cloud, MachineStatus.PENDING).key == key(3)
     with pytest.raises(ProviderRefusedError, match="acelerators"):
@@ -146,7 +148,7 @@ def test_what_cannot_be_had_is_told_apart(
         cloud.create(key(4), MachineRequest("huge", 60.0))
 
 
-def test_an_error_is_no_answer(cloud: SkyPilot, sky: FakeSky) -> None:
+def test_failed_call_gives_unknown_presence_or_unreachable_error(cloud: SkyPilot, sky: FakeSky) -> None:
     running(cloud)
     for call in ("status", "api_status"):
         sky.weather(**{f"before_{call}": 1})
@@ -160,10 +162,10 @@ def test_an_error_is_no_answer(cloud: SkyPilot, sky: FakeSky) -> None:
     sky.weather(death_status=1)
     with pytest.raises(ProviderUnreachableError, match="no answer"):
         cloud.list(TAG)
-    only(cloud, MachineStatus.RUNNING)  # of another process
+    only(cloud, MachineStatus.RUNNING)  # a new bridge process answers
 
 
-def test_what_its_record_says_while_the_cloud_is_silent_is_not_seen(cloud: SkyPilot, sky: FakeSky) -> None:
+def test_stale_record_during_cloud_outage_is_marked_unseen(cloud: SkyPilot, sky: FakeSky) -> None:
     running(cloud)
     sky.weather(cloudy=True)
     sky.change(key(1), updated=stale(), alive=False)
@@ -185,13 +187,13 @@ def test_what_its_record_says_while_the_cloud_is_silent_is_not_seen(cloud: SkyPi
         ({"status": "PENDING"}, MachineStatus.PENDING, ""),
     ],
 )  # fmt: skip
-def test_what_a_cluster_says_is_what_its_machines_are(
+def test_cluster_status_maps_to_machine_status(
     cloud: SkyPilot, sky: FakeSky, befalls: dict[str, Any], status: MachineStatus, reason: str
 ) -> None:
     running(cloud)
     sky.change(key(1), **befalls)
     assert only(cloud, status).reason == reason
-    if befalls["status"] == "STOPPED":  # its disk costs, and nothing starts it again
+    if befalls["status"] == "STOPPED":  # its disk costs money, and nothing starts it again
         until(lambda: [one.status for one in cloud.list(TAG)] in ([], [MachineStatus.ENDED]))
         assert not sky.alive()
 
@@ -200,7 +202,7 @@ def test_what_a_cluster_says_is_what_its_machines_are(
     ("befalls", "reason"),
     [({}, "preempted"), ({"spot": False}, "host failure"), ({"minutes": 1}, "lifetime")],
 )
-def test_why_a_machine_has_gone_knows_who_saw_it_alive(
+def test_vanished_machine_reports_reason_to_the_client_that_saw_it_alive(
     cloud: SkyPilot, sky: FakeSky, tmp_path: Path, befalls: dict[str, Any], reason: str
 ) -> None:
     running(cloud)
@@ -214,14 +216,14 @@ def test_why_a_machine_has_gone_knows_who_saw_it_alive(
     running(cloud, 2)
     cloud.terminate(key(2))
     until(lambda: not sky.alive())
-    assert cloud.find(key(2)).presence is Presence.ABSENT  # which is no surprise
+    assert cloud.find(key(2)).presence is Presence.ABSENT  # an expected end
 
 
-def test_an_end_that_fails_is_told_and_asked_for_again(cloud: SkyPilot, sky: FakeSky) -> None:
+def test_failed_termination_raises_and_is_retried(cloud: SkyPilot, sky: FakeSky) -> None:
     running(cloud)
     sky.weather(down=["stuck", "stuck"], down_seconds=0.2)
     cloud.terminate(key(1))
-    cloud.terminate(key(1))  # one is under way
+    cloud.terminate(key(1))  # a termination is in progress
     until(lambda: requests(sky, "sky.down") == ["FAILED"])
     with pytest.raises(ProviderUnreachableError, match="the cloud said 500"):
         cloud.terminate(key(1))
@@ -241,9 +243,9 @@ def requests(sky: FakeSky, name: str) -> list[str]:
     return [one["status"] for one in due]
 
 
-def test_the_machines_of_an_attempt_are_one_cluster(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
+def test_machines_of_an_attempt_form_one_cluster(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
     wanted = MachineRequest("plain", 600.0, 3)
-    head = cloud.create(key(1, 2), wanted)  # whichever is asked for first
+    head = cloud.create(key(1, 2), wanted)  # any rank may come first
     assert head.key == key(1, 2) and sky.tasks()[0]["num_nodes"] == 3
     for rank in (0, 1):
         assert cloud.create(key(1, rank), wanted).key == key(1, rank)
@@ -259,20 +261,20 @@ def test_the_machines_of_an_attempt_are_one_cluster(cloud: SkyPilot, sky: FakeSk
     assert not cloud.list(TAG) and not sky.alive()
 
 
-def test_the_clouds_are_asked_now_and_then(sky: FakeSky, tmp_path: Path) -> None:
+def test_list_caches_status_between_polls_and_expires_it(sky: FakeSky, tmp_path: Path) -> None:
     with sky.provider(tmp_path, look_seconds=0.5, visibility_seconds=2) as cloud:
         assert not cloud.list(TAG)
         running(cloud)
-        assert only(cloud, MachineStatus.RUNNING)  # what we do is seen at once
+        assert only(cloud, MachineStatus.RUNNING)  # own changes are visible at once
         sky.change(key(1), alive=False)
-        assert only(cloud, MachineStatus.RUNNING)  # as a moment ago
+        assert only(cloud, MachineStatus.RUNNING)  # the cached status
         time.sleep(0.6)
-        assert only(cloud, MachineStatus.RUNNING)  # while somebody looks
+        assert only(cloud, MachineStatus.RUNNING)  # while a refresh is in progress
         until(lambda: cloud.list(TAG)[0].status is MachineStatus.ENDED)
         sky.weather(before_status=10**6)
         assert only(cloud, MachineStatus.ENDED)
         time.sleep(1.1)
-        with pytest.raises(ProviderUnreachableError):  # nobody is told what was true long ago
+        with pytest.raises(ProviderUnreachableError):  # the cached status has expired
             cloud.list(TAG)
         sky.weather(before_status=0)
         running(cloud, 2)
@@ -280,7 +282,7 @@ def test_the_clouds_are_asked_now_and_then(sky: FakeSky, tmp_path: Path) -> None
         assert [one.key for one in cloud.list(TAG)] == [key(1)]
 
 
-def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> None:
+def test_settings_refuse_invalid_values(sky: FakeSky, tmp_path: Path) -> None:
     for changes, said in (
         (
             {"kinds": {"a": {"resources": {"autostop": 10}}}},
@@ -294,7 +296,9 @@ def test_settings_that_cannot_be_are_refused(sky: FakeSky, tmp_path: Path) -> No
             sky.provider(tmp_path, **changes)
 
 
-def test_where_skypilot_is(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_is_found_from_the_sky_script_or_named_in_errors(
+    sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(RequestError, match="SkyPilot is not installed") as refused:
         sky.provider(tmp_path, python=None).list(TAG)
@@ -315,7 +319,9 @@ def test_where_skypilot_is(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.Mon
         sky.provider(tmp_path, python=str(tmp_path / "none")).list(TAG)
 
 
-def test_who_never_answers_is_ended(sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bridge_without_answer_times_out(
+    sky: FakeSky, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "CALL_SECONDS", 0.3)
     mute = tmp_path / "mute"
     mute.write_text("#!/bin/sh\necho trouble >&2\nexec sleep 600\n")

@@ -1,4 +1,4 @@
-"""The real SkyPilot, without a cloud: what it makes of our settings, and that our fake one is like it."""
+"""The real SkyPilot without a cloud: how it parses our settings, and whether FakeSky matches it."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ CATALOGS = {
 }
 A100 = {"infra": "lambda", "accelerators": "A100:1"}
 P4D = {"infra": "aws", "instance_type": "p4d.24xlarge"}
-SAID = [  # resources, what is wrong with them, the highest price that the catalog knows
+SAID = [  # resources, the expected problem, the highest price in the catalog
     (A100, "", 1.49),
     ({**A100, "infra": "lambda/us-east-1"}, "", 1.29),
     ({**A100, "accelerators": "A100:3"}, "Lambda has no machine with {'A100': 3}", None),
@@ -56,7 +56,7 @@ FACTS = Path(__file__).parents[1] / "drill" / "sky_facts.py"
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter that has SkyPilot, and a home with a catalog of prices."""
+    """A Python interpreter with SkyPilot, whose home has a price catalog."""
     if not PACKAGE.exists():
         pytest.skip("needs SkyPilot beside the environment: make .venv/.installed-dev")
     folder = tmp_path_factory.mktemp("skypilot")
@@ -79,7 +79,7 @@ def cloud(python: Path) -> Iterator[SkyPilot]:
 
 
 @pytest.mark.parametrize("number", range(len(SAID)))
-def test_a_kind_is_checked_and_priced_without_a_cloud(cloud: SkyPilot, number: int) -> None:
+def test_machine_kind_is_validated_and_priced_without_a_cloud(cloud: SkyPilot, number: int) -> None:
     _, wrong, price = SAID[number]
     problem = cloud.problem(f"kind-{number}")
     assert wrong in problem and bool(wrong) == bool(problem)
@@ -90,7 +90,7 @@ def test_a_kind_is_checked_and_priced_without_a_cloud(cloud: SkyPilot, number: i
             cloud._price(f"kind-{number}")
 
 
-def test_what_is_launched_is_what_skypilot_understands_and_holds_no_secret(cloud: SkyPilot) -> None:
+def test_skypilot_parses_launched_task_with_expected_fields_only(cloud: SkyPilot) -> None:
     task = cloud._bridge.ask("check", task=cloud._task("kind-8", 3, minutes=61, price=9.0))["task"]
     said = task.pop("_user_specified_yaml")
     assert {key for key, value in task.items() if value} == {"name", "num_nodes", "resources"}
@@ -102,7 +102,7 @@ def test_what_is_launched_is_what_skypilot_understands_and_holds_no_secret(cloud
 
 
 @pytest.mark.thorough
-def test_the_fake_one_has_the_calls_of_the_real_one(python: Path, tmp_path: Path) -> None:
+def test_fake_sky_matches_calls_and_fields_of_skypilot(python: Path, tmp_path: Path) -> None:
     key = str(MachineKey("7kq2m0x9ab", "01JD0X5Z8V3K1M9Q2R4T6W7Y8Z", 12, 3))
     errors = bridge.REFUSALS | {"ResourcesUnavailableError", "ClusterDoesNotExist"}
     real, more = facts(python, CALLS, key, sorted(errors))
@@ -111,7 +111,7 @@ def test_the_fake_one_has_the_calls_of_the_real_one(python: Path, tmp_path: Path
         theirs, ours = real["calls"].pop(name), fake["calls"].pop(name)
         assert set(ours) <= set(theirs) and ours[0] == theirs[0], name
     assert fake == real
-    record, request, handle = described()
+    record, request, handle = fields_read_by_bridge()
     assert record <= set(more["record"]) and request <= set(more["request"]) and handle <= set(more["handle"])
     assert set(more["active"]) == bridge.ACTIVE and more["names"] == ["sky.launch", "sky.down"]
     assert (
@@ -119,11 +119,11 @@ def test_the_fake_one_has_the_calls_of_the_real_one(python: Path, tmp_path: Path
         and LOST_NODES in more["source"]
         and more["ssh"] == "~/.sky/generated/ssh/{}"
     )
-    assert more["on_gcp"].startswith("perilune-7kq2m0x9ab")  # so a person finds it in the cloud's console
+    assert more["on_gcp"].startswith("perilune-7kq2m0x9ab")  # findable in the cloud's console
 
 
-def described() -> tuple[set[str], set[str], set[str]]:
-    """What the bridge reads of a cluster, of a request and of a handle."""
+def fields_read_by_bridge() -> tuple[set[str], set[str], set[str]]:
+    """The fields that the bridge reads from a cluster, a request and a handle."""
     reads: dict[str, set[str]] = {"one": set(), "handle": set()}
     attributes: set[str] = set()
     for node in ast.walk(ast.parse(Path(bridge.__file__).read_text())):

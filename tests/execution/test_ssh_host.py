@@ -1,4 +1,4 @@
-"""The way to a machine by ssh, against a real sshd: what it refuses, quotes, and does not know."""
+"""SshHost against a real sshd: quoting, refusals, timeouts and dropped connections."""
 
 import contextlib
 import io
@@ -38,13 +38,13 @@ def host(server: Sshd, line: Line, tmp_path: Path) -> Iterator[SshHost]:
     host.disconnect()
 
 
-def test_arguments_arrive_as_they_were_given(host: SshHost) -> None:
+def test_run_preserves_special_characters_in_arguments(host: SshHost) -> None:
     odd = ["a b", "", "$HOME", "`id`", "'", '"', "*", "x;y", "\\", "é\n-"]
     answer = host.run(["printf", "%s\\0", *odd])
     assert answer.exit_code == 0 and answer.output.decode().split("\0") == [*odd, ""]
 
 
-def test_input_output_and_exit_code_pass_and_a_connection_is_shared(host: SshHost, line: Line) -> None:
+def test_run_passes_input_output_exit_code_over_one_connection(host: SshHost, line: Line) -> None:
     with tempfile.TemporaryFile() as sink:
         data = bytes(range(256)) * 4096
         assert host.run(["cat"], source=io.BytesIO(data), sink=sink).exit_code == 0
@@ -52,13 +52,11 @@ def test_input_output_and_exit_code_pass_and_a_connection_is_shared(host: SshHos
         assert sink.read() == data
     answer = host.run(["sh", "-c", "echo sorry >&2; exit 7"])
     assert (answer.exit_code, answer.errors) == (7, "sorry\n")
-    assert host.run(["cat"]).output == b""  # nothing is read from this terminal
-    assert len(line._open) == 2  # one connection, two ends
+    assert host.run(["cat"]).output == b""  # stdin is not the terminal
+    assert len(line._open) == 2  # two ends of one connection
 
 
-def test_another_host_key_is_a_hard_stop_and_an_unknown_one_too(
-    server: Sshd, line: Line, tmp_path: Path
-) -> None:
+def test_run_refuses_changed_and_unknown_host_keys(server: Sshd, line: Line, tmp_path: Path) -> None:
     settings = server.settings(line.port)
     other = settings.model_copy(update={"host_key": make_key(tmp_path / "other")})
     with pytest.raises(HostRefusedError, match="host key") as refused:
@@ -70,14 +68,16 @@ def test_another_host_key_is_a_hard_stop_and_an_unknown_one_too(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_key_that_is_not_let_in_is_told(server: Sshd, tmp_path: Path) -> None:
+def test_run_reports_refused_authentication(server: Sshd, tmp_path: Path) -> None:
     make_key(tmp_path / "stranger")
     settings = server.settings().model_copy(update={"identity": str(tmp_path / "stranger")})
     with pytest.raises(HostRefusedError, match="SSH authentication was refused"):
         SshHost(settings, tmp_path).run(["true"])
 
 
-def test_a_cut_line_is_unknown_and_what_runs_there_goes_on(host: SshHost, line: Line, tmp_path: Path) -> None:
+def test_dropped_connection_is_unreachable_and_remote_command_continues(
+    host: SshHost, line: Line, tmp_path: Path
+) -> None:
     host.run(["true"])
     threading.Timer(0.3, line.cut).start()
     with pytest.raises(HostUnreachableError):
@@ -90,13 +90,15 @@ def test_a_cut_line_is_unknown_and_what_runs_there_goes_on(host: SshHost, line: 
     assert (tmp_path / "done").exists()
 
 
-def test_no_answer_in_time_is_unknown(host: SshHost) -> None:
+def test_command_timeout_is_unreachable(host: SshHost) -> None:
     with pytest.raises(HostUnreachableError, match="no answer"):
         host.run(["sleep", "20"], timeout=0.5)
     assert host.run(["echo", "on"]).output == b"on\n"
 
 
-def test_output_without_end_is_unknown_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_endless_output_is_unreachable_and_command_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(local, "MOST_OUTPUT", 1 << 20)
     monkeypatch.setattr(local, "CHECK_SECONDS", 0.05)
     began = time.monotonic()
@@ -112,7 +114,7 @@ def test_output_without_end_is_unknown_and_ends(monkeypatch: pytest.MonkeyPatch,
             time.sleep(0.01)
 
 
-def test_a_line_that_stalls_is_unknown_and_left_for_a_new_one(host: SshHost, line: Line) -> None:
+def test_stalled_connection_is_unreachable_and_replaced(host: SshHost, line: Line) -> None:
     host.run(["true"])
     line.bend = lambda before, data: time.sleep(30)  # type: ignore[assignment, return-value]
     began = time.monotonic()
@@ -123,7 +125,7 @@ def test_a_line_that_stalls_is_unknown_and_left_for_a_new_one(host: SshHost, lin
     assert host.run(["echo", "on"]).output == b"on\n"
 
 
-def test_the_users_own_configuration_holds(server: Sshd, tmp_path: Path) -> None:
+def test_host_uses_ssh_config_of_the_user(server: Sshd, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(
         f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {server.folder}/key\n"

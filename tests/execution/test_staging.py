@@ -1,4 +1,4 @@
-"""What travels to a machine: each content once, on from where it was cut, and believed only when read."""
+"""Staging: each content is uploaded once, resumed after interruptions, and verified on arrival."""
 
 import argparse
 import ast
@@ -45,12 +45,12 @@ from perilune.execution.placements.upload import Upload, read_sent
 from perilune.execution.verdict import Cause, cause_of
 from perilune.files import sha256_bytes, write_json
 
-MODEL = bytes(range(256)) * 800  # 200 KB: goes through the store
+MODEL = bytes(range(256)) * 800  # 200 KB: large enough for the store
 NOTE = b"small"
 
 
 class Box:
-    """A machine's workspace, to which files are sent without a process of its own."""
+    """A machine's workspace that receives uploads in the test process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "workspace"
@@ -61,15 +61,15 @@ class Box:
         options = argparse.Namespace(tree=upload.tree, bytes=upload.size, share=share)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(receiver, "sys", SimpleNamespace(stdin=SimpleNamespace(buffer=io.BytesIO(sent))))
-            patch.setattr(receiver, "stall_timer", nullcontext)  # the tests' own timer is the same
-            before = os.umask(0o077)  # as the runner has it
+            patch.setattr(receiver, "stall_timer", nullcontext)  # pytest's timeout uses the same timer
+            before = os.umask(0o077)  # the runner's umask
             try:
                 return receiver.receive(self.attempt, options)
             finally:
                 os.umask(before)
 
     def ask(self, upload: Upload) -> dict[str, Any]:
-        return self.receive(upload, sending(upload, {}))
+        return self.receive(upload, upload_bytes(upload, {}))
 
     def entry(self, data: bytes = MODEL) -> Path:
         return self.store / sha256_bytes(data)
@@ -78,24 +78,24 @@ class Box:
         return self.store / f"{sha256_bytes(data)}.partial"
 
 
-def sending(upload: Upload, wanted: dict[str, int]) -> bytes:
-    """All that is sent when that is wanted."""
+def upload_bytes(upload: Upload, wanted: dict[str, int]) -> bytes:
+    """The bytes of an upload for the wanted contents."""
     with upload.stream(b"", wanted) as stream:
         return stream.read()
 
 
 def deliver(box: Box, upload: Upload, rounds: int = 3) -> int:
-    """Stage as the placement does; the calls it took."""
+    """Stage like the placement does; returns the number of calls."""
     wanted = upload.small()
     for calls in range(1, rounds + 1):
-        answer = box.receive(upload, sending(upload, wanted))
+        answer = box.receive(upload, upload_bytes(upload, wanted))
         if answer.get("received") == upload.tree:
             return calls
         wanted = upload.wanted(answer["missing"])
-    raise AssertionError("it was not received")
+    raise AssertionError("not received")
 
 
-def seen(root: Path) -> dict[str, tuple[bytes, int]]:
+def contents_and_modes(root: Path) -> dict[str, tuple[bytes, int]]:
     """Contents and modes of the files below a folder."""
     return {
         path.relative_to(root).as_posix(): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
@@ -104,8 +104,8 @@ def seen(root: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def working(folder: Path, **files: bytes) -> Path:
-    """A fresh working copy: a model twice, a note, and what the arguments say."""
+def make_working_copy(folder: Path, **files: bytes) -> Path:
+    """Write a new working copy: one model twice, a note, and `files`."""
     contents = {
         "inputs/model": MODEL,
         "inputs/again/model": MODEL,
@@ -128,27 +128,29 @@ def box(tmp_path: Path) -> Box:
 
 @pytest.fixture
 def upload(tmp_path: Path) -> Upload:
-    return Upload(working(tmp_path / "attempts" / "1"))
+    return Upload(make_working_copy(tmp_path / "attempts" / "1"))
 
 
-def test_what_is_there_is_not_sent_again_and_what_comes_is_private(
+def test_upload_skips_stored_contents_and_keeps_files_private(
     box: Box, upload: Upload, tmp_path: Path
 ) -> None:
-    assert deliver(box, upload) == 2  # what is missing; then that
-    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert deliver(box, upload) == 2  # the listing, then the missing contents
+    assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
     assert sum(path.stat().st_size for path in box.store.iterdir()) == len(MODEL)
     box.attempt = runner.Attempt(str(box.folder), "01OTHER", 1)
     assert deliver(box, upload) == 1
-    assert len(sending(upload, upload.small())) < 2000
-    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert len(upload_bytes(upload, upload.small())) < 2000
+    assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
     inodes = [path.stat().st_ino for path in box.folder.rglob("*") if path.is_file()]
-    assert len(set(inodes)) == len(inodes)  # nothing is linked
+    assert len(set(inodes)) == len(inodes)  # no hard links
     folders = [box.folder, *(path for path in box.folder.rglob("*") if path.is_dir())]
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders} == {0}
 
 
-def ended(box: Box, files: dict[str, bytes], listed: dict[str, tuple[int, str]], cause: str = "") -> None:
-    """Let the box's attempt have ended, with these artifacts and this manifest."""
+def finish_attempt(
+    box: Box, files: dict[str, bytes], listed: dict[str, tuple[int, str]], cause: str = ""
+) -> None:
+    """End the attempt of the box with these artifacts and this manifest."""
     artifacts = box.attempt.files / "artifacts"
     for name, data in files.items():
         (artifacts / name).parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ def keep_outputs(box: Box, share: float = 0.25) -> int:
     return int(holder.keep_outputs(box.attempt, argparse.Namespace(share=share))["kept"])
 
 
-def test_a_stage_need_not_upload_what_the_stage_before_made_there(
+def test_next_stage_reuses_kept_outputs_of_the_previous_stage(
     box: Box, upload: Upload, tmp_path: Path
 ) -> None:
     digest = sha256_bytes(MODEL)
@@ -171,24 +173,24 @@ def test_a_stage_need_not_upload_what_the_stage_before_made_there(
         "checkpoints/final/model": (len(MODEL), digest),
         "checkpoints/step-1/model": (len(MODEL), digest),
     }
-    ended(box, dict.fromkeys(listed, MODEL), listed, cause="work_failed")
+    finish_attempt(box, dict.fromkeys(listed, MODEL), listed, cause="work_failed")
     assert keep_outputs(box) == 0
-    ended(box, {}, listed)
+    finish_attempt(box, {}, listed)
     assert keep_outputs(box, share=0.0) == 0
     assert keep_outputs(box) == len(MODEL) and keep_outputs(box) == 0
     assert (box.attempt.files / "artifacts/checkpoints/step-1/model").exists()
     box.attempt = runner.Attempt(str(box.folder), "01NEXT", 1)
     assert deliver(box, upload) == 1
-    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
 
 
 @pytest.mark.parametrize("path", ["../../../secret", "/secret", "linked/secret", "link"])
-def test_outputs_outside_the_attempt_stay_where_they_are(box: Box, tmp_path: Path, path: str) -> None:
+def test_keep_outputs_ignores_paths_outside_the_attempt(box: Box, tmp_path: Path, path: str) -> None:
     secret = box.attempt.workspace / "secret"
     secret.parent.mkdir(parents=True, exist_ok=True)
     secret.write_bytes(MODEL)
     path = path if not path.startswith("/") else str(secret)
-    ended(box, {"a": b""}, {path: (len(MODEL), sha256_bytes(MODEL))})
+    finish_attempt(box, {"a": b""}, {path: (len(MODEL), sha256_bytes(MODEL))})
     (box.attempt.files / "artifacts" / "linked").symlink_to(secret.parent)
     (box.attempt.files / "artifacts" / "link").symlink_to(secret)
     assert keep_outputs(box) == 0 and secret.read_bytes() == MODEL
@@ -201,27 +203,27 @@ def test_outputs_outside_the_attempt_stay_where_they_are(box: Box, tmp_path: Pat
         {"files": {"a\0": {"size": len(MODEL), "sha256": sha256_bytes(MODEL)}}},
     ],
 )  # fmt: skip
-def test_a_malformed_manifest_keeps_no_outputs_and_stops_nothing(box: Box, document: Any) -> None:
-    ended(box, {"data": MODEL}, {})
+def test_keep_outputs_ignores_malformed_manifest(box: Box, document: Any) -> None:
+    finish_attempt(box, {"data": MODEL}, {})
     write_json(box.attempt.files / "artifacts" / "manifest.json", document)
     assert keep_outputs(box) == 0
 
 
-def test_an_output_that_differs_from_its_manifest_is_uploaded_all_the_same(
+def test_output_that_differs_from_manifest_is_uploaded_again(
     box: Box, upload: Upload, tmp_path: Path
 ) -> None:
     forged = MODEL[::-1]
-    ended(box, {"data": forged, "other": forged}, {
+    finish_attempt(box, {"data": forged, "other": forged}, {
         "data": (len(MODEL), sha256_bytes(MODEL)), "other": (len(MODEL), "../" + "0" * 61),
     })  # fmt: skip
     assert keep_outputs(box) == len(MODEL)
     box.attempt = runner.Attempt(str(box.folder), "01NEXT", 1)
     assert deliver(box, upload) == 2
-    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves `content` from the byte that is asked for, as the Hugging Face hub does."""
+    """Serves `content` from the requested byte, like the Hugging Face hub."""
 
     content = b""
     asked: ClassVar[list[tuple[str, str]]] = []
@@ -240,10 +242,10 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("served", "left"), [(MODEL, None), (MODEL[:50_000], 50_000), (MODEL[::-1], 0), (None, 0)]
 )
-def test_a_machine_downloads_a_base_model_of_the_hub_itself(
+def test_machine_downloads_base_model_from_hub(
     box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bytes | None, left: int | None
 ) -> None:
-    """`left` is where the upload begins if the hub sends only a part, something else, or is not there."""
+    """`left` is the upload's start offset when the hub sends a part, wrong bytes, or nothing."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(Hub, "content", served)
@@ -259,7 +261,7 @@ def test_a_machine_downloads_a_base_model_of_the_hub_itself(
     if served is None:
         server.server_close()
     upload = Upload(tmp_path / "1", hub=f"http://127.0.0.1:{server.server_address[1]}/")
-    answer = box.receive(upload, sending(upload, upload.small()))
+    answer = box.receive(upload, upload_bytes(upload, upload.small()))
     assert answer.get("missing", {}).get(sha256_bytes(MODEL)) == left
     if served is not None:
         assert Hub.asked == [(f"/some/model/resolve/{commit}/model.safetensors", "bytes=0-")]
@@ -267,13 +269,13 @@ def test_a_machine_downloads_a_base_model_of_the_hub_itself(
         assert answer == {"received": upload.tree}
     else:
         assert deliver(box, upload) <= 2
-    assert seen(box.attempt.files)["inputs/model/model.safetensors"][0] == MODEL
+    assert contents_and_modes(box.attempt.files)["inputs/model/model.safetensors"][0] == MODEL
     server.shutdown() if served is not None else None
     server.server_close()
 
 
 def frame_boundaries(upload: Upload, sent: bytes) -> list[int]:
-    """Where lines and contents begin and end in what is sent."""
+    """Offsets at which lines and contents begin and end in `sent`."""
     ends, at = [0], sent.index(b"\n") + 1
     while at < len(sent):
         ends.append(at)
@@ -283,9 +285,9 @@ def frame_boundaries(upload: Upload, sent: bytes) -> list[int]:
     return [*ends, len(sent)]
 
 
-def test_a_cut_at_every_boundary_and_within_costs_only_what_was_cut(box: Box, upload: Upload) -> None:
+def test_upload_resumes_after_interruption_at_any_byte_boundary(box: Box, upload: Upload) -> None:
     everything = {entry.sha256: 0 for entry in upload.entries}
-    sent = sending(upload, everything)
+    sent = upload_bytes(upload, everything)
     boundaries = frame_boundaries(upload, sent)
     middles = [(one + other) // 2 for one, other in pairwise(boundaries)]
     for cut in sorted({*boundaries, *middles, *(one + 1 for one in boundaries[:-1]), len(sent) - 1}):
@@ -296,34 +298,34 @@ def test_a_cut_at_every_boundary_and_within_costs_only_what_was_cut(box: Box, up
             assert error.kind == "damaged" and cut <= sent.index(b"\n")
         assert box.attempt.files.exists() == (cut == len(sent))
         had = box.ask(upload).get("missing", {}).get(sha256_bytes(MODEL), len(MODEL))
-        assert had >= min(len(MODEL), cut - boundaries[-2])  # it goes on where it was cut
+        assert had >= min(len(MODEL), cut - boundaries[-2])  # it resumes at the cut
         assert deliver(box, upload) <= 2
         assert not list(box.store.glob("*.partial")) and box.entry().read_bytes() == MODEL
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 250_000), max_size=5), st.booleans())
-def test_however_often_it_is_cut_it_comes_in_the_end(cuts: list[int], both: bool) -> None:
+def test_repeatedly_interrupted_upload_completes(cuts: list[int], both: bool) -> None:
     folder = Path(tempfile.mkdtemp())
     try:
-        box, upload = Box(folder / "box"), Upload(working(folder / "1", other=MODEL[::-1]))
+        box, upload = Box(folder / "box"), Upload(make_working_copy(folder / "1", other=MODEL[::-1]))
         done = 0
         for cut in cuts:
-            answer = box.receive(upload, sending(upload, {}))
+            answer = box.receive(upload, upload_bytes(upload, {}))
             if both and "missing" in answer:
-                sent = sending(upload, upload.wanted(answer["missing"]))
+                sent = upload_bytes(upload, upload.wanted(answer["missing"]))
                 box.receive(upload, sent[: max(cut % (len(sent) + 1), sent.index(b"\n") + 1)])
             now = sum(path.stat().st_size for path in box.store.iterdir())
             assert now >= done
             done = now
         deliver(box, upload)
-        assert seen(box.attempt.files) == seen(folder / "1")
+        assert contents_and_modes(box.attempt.files) == contents_and_modes(folder / "1")
     finally:
         shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("what", ["entry", "partial", "link", "fifo", "folder", "long", "short"])
-def test_what_was_altered_there_is_noticed_and_sent_again(
+def test_modified_store_entry_is_detected_and_uploaded_again(
     box: Box, upload: Upload, tmp_path: Path, what: str
 ) -> None:
     deliver(box, upload)
@@ -353,17 +355,17 @@ def test_what_was_altered_there_is_noticed_and_sent_again(
             box.partial().write_bytes(MODEL + b"too much")
             entry.unlink()
     assert deliver(box, upload) <= 3
-    assert seen(box.attempt.files)["inputs/model"] == (MODEL, 0o444)
+    assert contents_and_modes(box.attempt.files)["inputs/model"] == (MODEL, 0o444)
     assert entry.read_bytes() == MODEL and not entry.is_symlink() and secret.read_bytes() == MODEL
 
 
-def test_what_does_not_follow_from_what_is_here_is_refused(box: Box, upload: Upload) -> None:
+def test_receive_refuses_content_at_a_wrong_offset(box: Box, upload: Upload) -> None:
     with pytest.raises(runner.RefusedError, match="does not continue the stored part"):
-        box.receive(upload, sending(upload, {sha256_bytes(MODEL): 1000}))
+        box.receive(upload, upload_bytes(upload, {sha256_bytes(MODEL): 1000}))
     assert deliver(box, upload) == 2
 
 
-def test_a_content_that_is_damaged_on_the_way_is_sent_again_once(tmp_path: Path) -> None:
+def test_damaged_upload_is_retried_once(tmp_path: Path) -> None:
     host, damage = NearbyHost(), [1]
     placement = nearby(tmp_path / "box", host)
 
@@ -384,10 +386,10 @@ def test_a_content_that_is_damaged_on_the_way_is_sent_again_once(tmp_path: Path)
     assert not (tmp_path / "box" / "workspace" / "01DRILL" / "1").exists()
 
 
-def test_a_small_content_that_is_wrong_is_missing(box: Box, upload: Upload) -> None:
+def test_damaged_small_content_is_reported_missing(box: Box, upload: Upload) -> None:
     deliver(box, upload)
     shutil.rmtree(box.attempt.files)
-    sent = sending(upload, upload.small())
+    sent = upload_bytes(upload, upload.small())
     assert sent.count(NOTE) == 1
     answer = box.receive(upload, sent.replace(NOTE, NOTE.upper()))
     assert answer["missing"][sha256_bytes(NOTE)] == 0 and not box.attempt.files.exists()
@@ -419,7 +421,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_list_names_plain_files_below_its_folder(box: Box, kind: str) -> None:
+def test_receive_refuses_hostile_file_lists(box: Box, kind: str) -> None:
     line = HOSTILE[kind]
     try:
         files = sorted(receiver.File(*entry) for entry in json.loads(line))
@@ -432,8 +434,8 @@ def test_a_list_names_plain_files_below_its_folder(box: Box, kind: str) -> None:
     assert refused.value.kind == "damaged" and not box.folder.exists()
 
 
-def test_a_file_where_a_folder_belongs_is_refused_and_leaves_nothing(box: Box, tmp_path: Path) -> None:
-    upload = Upload(working(tmp_path / "1"))
+def test_receive_refuses_file_used_as_a_folder(box: Box, tmp_path: Path) -> None:
+    upload = Upload(make_working_copy(tmp_path / "1"))
     note = next(entry for entry in upload.entries if entry.path == "runtime/note")
     upload.entries.append(type(note)("runtime/note/x", note.size, note.sha256, note.mode))
     upload.tree, upload.size = entries_digest(upload.entries), 1 << 30
@@ -445,19 +447,17 @@ def test_a_file_where_a_folder_belongs_is_refused_and_leaves_nothing(box: Box, t
 @pytest.mark.parametrize(
     "frame", [b"[]\n", b'["x",0,1]\nx', b"nonsense\n", f'["{sha256_bytes(MODEL)}",-1,1]\nx'.encode()]
 )
-def test_contents_that_nobody_named_or_that_do_not_fit_are_refused(
-    box: Box, upload: Upload, frame: bytes
-) -> None:
+def test_receive_refuses_unlisted_and_malformed_contents(box: Box, upload: Upload, frame: bytes) -> None:
     long = f'["{sha256_bytes(MODEL)}",1,{len(MODEL)}]\n'.encode()
     for odd in (frame, long + MODEL, f'["{sha256_bytes(MODEL)}",0.0,1]\nx'.encode()):
         with pytest.raises(runner.RefusedError):
-            box.receive(upload, sending(upload, {}) + odd)
+            box.receive(upload, upload_bytes(upload, {}) + odd)
 
 
-def test_the_store_is_bounded_by_time_and_by_share(box: Box, upload: Upload, tmp_path: Path) -> None:
+def test_store_evicts_by_age_and_disk_share(box: Box, upload: Upload, tmp_path: Path) -> None:
     def sent(number: int) -> Path:
         data = bytes([number]) * 100_000
-        deliver(box, Upload(working(tmp_path / f"{number}" / "1", other=data)))
+        deliver(box, Upload(make_working_copy(tmp_path / f"{number}" / "1", other=data)))
         return box.entry(data)
 
     old, partial = sent(1), box.store / f"{'a' * 64}.partial"
@@ -471,30 +471,30 @@ def test_the_store_is_bounded_by_time_and_by_share(box: Box, upload: Upload, tmp
     os.utime(box.entry(), (time.time() - 120, time.time() - 120))
     room = os.statvfs(box.store)
     one_more = (len(MODEL) + 50_000) / (room.f_blocks * room.f_frsize)
-    box.receive(upload, sending(upload, upload.small()), share=one_more)
-    assert not recent.exists() and box.entry().exists()  # what is used stays longest
-    box.receive(upload, sending(upload, upload.small()), share=0.0)  # none may stay: it moves
+    box.receive(upload, upload_bytes(upload, upload.small()), share=one_more)
+    assert not recent.exists() and box.entry().exists()  # recently used contents stay longest
+    box.receive(
+        upload, upload_bytes(upload, upload.small()), share=0.0
+    )  # the store keeps nothing, so the content moves
     assert [path.name for path in box.store.iterdir()] == ["lock"]
-    assert seen(box.attempt.files) == seen(tmp_path / "attempts" / "1")
+    assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
 
 
-def test_what_would_have_to_move_and_is_wrong_is_not_moved(box: Box, upload: Upload) -> None:
+def test_damaged_store_entry_is_not_moved_into_the_attempt(box: Box, upload: Upload) -> None:
     deliver(box, upload)
     shutil.rmtree(box.attempt.files)
     box.entry().write_bytes(b"!" * len(MODEL))
-    answer = box.receive(upload, sending(upload, upload.small()), share=0.0)
+    answer = box.receive(upload, upload_bytes(upload, upload.small()), share=0.0)
     assert sha256_bytes(MODEL) in answer["missing"] and not box.attempt.files.exists()
 
 
-def test_of_two_that_send_at_once_the_second_waits_for_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_upload_waits_for_the_store_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = NearbyHost(), NearbyHost()
     bundle = drill_bundle(tmp_path / "bundle")
     nearby(tmp_path / "box")
     workspace = tmp_path / "box" / "workspace"
     box = store.Store(workspace / "store.sha256", 1.0)
-    assert box.lock()  # as by a call that sends
+    assert box.lock()  # like a concurrent upload
     monkeypatch.setattr(remote, "BUSY_SECONDS", 0.2)
     placement = nearby(tmp_path / "box", second)
     attempt = assigned(tmp_path, 1, "01SECOND")
@@ -509,13 +509,13 @@ def test_of_two_that_send_at_once_the_second_waits_for_the_first(
         assert bundle_digest(workspace / run / "1") == bundle_digest(bundle)
 
 
-def arrived(box: Path) -> int:
-    """Bytes of what is on its way to a machine that are there."""
+def partial_bytes(box: Path) -> int:
+    """Bytes in the machine's partial store files."""
     return sum(path.stat().st_size for path in (box / "workspace" / "store.sha256").glob("*.partial"))
 
 
 class Cut(NearbyHost):
-    """A host on which the call that sends contents is killed with SIGKILL after so many bytes of it."""
+    """A host that kills the receiving process with SIGKILL after `after` bytes."""
 
     after = 0
     box = Path()
@@ -532,19 +532,19 @@ class Cut(NearbyHost):
             return SimpleNamespace(exit_code=process.returncode, output=out, errors="")
         process.stdin.write(data[: self.after])
         process.stdin.flush()
-        until(lambda: arrived(self.box) > 1 << 20, "a megabyte")
+        until(lambda: partial_bytes(self.box) > 1 << 20, "a megabyte")
         process.send_signal(signal.SIGKILL)
         process.communicate()
         raise HostUnreachableError("the line is cut")
 
 
-def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> None:
+def test_upload_resumes_after_receiver_is_killed(tmp_path: Path) -> None:
     host = Cut()
     placement, bundle = nearby(tmp_path / "box", host), drill_bundle(tmp_path / "bundle")
     host.after, host.box = 2 << 20, tmp_path / "box"
     with pytest.raises(HostUnreachableError):
         stage(placement, assigned(tmp_path), bundle)
-    had = arrived(tmp_path / "box")
+    had = partial_bytes(tmp_path / "box")
     host.after = 0
     sent: list[int] = []
     host.bend = lambda data: (sent.append(len(data)), data)[1]
@@ -555,14 +555,14 @@ def test_a_runner_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.xdist_group("sshd")
-def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_upload_resumes_after_dropped_ssh_connection(tmp_path: Path) -> None:
     sent, cut = [0], [False]
 
     def through(before: int, data: bytes) -> bytes | None:
         sent[0] += len(data)
         if not cut[0]:
-            time.sleep(len(data) / 4e6)  # so that it arrives, and does not all lie in sshd's window
-            cut[0] = arrived(tmp_path / "box") > 1 << 18
+            time.sleep(len(data) / 4e6)  # slow enough to arrive instead of filling sshd's window
+            cut[0] = partial_bytes(tmp_path / "box") > 1 << 18
             return None if cut[0] else data
         return data
 
@@ -575,7 +575,7 @@ def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> No
         placement = RemotePlacement(host, site, AttemptLimits())
         with pytest.raises(HostUnreachableError):
             stage(placement, assigned(tmp_path), bundle)
-        had, sent[0] = arrived(tmp_path / "box"), 0
+        had, sent[0] = partial_bytes(tmp_path / "box"), 0
         stage(placement, assigned(tmp_path), bundle)
         host.disconnect()
         line.close()
@@ -584,10 +584,8 @@ def test_a_line_that_is_cut_under_ssh_goes_on_where_it_was(tmp_path: Path) -> No
     assert bundle_digest(tmp_path / "box" / "workspace" / "01DRILL" / "1") == bundle_digest(bundle)
 
 
-def test_a_call_to_which_nothing_comes_any_more_ends_and_is_a_cut_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The line is dead, and nobody has told the machine."""
+def test_receiver_stops_when_upload_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is dead, but the machine does not know it."""
     quick = remote_source("receiver.py").replace(b"STALLED = 60", b"STALLED = 1 ")
     assert quick != remote_source("receiver.py")
     monkeypatch.setattr(
@@ -611,8 +609,8 @@ def test_a_call_to_which_nothing_comes_any_more_ends_and_is_a_cut_line(
 
 
 @contextmanager
-def on_a_disk_of(options: str, folder: Path) -> Iterator[list[str]]:
-    """A command that runs others where `folder` is a file system of its own, a tmpfs with these options."""
+def mounted_tmpfs(options: str, folder: Path) -> Iterator[list[str]]:
+    """A command prefix that runs programs with a tmpfs with these options mounted at `folder`."""
     folder.mkdir(parents=True)
     isolated = ["unshare", "--user", "--map-root-user", "--mount"]
     mount = 'mount -t tmpfs -o "$0" none "$1" && echo mounted && exec sleep 600'
@@ -629,22 +627,20 @@ def on_a_disk_of(options: str, folder: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("options", ["size=100k", "nr_inodes=3", "nr_inodes=9"])
-def test_a_full_disk_is_named_wherever_it_is_found_and_no_attempt_is_there(
-    tmp_path: Path, options: str
-) -> None:
+def test_full_disk_during_upload_raises_error_and_leaves_no_attempt(tmp_path: Path, options: str) -> None:
     workspace = tmp_path / "box" / "workspace"
-    with on_a_disk_of(options, workspace) as within:
+    with mounted_tmpfs(options, workspace) as within:
         host = NearbyHost(within)
         with pytest.raises(RequestError, match="disk is full") as full:
             stage(nearby(tmp_path / "box", host), assigned(tmp_path), drill_bundle(tmp_path / "b"))
         assert cause_of(full.value) is Cause.DISK_FULL
-        assert len(host.calls) == 1 or "size" not in options  # before anything large was sent
+        assert len(host.calls) == 1 or "size" not in options  # before any large content
         left = subprocess.run([*within, "find", str(workspace)], capture_output=True, text=True, check=True)
     names = [Path(line).name for line in left.stdout.split()]
     assert not [name for name in names if name.startswith("tmp.") or name.endswith(".partial") or name == "1"]
 
 
-def test_half_of_a_content_does_not_stay_on_a_disk_that_it_has_filled(box: Box) -> None:
+def test_store_deletes_partial_content_when_disk_is_full(box: Box) -> None:
     def pieces() -> Iterator[bytes]:
         yield MODEL
         raise OSError(errno.ENOSPC, "as write(2) says it")
@@ -654,10 +650,10 @@ def test_half_of_a_content_does_not_stay_on_a_disk_that_it_has_filled(box: Box) 
     assert not list(box.store.iterdir())
 
 
-def test_what_nobody_needs_makes_room_and_what_the_disk_cannot_hold_twice_moves(tmp_path: Path) -> None:
+def test_small_disk_evicts_unused_contents_and_moves_instead_of_copying(tmp_path: Path) -> None:
     workspace, bundle = tmp_path / "box" / "workspace", drill_bundle(tmp_path / "bundle")
     wheel = next((bundle / "scripts").glob("*.whl")).stat().st_size
-    with on_a_disk_of(f"size={wheel * 3 // 2}", workspace) as within:
+    with mounted_tmpfs(f"size={wheel * 3 // 2}", workspace) as within:
         old = 'mkdir "$0" && head -c "$2" /dev/zero > "$0/$1"'
         subprocess.run(
             [*within, "sh", "-c", old, str(workspace / "store.sha256"), "a" * 64, str(wheel * 3 // 4)],
@@ -676,11 +672,11 @@ def test_what_nobody_needs_makes_room_and_what_the_disk_cannot_hold_twice_moves(
                 check=True,
             )
             assert left.stdout.count(".whl") == 1 and left.stdout.split()[-1] == "lock"
-        assert host.calls.count("receive") == 4  # nothing could be kept
+        assert host.calls.count("receive") == 4  # the store kept nothing
 
 
-def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tmp_path: Path) -> None:
-    upload = Upload(working(tmp_path / "1"))
+def test_upload_progress_file_exists_only_during_upload(tmp_path: Path) -> None:
+    upload = Upload(make_working_copy(tmp_path / "1"))
     upload_module = sys.modules[Upload.__module__]
     before = upload_module.REPORT_EVERY
     upload_module.REPORT_EVERY = 0.0
@@ -699,7 +695,7 @@ def test_how_much_was_sent_is_told_beside_the_attempt_and_no_longer_than_that(tm
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_an_upload_needs_no_room_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_continues_when_local_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -707,11 +703,11 @@ def test_an_upload_needs_no_room_on_this_disk(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(upload_module, "REPORT_EVERY", 0.0)
     monkeypatch.setattr(upload_module, "BLOCK", 1000)
     monkeypatch.setattr(upload_module, "write_atomic", full)
-    with Upload(working(tmp_path / "1")).stream(b"", {sha256_bytes(MODEL): 0}) as stream:
+    with Upload(make_working_copy(tmp_path / "1")).stream(b"", {sha256_bytes(MODEL): 0}) as stream:
         assert stream.read().endswith(MODEL)
 
 
-def test_blocks_that_are_shared_are_hashed_where_they_came_to_lie(
+def test_cloned_files_are_verified_after_cloning(
     box: Box, upload: Upload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clone(target: int, request: int, source: int) -> int:
@@ -720,16 +716,16 @@ def test_blocks_that_are_shared_are_hashed_where_they_came_to_lie(
 
     monkeypatch.setattr(store.fcntl, "ioctl", clone)
     spoilt = MODEL[-1:]
-    assert deliver(box, upload) == 2 and seen(box.attempt.files)["inputs/model"][0] == MODEL
+    assert deliver(box, upload) == 2 and contents_and_modes(box.attempt.files)["inputs/model"][0] == MODEL
     spoilt = b"!"
     with pytest.raises(AssertionError, match="not received"):
         deliver(box, upload)
 
 
-# Looks.
+# Observations.
 
 
-def test_a_look_brings_what_is_new_and_says_when_there_is_more(tmp_path: Path) -> None:
+def test_observe_pulls_new_data_and_reports_when_more_remains(tmp_path: Path) -> None:
     host = NearbyHost()
     placement, attempt = nearby(tmp_path / "box", host), assigned(tmp_path)
     stage(placement, attempt, drill_bundle(tmp_path / "bundle", gate=str(tmp_path / "gate"), say="hello"))
@@ -747,7 +743,7 @@ def test_a_look_brings_what_is_new_and_says_when_there_is_more(tmp_path: Path) -
         (there / "artifacts" / "large.bin").write_bytes(MODEL * 10)
         assert placement.observe(attempt).more
         assert not (attempt.directory / "artifacts" / "large.bin").exists()
-        with mirror(attempt.directory):  # as by another process
+        with mirror(attempt.directory):  # like another process
             assert placement.observe(attempt).more
         placement.pull(attempt)
         assert (attempt.directory / "artifacts" / "large.bin").read_bytes() == MODEL * 10
@@ -756,7 +752,7 @@ def test_a_look_brings_what_is_new_and_says_when_there_is_more(tmp_path: Path) -
         assert placement.stop(attempt)
 
 
-def test_a_shell_that_greets_is_no_part_of_the_answer(tmp_path: Path) -> None:
+def test_observe_ignores_shell_greeting(tmp_path: Path) -> None:
     greeting = NearbyHost(["sh", "-c", 'echo "{}"; echo welcome; exec "$@"', "sh"])
     placement, attempt = nearby(tmp_path / "box", greeting), assigned(tmp_path)
     stage(placement, attempt, drill_bundle(tmp_path / "bundle"))
@@ -778,7 +774,7 @@ def test_a_shell_that_greets_is_no_part_of_the_answer(tmp_path: Path) -> None:
         b'{"refused": "docker does not answer", "kind": "refused"}\n',
     ],
 )
-def test_an_answer_that_makes_no_sense_is_not_seeing(tmp_path: Path, answer: bytes) -> None:
+def test_observe_treats_malformed_answer_as_unseen(tmp_path: Path, answer: bytes) -> None:
     class Odd(NearbyHost):
         def run(self, command: Any, *, sink: BinaryIO | None = None, **rest: Any) -> Any:
             if sink is not None:
@@ -792,11 +788,11 @@ def test_an_answer_that_makes_no_sense_is_not_seeing(tmp_path: Path, answer: byt
         placement.pull(attempt)
 
 
-# The programs by themselves.
+# The remote programs on their own.
 
 
 @pytest.mark.parametrize("name", ["runner.py", "store.py", "receiver.py", "redaction.py"])
-def test_what_is_sent_is_of_the_standard_library_and_python_3_8(name: str) -> None:
+def test_remote_programs_use_python_3_8_and_the_standard_library_only(name: str) -> None:
     source = Path(redaction.__file__).read_bytes() if name == "redaction.py" else remote_source(name)
     tree = ast.parse(source, feature_version=(3, 8))
     imported = set()
@@ -805,14 +801,14 @@ def test_what_is_sent_is_of_the_standard_library_and_python_3_8(name: str) -> No
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module))
-    ours = {"perilune.bundle.remote.runner", "perilune.bundle.remote.store"}  # which are sent before it
+    ours = {"perilune.bundle.remote.runner", "perilune.bundle.remote.store"}  # sent before the program
     assert {one.split(".")[0] for one in imported - ours} <= sys.stdlib_module_names
     newer = {"removeprefix", "removesuffix", "file_digest", "is_relative_to", "hardlink_to", "readlink_to"}
     called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not newer & called
 
 
-def test_both_sides_compute_the_same_digest_of_a_tree(tmp_path: Path) -> None:
+def test_sender_and_receiver_compute_the_same_tree_digest(tmp_path: Path) -> None:
     for name, mode in (("b/é", 0o444), ("a", 0o644), ("b/c", 0o755), ("b.d", 0o600)):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which kills for lack of memory count as the task's."""
+"""Out-of-memory kills that count for a task."""
 
 import signal
 import subprocess
@@ -27,8 +27,8 @@ group.leave()
 """
 
 
-def test_a_kill_counts_in_its_own_control_group_only() -> None:
-    """Another job's lack of memory does not explain why a task here was killed."""
+def test_memory_kills_counts_only_its_own_control_group() -> None:
+    """An out-of-memory kill of another job does not explain a killed task."""
     before = memory_kills()
     done = subprocess.run([sys.executable, "-c", SMALL_GROUP], capture_output=True, text=True, check=False)
     if "no control group" in done.stderr:

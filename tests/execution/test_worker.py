@@ -1,4 +1,4 @@
-"""The worker with real processes: what it leaves, how it names every ending, and that nothing outlives it."""
+"""The worker with real processes: its artifacts, its verdicts, and the end of all its processes."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from perilune.execution.claim import read_claim
 from perilune.execution.processes import Presence
 from perilune.files import read_json, read_json_lines
 
-pytestmark = pytest.mark.xdist_group("worker")  # one module fixture serves many
+pytestmark = pytest.mark.xdist_group("worker")  # tests share one module fixture
 
 ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
     # how: cause, exit code, signal, a word of the message
@@ -54,7 +54,7 @@ ENDINGS: dict[str, tuple[str, int | None, int | None, str]] = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """One bundle run to its end for every way of ending, all at once."""
+    """Run one bundle for each ending, all concurrently."""
     root = tmp_path_factory.mktemp("endings")
     bundles = {how: drill_bundle(root / (how or "well"), how=how, fail_at=1) for how in ENDINGS}
     workers = [start_worker(bundle, "--epoch", "1") for bundle in bundles.values()]
@@ -64,7 +64,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-def test_every_ending_is_named_exactly(ended: dict[str, Path], how: str) -> None:
+def test_verdict_names_cause_exit_code_and_signal(ended: dict[str, Path], how: str) -> None:
     cause, exit_code, number, word = ENDINGS[how]
     verdict = verdict_of(ended[how])
     assert (verdict["cause"], verdict["exit_code"], verdict["signal"]) == (cause, exit_code, number)
@@ -72,7 +72,7 @@ def test_every_ending_is_named_exactly(ended: dict[str, Path], how: str) -> None
     assert verdict["epoch"] == 1
 
 
-def test_a_crash_keeps_its_traceback_in_the_log_and_out_of_the_message(ended: dict[str, Path]) -> None:
+def test_crash_traceback_is_in_log_and_not_in_message(ended: dict[str, Path]) -> None:
     log = (ended["raise"] / "artifacts" / "task.log").read_text()
     assert "Traceback" in log and "in _fail" in log
     assert "\n" not in verdict_of(ended["raise"])["message"]
@@ -80,7 +80,7 @@ def test_a_crash_keeps_its_traceback_in_the_log_and_out_of_the_message(ended: di
     assert "Segmentation fault" in (ended["segv"] / "artifacts" / "task.log").read_text()
 
 
-def test_a_good_end_leaves_whole_evidence(ended: dict[str, Path]) -> None:
+def test_successful_run_leaves_verified_artifacts(ended: dict[str, Path]) -> None:
     bundle = ended[""]
     assert verify(bundle) == []
     artifacts = bundle / "artifacts"
@@ -94,7 +94,7 @@ def test_a_good_end_leaves_whole_evidence(ended: dict[str, Path]) -> None:
     assert not (bundle / "runtime" / ".reserve").exists()
 
 
-def test_the_verdict_vouches_for_the_evidence_of_failures_too(ended: dict[str, Path]) -> None:
+def test_failed_runs_have_verified_artifacts_and_manifest_digest(ended: dict[str, Path]) -> None:
     for how in ("raise", "kill", "segv"):
         assert verify(ended[how]) == []
         assert verdict_of(ended[how])["manifest_digest"]
@@ -102,7 +102,7 @@ def test_the_verdict_vouches_for_the_evidence_of_failures_too(ended: dict[str, P
     assert [difference.path for difference in verify(ended["kill"])] == ["artifacts/metrics.jsonl"]
 
 
-def test_a_flipped_byte_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_worker_rejects_modified_bundle_before_running(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle")
     job = bundle / "job.json"
     job.chmod(0o644)
@@ -113,14 +113,14 @@ def test_a_flipped_byte_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert not (bundle / "runtime" / "runtime.log").exists()
 
 
-def test_another_bundle_than_the_order_names_is_refused(tmp_path: Path) -> None:
+def test_worker_rejects_bundle_with_unexpected_digest(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle")
     (bundle / "runtime" / "run.json").write_text(json.dumps({"bundle_digest": "0" * 64}))
     start_worker(bundle).wait()
     assert verdict_of(bundle)["cause"] == "bundle_rejected"
 
 
-def test_a_secret_reaches_the_task_and_no_file(tmp_path: Path) -> None:
+def test_secret_reaches_task_and_no_file_or_command_line(tmp_path: Path) -> None:
     value = 'sparrow-"5d1e'
     bundle = tmp_path / "bundle"
     freeze(drill_job(secrets=("DRILL_TOKEN",), tell="DRILL_TOKEN", steps=1), {}, bundle)
@@ -138,7 +138,7 @@ def test_a_secret_reaches_the_task_and_no_file(tmp_path: Path) -> None:
             assert b"sparrow" not in path.read_bytes(), path
 
 
-def test_a_secret_that_is_not_set_is_named_before_anything_runs(tmp_path: Path) -> None:
+def test_worker_reports_missing_secret_before_running(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     freeze(drill_job(secrets=("DRILL_ABSENT",)), {}, bundle)
     start_worker(bundle).wait()
@@ -146,7 +146,7 @@ def test_a_secret_that_is_not_set_is_named_before_anything_runs(tmp_path: Path) 
     assert verdict["cause"] == "request_error" and "export DRILL_ABSENT" in verdict["message"]
 
 
-def test_a_task_sees_few_variables(tmp_path: Path) -> None:
+def test_task_environment_contains_only_allowed_variables(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", steps=1)
     start_worker(bundle, STRANGE_VARIABLE="1", HF_TOKEN="hf_x", HF_HOME="/tmp/hf").wait()
     names = read_json(bundle / "artifacts" / "precheck.json")["environment"]
@@ -154,7 +154,7 @@ def test_a_task_sees_few_variables(tmp_path: Path) -> None:
     assert not {"STRANGE_VARIABLE", "HF_TOKEN"} & set(names)
 
 
-def test_a_second_worker_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_second_worker_is_refused_while_first_runs(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     bundle = drill_bundle(tmp_path / "bundle", gate=str(gate))
     first = start_worker(bundle, "--epoch", "1")
@@ -167,7 +167,7 @@ def test_a_second_worker_is_refused_and_the_first_goes_on(tmp_path: Path) -> Non
     assert first.wait() == 0
 
 
-def test_of_many_workers_at_once_exactly_one_claims(tmp_path: Path) -> None:
+def test_exactly_one_of_concurrent_workers_claims_the_bundle(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", steps=1)
     workers = [start_worker(bundle, "--epoch", "1") for _ in range(4)]
     for worker in workers:
@@ -176,7 +176,7 @@ def test_of_many_workers_at_once_exactly_one_claims(tmp_path: Path) -> None:
     assert verdict_of(bundle)["cause"] == ""
 
 
-def test_an_old_or_used_epoch_is_refused_and_a_newer_one_takes_over(tmp_path: Path) -> None:
+def test_worker_refuses_old_or_used_epoch_and_newer_one_resumes(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", steps=4, fail_at=2, how="hang", fresh_only=True)
     first = start_worker(bundle, "--epoch", "2")
     wait_for(lambda: has_event(bundle, "hangs"), "the hang")
@@ -186,7 +186,9 @@ def test_an_old_or_used_epoch_is_refused_and_a_newer_one_takes_over(tmp_path: Pa
         refused = start_worker(bundle, "--epoch", epoch)
         _, said = refused.communicate()
         assert refused.returncode == 2 and words in said
-    assert start_worker(bundle).wait() == 0  # by hand: the next epoch, from the last checkpoint
+    assert (
+        start_worker(bundle).wait() == 0
+    )  # started by hand: the next epoch resumes from the last checkpoint
     assert verdict_of(bundle)["epoch"] == 3
     assert read_json(bundle / "artifacts" / "summary.json")["began_at"] == 2
     again = start_worker(bundle)
@@ -194,7 +196,7 @@ def test_an_old_or_used_epoch_is_refused_and_a_newer_one_takes_over(tmp_path: Pa
     assert again.returncode == 2 and "has already run to its end (attempt 3)" in said
 
 
-def test_the_task_dies_with_its_worker(tmp_path: Path) -> None:
+def test_task_dies_with_its_worker(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="hang")
     worker = start_worker(bundle)
     wait_for(lambda: has_event(bundle, "hangs"), "the hang")
@@ -208,7 +210,7 @@ def test_the_task_dies_with_its_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "stubborn", "daemon"])
-def test_stopping_ends_everything_the_task_started(tmp_path: Path, how: str) -> None:
+def test_stop_ends_every_process_of_the_task(tmp_path: Path, how: str) -> None:
     bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how=how)
     worker = start_worker(bundle, "--grace", "0.5")
     wait_for(lambda: has_event(bundle, "hangs"), "the hang")
@@ -219,10 +221,10 @@ def test_stopping_ends_everything_the_task_started(tmp_path: Path, how: str) -> 
     verdict = verdict_of(bundle)
     assert verdict["cause"] == "stopped"
     assert verdict["signal"] == (signal.SIGKILL if how == "stubborn" else None)
-    assert verify(bundle) == []  # what it had finished is whole
+    assert verify(bundle) == []  # finished artifacts are complete
 
 
-def test_a_daemon_does_not_outlive_a_killed_worker(tmp_path: Path) -> None:
+def test_end_remaining_processes_kills_daemon_of_a_dead_worker(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon")
     worker = start_worker(bundle)
     wait_for(lambda: has_event(bundle, "hangs"), "the hang")
@@ -241,7 +243,7 @@ mount -t tmpfs -o size=$5 none "$1" && cp -r "$2" "$1/bundle" && chmod 444 "$1"/
 """
 
 
-def test_a_task_that_fills_the_disk_still_gets_its_verdict(tmp_path: Path) -> None:
+def test_task_that_fills_the_disk_gets_disk_full_verdict(tmp_path: Path) -> None:
     bundle = drill_bundle(tmp_path / "bundle", fail_at=1, how="fill")
     disk, copy = tmp_path / "disk", tmp_path / "result.json"
     disk.mkdir()
