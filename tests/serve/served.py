@@ -1,4 +1,4 @@
-"""A small checkpoint, and `perilune serve` in a process of its own."""
+"""A small checkpoint, and `perilune serve` in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 CONTEXT = 256
 TEMPLATE = (
-    # A checkpoint's template may loop for ever; this one does when it is asked to.
+    # A checkpoint's template may loop forever. This one does for the message "hang".
     "{% if messages[0].content == 'hang' %}"
     + "{% for a in range(99999) %}" * 4
     + "{% endfor %}" * 4
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A random model whose answers differ: it likes some tokens, and none for certain."""
+    """Save a random model whose answers vary: no token is certain."""
     tokenizer = Tokenizer.characters().with_chat_template(TEMPLATE, where="test")
     shape = PRESETS["tiny"].replace(initializer_range=0.15, max_position_embeddings=CONTEXT)
     save_checkpoint(folder, new_model(shape, tokenizer, seed=0), tokenizer)
@@ -46,7 +46,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 @dataclass
 class Direct:
-    """The same checkpoint in this process: what answers ought to be."""
+    """The same checkpoint in this process, for the expected answers."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -72,7 +72,7 @@ class Direct:
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     process: subprocess.Popen[str]
     url: str
@@ -103,7 +103,7 @@ class Served:
         return {name.removeprefix("perilune_"): float(value) for name, value in found}
 
     def at_rest(self, seconds: float = 60) -> dict[str, float]:
-        """The metrics, once nothing is being worked on; fails when something never lets go."""
+        """Wait until the server is idle and return its metrics; fail if a resource is never released."""
         deadline = time.monotonic() + seconds
         while True:
             metrics = self.metrics()
@@ -125,7 +125,7 @@ class Served:
 
 @contextmanager
 def served(checkpoint: Path, *options: str, token: str = "", **environment: str) -> Iterator[Served]:
-    """`perilune serve CHECKPOINT OPTIONS` on a free port; ended, and looked at for tracebacks, afterwards."""
+    """Run `perilune serve CHECKPOINT OPTIONS` on a free port; stop it on exit and check it for tracebacks."""
     command = [sys.executable, "-m", "perilune.cli.main", "serve", str(checkpoint), "--port", "0", *options]
     variables = os.environ | {"OMP_NUM_THREADS": "1", **environment}
     with (

@@ -28,7 +28,7 @@ PIECES = [
 
 
 def read(pieces: list[str], *, calls: bool = True, begins: Beginning = "channels") -> Parts:
-    """All parts, texts of one kind that follow each other joined."""
+    """Read all pieces; consecutive texts of one kind are joined."""
     reader = ChannelsReader(calls=FORM if calls else None, begins=begins)
     whole = Parts()
     for place, piece in enumerate(pieces):
@@ -70,14 +70,14 @@ def test_channels_become_reasoning_content_and_calls(
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.data())
-def test_pieces_of_an_answer_give_the_parts_of_the_whole(words: list[str], data: st.DataObject) -> None:
+def test_parts_do_not_depend_on_how_text_is_split(words: list[str], data: st.DataObject) -> None:
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(pieces).items == read([text]).items
 
 
-def test_text_is_passed_on_while_it_is_generated() -> None:
+def test_channels_reader_streams_text_during_generation() -> None:
     reader = ChannelsReader(calls=FORM)
     assert not reader.feed("<|channel|>analysis<|message|>", last=False).items
     assert reader.feed("so ", last=False).items == [("reasoning", "so ")]
@@ -95,7 +95,7 @@ def test_continued_message_has_no_header() -> None:
     assert read(["is 5<|return|>"], begins="content").content == "is 5"
 
 
-def test_calls_beyond_the_limit_are_left_out() -> None:
+def test_channels_reader_drops_calls_beyond_most_calls() -> None:
     reader = ChannelsReader(calls=FORM, most_calls=1)
     assert len(reader.feed(f"{CALL}<|start|>assistant{CALL}", last=True).calls) == 1
 
@@ -121,7 +121,7 @@ def test_server_separates_reasoning_and_holds_the_final_message_to_a_schema(tmp_
     asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     tools: Any = [{"type": "function", "function": {"name": "add"}}]
     with served(tmp_path / "m", "--slots", "8") as server, server.client() as client:
-        bias = {str(tokenizer._backend.token_to_id("<|end|>")): 6}  # so that reasoning is short
+        bias = {str(tokenizer._backend.token_to_id("<|end|>")): 6}  # keeps reasoning short
         choices = client.chat.completions.create(**asked, max_tokens=800, logit_bias=bias).choices
         complete = [one for one in choices if one.finish_reason == "stop"]
         assert len(complete) > 4

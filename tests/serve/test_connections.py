@@ -1,4 +1,4 @@
-"""Clients that send half of something lose their own connection, and nobody else's."""
+"""Clients that send incomplete requests lose their own connection and disturb no other client."""
 
 import json
 import socket
@@ -29,7 +29,7 @@ def connect(server: Served) -> socket.socket:
 
 
 def answer(client: socket.socket) -> tuple[int, Any]:
-    """Status and document of one answer."""
+    """Read one response; returns its status and JSON document."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += _more(client)
@@ -49,7 +49,7 @@ def _more(client: socket.socket) -> bytes:
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Whether the server closes the connection, which is waited for."""
+    """Wait for data or the end; returns whether the server closed the connection."""
     try:
         return client.recv(1) == b""
     except ConnectionResetError:
@@ -70,7 +70,7 @@ def is_closed_meanwhile(client: socket.socket, pieces: list[bytes]) -> bool:
     return False
 
 
-def test_half_a_head_is_given_up_on_every_request(server: Served) -> None:
+def test_incomplete_head_times_out_on_first_and_later_requests(server: Served) -> None:
     halves = (b"", b"G", ASK[:-2], POST + b"Content-Length: 10\r\nX-Half: ")
     with ExitStack() as stack:
         clients = []
@@ -83,8 +83,8 @@ def test_half_a_head_is_given_up_on_every_request(server: Served) -> None:
         assert all(map(is_closed, clients))
 
 
-def test_a_head_that_trickles_is_given_up(server: Served) -> None:
-    """Each piece comes in time; all of them together do not."""
+def test_trickling_head_times_out(server: Served) -> None:
+    """Each header arrives in time, but the whole head does not."""
     with connect(server) as client:
         client.sendall(ASK + ASK[:-2])
         assert answer(client)[0] == 200
@@ -95,7 +95,9 @@ def test_a_head_that_trickles_is_given_up(server: Served) -> None:
 @pytest.mark.parametrize(
     "sized", [b"Content-Length: 10\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"]
 )
-def test_half_a_body_is_answered_and_its_connection_closed(server: Served, path: bytes, sized: bytes) -> None:
+def test_incomplete_body_gets_an_error_and_closes_the_connection(
+    server: Served, path: bytes, sized: bytes
+) -> None:
     with connect(server) as client:
         client.sendall(POST.replace(b"/v1/completions", path) + sized)
         status, document = answer(client)
@@ -109,7 +111,7 @@ def test_half_a_body_is_answered_and_its_connection_closed(server: Served, path:
     [b"".join(b"X-%d: 1\r\n" % place for place in range(10_000)), b"X: " + b"x" * 200_000, b"X: 1\r\n" * 101],
     ids=["many headers", "a long header", "some headers"],
 )
-def test_large_heads_are_refused(server: Served, head: bytes) -> None:
+def test_server_refuses_large_heads(server: Served, head: bytes) -> None:
     with connect(server) as client:
         client.sendall(ASK[:-2] + head + b"\r\n\r\n")
         status, document = answer(client)
@@ -120,7 +122,7 @@ def test_large_heads_are_refused(server: Served, head: bytes) -> None:
 @pytest.mark.parametrize(
     "nonsense", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 99]
 )
-def test_what_is_no_http_is_answered_in_json(server: Served, nonsense: bytes) -> None:
+def test_malformed_http_gets_json_error(server: Served, nonsense: bytes) -> None:
     with connect(server) as client:
         client.sendall(nonsense)
         status, document = answer(client)
@@ -128,7 +130,7 @@ def test_what_is_no_http_is_answered_in_json(server: Served, nonsense: bytes) ->
         assert is_closed(client)
 
 
-def test_a_body_without_end_is_given_up(server: Served) -> None:
+def test_endless_body_closes_the_connection(server: Served) -> None:
     with connect(server) as client:
         client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-Trailer: ")
         with pytest.raises(ConnectionError):
@@ -136,8 +138,8 @@ def test_a_body_without_end_is_given_up(server: Served) -> None:
                 client.sendall(b"x" * 65536)
 
 
-def test_half_requests_shut_nobody_out(server: Served) -> None:
-    """Three times as many half requests as connections: a whole one gets in, and is answered to its end."""
+def test_incomplete_requests_do_not_block_complete_ones(server: Served) -> None:
+    """With three times as many incomplete requests as connections, a complete request gets its answer."""
     long = {
         "model": "tiny",
         "prompt": "1",

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own: what readers get, whatever they and the engine do."""
+"""The engine thread: streams, aborts, slow readers and engine failures."""
 
 import asyncio
 import copy
@@ -28,14 +28,14 @@ from perilune.serve.server import _service
 from perilune.serve.settings import Settings
 
 
-def make(**changes: Any) -> Decoder:
+def make_decoder(**changes: Any) -> Decoder:
     shape = {"initializer_range": 0.15, "max_position_embeddings": CONTEXT}
     decoder = Decoder(PRESETS["tiny"].replace(**shape, **changes))
     decoder.initialize(0)
     return decoder
 
 
-DECODER = make()
+DECODER = make_decoder()
 
 
 def ask(tokens: int, seed: int = 0, n: int = 1, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:
@@ -43,7 +43,7 @@ def ask(tokens: int, seed: int = 0, n: int = 1, prompt: tuple[int, ...] = (5, 6,
 
 
 async def read(stream: Stream) -> dict[int, Delta]:
-    """All that a stream says, a delta a choice."""
+    """Read a stream to its end; returns one merged delta for each choice."""
     whole: dict[int, Delta] = {}
     while news := await stream.next():
         for choice, delta in news:
@@ -54,8 +54,8 @@ async def read(stream: Stream) -> dict[int, Delta]:
     return whole
 
 
-def within(engine: Engine, work: Callable[[EngineThread], Awaitable[None]]) -> EngineThread:
-    """Do `work` beside the engine's thread."""
+def run_beside_engine(engine: Engine, work: Callable[[EngineThread], Awaitable[None]]) -> EngineThread:
+    """Run `work` in an event loop while the engine thread runs."""
     thread = EngineThread(engine)
 
     async def main() -> None:
@@ -70,8 +70,8 @@ def within(engine: Engine, work: Callable[[EngineThread], Awaitable[None]]) -> E
     return thread
 
 
-def test_the_server_samples_tokens_only_and_continues_texts(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "m", make(vocab_size=110), Tokenizer.characters())
+def test_service_samples_tokenizer_tokens_only_and_marks_continued_texts(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "m", make_decoder(vocab_size=110), Tokenizer.characters())
     service, _ = _service(Settings(tmp_path / "m", name="m"), print)
     engine: Any = service.thread._engine
     (group,) = engine.sample([Prompt([5], (0, 0, 0))], 20, SamplingParams(20, temperature=30.0))
@@ -86,7 +86,7 @@ def test_the_server_samples_tokens_only_and_continues_texts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_continued_text_keeps_its_first_space(stream: bool) -> None:
+def test_continued_text_keeps_leading_space(stream: bool) -> None:
     backend = copy.deepcopy(Tokenizer.characters()._backend)
     steps = [decoders.Replace("e", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(steps)
@@ -102,7 +102,7 @@ def test_a_continued_text_keeps_its_first_space(stream: bool) -> None:
         assert found == text
 
 
-def test_cached_tokens_of_all_prompts_are_counted() -> None:
+def test_usage_counts_cached_tokens_of_all_prompts() -> None:
     engine = Engine(DECODER, slots=4, cache_tokens=1024)
     first, second = (5, *range(10, 42)), (6, *range(10, 58))
     engine.sample([Prompt(list(one), (0, 0, 0)) for one in (first, second)], 1, SamplingParams(1))
@@ -114,7 +114,7 @@ def test_cached_tokens_of_all_prompts_are_counted() -> None:
         assert len(await exchange._collected()) == 4
         assert (exchange.usage.cached, exchange.usage.prompt) == (32 + 48, 33 + 49)
 
-    within(engine, ask_again)
+    run_beside_engine(engine, ask_again)
 
 
 def expected(request: Request) -> list[tuple[list[int], list[float]]]:
@@ -123,7 +123,7 @@ def expected(request: Request) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
-def test_choices_are_numbered_through_the_requests(in_pieces: bool) -> None:
+def test_choice_numbers_continue_across_requests(in_pieces: bool) -> None:
     requests = [ask(20, seed=1, n=2), ask(9, seed=2, n=3)]
 
     async def work(thread: EngineThread) -> None:
@@ -133,25 +133,25 @@ def test_choices_are_numbered_through_the_requests(in_pieces: bool) -> None:
         assert {whole[choice].finish_reason for choice in whole} == {"length"}
         assert thread.open_samples == 0
 
-    within(Engine(DECODER), work)
+    run_beside_engine(Engine(DECODER), work)
 
 
-def test_a_reader_that_sleeps_holds_one_answer_and_nobody_up() -> None:
+def test_slow_reader_blocks_no_other_request_and_receives_one_delta() -> None:
     async def work(thread: EngineThread) -> None:
         asleep = await thread.submit([ask(200, seed=3)], in_pieces=True)
         for seed in range(5):
             await read(await thread.submit([ask(30, seed)], in_pieces=True))
         while asleep.remaining:
             await asyncio.sleep(0.01)
-        ((choice, delta),) = await asleep.next()  # all of it in one
+        ((choice, delta),) = await asleep.next()  # one delta with every token
         assert (choice, len(delta.token_ids), delta.finish_reason) == (0, 200, "length")
         assert [(delta.token_ids, delta.logprobs)] == expected(asleep.requests[0])
         assert await asleep.next() == []
 
-    within(Engine(DECODER), work)
+    run_beside_engine(Engine(DECODER), work)
 
 
-def test_what_is_dropped_gives_its_blocks_back() -> None:
+def test_aborted_requests_free_their_cache_blocks() -> None:
     engine = Engine(DECODER, slots=4)
 
     async def work(thread: EngineThread) -> None:
@@ -159,14 +159,14 @@ def test_what_is_dropped_gives_its_blocks_back() -> None:
         for stream in streams[:4]:
             await stream.next()
         assert thread.open_samples == 12
-        for stream in streams:  # some in flight, some waiting
+        for stream in streams:  # some running, some waiting
             stream.abort()
         with pytest.raises(WorkFailedError, match="aborted"):
             while await streams[0].next():
                 pass
         impatient = asyncio.create_task(thread.submit([ask(CONTEXT - 3)], in_pieces=True))
         await asyncio.sleep(0)
-        impatient.cancel()  # before the engine has said yes
+        impatient.cancel()  # before the engine accepts it
         with pytest.raises(asyncio.CancelledError):
             await impatient
         assert thread.open_samples == 0
@@ -176,13 +176,13 @@ def test_what_is_dropped_gives_its_blocks_back() -> None:
                 break
             await asyncio.sleep(0.01)
 
-    within(engine, work)
+    run_beside_engine(engine, work)
     assert not engine.unfinished
     assert engine.cache_use == 0
-    assert engine.counters.steps < CONTEXT - 3  # nothing was sampled to its end
+    assert engine.counters.steps < CONTEXT - 3  # no request was sampled to its end
 
 
-def test_one_wrong_request_takes_the_others_with_it() -> None:
+def test_submit_with_one_invalid_request_accepts_none() -> None:
     engine = Engine(DECODER)
 
     async def work(thread: EngineThread) -> None:
@@ -191,13 +191,13 @@ def test_one_wrong_request_takes_the_others_with_it() -> None:
         assert thread.open_samples == 0
         assert len((await read(await thread.submit([ask(3)], in_pieces=True)))[0].token_ids) == 3
 
-    within(engine, work)
+    run_beside_engine(engine, work)
     assert not engine.unfinished
     assert engine.cache_use == 0
 
 
 class Faulty:
-    """A runner that fails in its next `failures` steps."""
+    """A runner whose next `failures` steps raise MemoryError."""
 
     def __init__(self, decoder: Any, num_blocks: Sequence[int]) -> None:
         self._inner = fastest_runner(decoder, num_blocks)
@@ -224,7 +224,7 @@ def faulty() -> tuple[Engine, Faulty]:
     return Engine(DECODER, runner=runner), made[0]
 
 
-def test_a_step_that_fails_ends_what_is_in_flight_and_no_later_request(faulty: tuple[Engine, Faulty]) -> None:
+def test_failed_step_fails_running_requests_and_spares_later_ones(faulty: tuple[Engine, Faulty]) -> None:
     engine, runner = faulty
     restarts: list[None] = []
 
@@ -241,13 +241,13 @@ def test_a_step_that_fails_ends_what_is_in_flight_and_no_later_request(faulty: t
         whole = await read(await thread.submit([again], in_pieces=True))
         assert [(whole[place].token_ids, whole[place].logprobs) for place in (0, 1)] == expected(again)
 
-    assert within(engine, work).failure is None
+    assert run_beside_engine(engine, work).failure is None
     assert len(restarts) == 1
 
 
-def test_everybody_is_told_when_the_engine_fails_for_good(faulty: tuple[Engine, Faulty]) -> None:
+def test_permanent_engine_failure_reaches_callback_and_all_requests(faulty: tuple[Engine, Faulty]) -> None:
     engine, runner = faulty
-    runner.failures = 2  # also when it is restarted
+    runner.failures = 2  # the restart fails too
     told: list[BaseException] = []
 
     async def work(thread: EngineThread) -> None:
@@ -260,13 +260,13 @@ def test_everybody_is_told_when_the_engine_fails_for_good(faulty: tuple[Engine, 
             await thread.submit([ask(5)], in_pieces=True)
         assert thread.open_samples == 0
 
-    thread = within(engine, work)
+    thread = run_beside_engine(engine, work)
     assert told == [thread.failure]
     assert isinstance(thread.failure, MemoryError)
 
 
-def test_weights_that_are_no_numbers_fail_each_request() -> None:
-    decoder = make()
+def test_nan_weights_fail_each_request() -> None:
+    decoder = make_decoder()
     with torch.no_grad():
         decoder.model.norm.weight.fill_(float("nan"))
 
@@ -277,11 +277,11 @@ def test_weights_that_are_no_numbers_fail_each_request() -> None:
                 await read(stream)
         assert thread.open_samples == 0
 
-    assert within(Engine(decoder), work).failure is None
+    assert run_beside_engine(Engine(decoder), work).failure is None
 
 
-def test_weights_that_are_loaded_in_part_end_the_engine() -> None:
-    """A refusal has changed nothing; after another error no token of the mixture leaves the engine."""
+def test_failed_weight_load_stops_the_engine_and_refused_one_does_not() -> None:
+    """A refused load changes nothing. After any other error, no token of mixed weights leaves the engine."""
 
     def refuse() -> None:
         raise RequestError("another model")
@@ -305,5 +305,5 @@ def test_weights_that_are_loaded_in_part_end_the_engine() -> None:
         with pytest.raises(WorkFailedError):
             await thread.between_steps(refuse)
 
-    within(Engine(DECODER), work)
+    run_beside_engine(Engine(DECODER), work)
     assert isinstance(ended[0], MemoryError)

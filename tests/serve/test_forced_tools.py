@@ -1,4 +1,4 @@
-"""Answers that must call tools: whatever the model, their calls fit the tools' schemas."""
+"""Enforced tool choice: calls of any model match the schemas of the tools."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}assistant: {% endif %}{# FORM #}"
 )
-FORMS = {  # the parts of chat templates by which the families are recognised
+FORMS = {  # template text that identifies each model family
     "hermes": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
     "named mistral": "[TOOL_CALLS] [ARGS]",
@@ -51,7 +51,7 @@ ASKED: Any = [{"role": "user", "content": "warm?"}]
 
 
 def make_checkpoint(folder: Path, form: str) -> Path:
-    """A model with random weights, whose answers differ."""
+    """Save a model with random weights, whose answers vary."""
     tokenizer = Tokenizer.byte_level()
     if marks := format_of(FORMS[form]).marks:
         tokenizer._backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
@@ -88,7 +88,7 @@ def asked(client: openai.OpenAI, **options: Any) -> Any:
 
 
 def calls_of(message: Any) -> list[tuple[str, str]]:
-    """The calls of a message, all of which fit their schemas."""
+    """The calls of a message, checked against their schemas."""
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     for name, arguments in calls:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
@@ -96,7 +96,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
     return calls
 
 
-def test_required_calls_fit_their_schemas(client: openai.OpenAI) -> None:
+def test_required_tool_calls_match_their_schemas(client: openai.OpenAI) -> None:
     choices = asked(client, tool_choice="required").choices
     complete = [choice for choice in choices if choice.finish_reason == "tool_calls"]
     assert len(complete) > 8
@@ -108,22 +108,22 @@ def test_required_calls_fit_their_schemas(client: openai.OpenAI) -> None:
     assert any(json.loads(given) for calls in called for _, given in calls)
 
 
-def test_one_call_where_parallel_calls_are_off(client: openai.OpenAI) -> None:
+def test_parallel_tool_calls_false_gives_one_call(client: openai.OpenAI) -> None:
     for choice in asked(client, tool_choice="required", parallel_tool_calls=False).choices:
         assert choice.finish_reason == "tool_calls"
         assert len(calls_of(choice.message)) == 1
 
 
-def test_a_named_function_is_called_once(client: openai.OpenAI) -> None:
+def test_named_tool_choice_gives_one_call(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     choices = asked(client, tool_choice=named).choices
-    assert {choice.finish_reason for choice in choices} == {"stop"}  # as OpenAI's
+    assert {choice.finish_reason for choice in choices} == {"stop"}  # like OpenAI
     calls = [calls_of(choice.message) for choice in choices]
     assert all([name for name, _ in one] == ["weather"] for one in calls)
     assert len({arguments for one in calls for _, arguments in one}) > 8
 
 
-def test_a_stream_has_the_same_calls(client: openai.OpenAI) -> None:
+def test_stream_has_the_same_tool_calls(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         whole = asked(client, tool_choice=choice, n=2)
         streamed: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
@@ -141,10 +141,10 @@ def test_a_stream_has_the_same_calls(client: openai.OpenAI) -> None:
                 reasons[part.index] = part.finish_reason or reasons.get(part.index)
         assert streamed == {one.index: calls_of(one.message) for one in whole.choices}
         assert reasons == {one.index: one.finish_reason for one in whole.choices}
-        assert pieces > 2 * sum(map(len, streamed.values()))  # arguments come while they are generated
+        assert pieces > 2 * sum(map(len, streamed.values()))  # arguments arrive during generation
 
 
-def test_a_call_that_is_cut_off_keeps_its_arguments(client: openai.OpenAI) -> None:
+def test_truncated_tool_call_keeps_partial_arguments(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
     whole = asked(client, tool_choice=named, n=1)
     most = whole.usage.completion_tokens - 20
@@ -158,7 +158,7 @@ def test_a_call_that_is_cut_off_keeps_its_arguments(client: openai.OpenAI) -> No
     assert complete.startswith(arguments) and arguments != complete
 
 
-def test_some_of_the_tools_are_allowed(client: openai.OpenAI) -> None:
+def test_allowed_tools_restrict_calls_and_prompt(client: openai.OpenAI) -> None:
     def allowed(mode: str, *names: str) -> Any:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
@@ -174,7 +174,7 @@ def test_some_of_the_tools_are_allowed(client: openai.OpenAI) -> None:
         asked(client, tool_choice=allowed("auto", "now", "x"))
 
 
-def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
+def test_responses_api_enforces_tool_choice(client: openai.OpenAI) -> None:
     flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
     allowed = {
         "type": "allowed_tools",
@@ -192,7 +192,7 @@ def test_responses_are_held_to_calls(client: openai.OpenAI) -> None:
         assert response.model_dump()["tool_choice"] == choice
 
 
-def test_a_streamed_response_has_the_arguments_while_they_are_generated(client: openai.OpenAI) -> None:
+def test_responses_stream_sends_argument_deltas(client: openai.OpenAI) -> None:
     flat: Any = [{"type": "function", "strict": False, "parameters": None} | TOOLS[0]["function"]]
     asked = {
         "model": "m",
@@ -237,7 +237,7 @@ def test_a_streamed_response_has_the_arguments_while_they_are_generated(client: 
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_enforced_is_refused(
+def test_server_refuses_unenforceable_tool_choice(
     client: openai.OpenAI, change: dict[str, Any], param: str | None, message: str
 ) -> None:
     for stream in (False, True):
@@ -247,7 +247,7 @@ def test_what_cannot_be_enforced_is_refused(
         assert param is None or (refused.value.param or "").startswith(param)
 
 
-def test_python_calls_are_refused(tmp_path: Path) -> None:
+def test_pythonic_format_refuses_required_tool_choice(tmp_path: Path) -> None:
     with served(make_checkpoint(tmp_path / "m", "pythonic")) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             asked(client, tool_choice="required")
@@ -257,8 +257,8 @@ def test_python_calls_are_refused(tmp_path: Path) -> None:
         assert auto.choices[0].finish_reason == "length"
 
 
-def test_a_number_beyond_the_floats_becomes_the_largest() -> None:
-    """JSON allows it, and a call that fits its schema is a call."""
+def test_number_beyond_float_range_becomes_largest_float() -> None:
+    """JSON allows such numbers, so the call is valid."""
     reader = PartsReader(calls=FORMATS["hermes"])
     text = '<tool_call>{"name": "f", "arguments": {"a": 1e999, "b": -1e999}}</tool_call>'
     ((_, arguments),) = reader.feed(text, last=True).calls
@@ -266,7 +266,7 @@ def test_a_number_beyond_the_floats_becomes_the_largest() -> None:
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
-def test_further_calls_are_left_out(form: str) -> None:
+def test_parts_reader_drops_calls_beyond_most_calls(form: str) -> None:
     text = FORMATS[form].write([("f", '{"a": 1}'), ("g", "{}")])
     reader = PartsReader(calls=FORMATS[form], most_calls=1)
     parts = reader.feed(text + " x", last=True)

@@ -1,4 +1,4 @@
-"""A model that the decoder does not compute is served too, and the server says that it is slower."""
+"""The server runs models outside the decoder through transformers, and warns that they are slower."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from perilune.models.transformers_model import load_transformers_model
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
-def test_a_foreign_model_is_served(tmp_path: Path) -> None:
+def test_server_answers_with_transformers_model(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is JSON and no 500, and nobody else's stream waits or breaks."""
+"""Hostile bodies get a JSON answer, never a 500, and do not delay or break other streams."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _a_stream_goes_on(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A second client that streams all the while, and is told what it would be told alone."""
+def _background_stream(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A second client that streams during all tests and must receive the same tokens as alone."""
     (expected,) = Direct.load(make_checkpoint(tmp_path_factory.mktemp("same") / "tiny")).sample(
         "1+1=", 5, max_tokens=CONTEXT - 4, stop_token_ids=()
     )
@@ -115,7 +115,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_is_refused(server: Served, name: str) -> None:
+def test_server_answers_hostile_bodies_without_500(server: Served, name: str) -> None:
     (path, body), told = HOSTILE[name]
     status, answer = ask(server, path, json.dumps(body).encode())
     if told is None:
@@ -125,13 +125,13 @@ def test_a_hostile_body_is_refused(server: Served, name: str) -> None:
         assert len(answer["error"]["message"]) < 1000
 
 
-def test_much_punctuation_in_a_text_is_no_structure(server: Served) -> None:
+def test_punctuation_inside_text_does_not_count_as_json_structure(server: Served) -> None:
     text = '{"[:,\\' * 40_000
     status, answer = ask(server, *_encoded(complete(prompt=[text])))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_control_tokens_in_a_chat_are_text(server: Served) -> None:
+def test_control_tokens_in_chat_messages_are_plain_text(server: Served) -> None:
     said = [{"role": "user", "content": "<eos>1", "name": "<pad>"}]
     status, answer = ask(server, *_encoded(chat(messages=said, return_token_ids=True)))
     assert status == 200
@@ -166,7 +166,7 @@ shapes = st.one_of(
     st.dictionaries(names, shapes, max_size=3),
     st.none() | st.tuples(st.integers(0, 200), st.binary(max_size=3)),
 )
-def test_any_body_is_answered_in_json(
+def test_any_body_gets_a_json_answer(
     server: Served, asked: tuple[str, Any], change: dict[str, Any], damage: tuple[int, bytes] | None
 ) -> None:
     content = json.dumps(asked[1] | change).encode()
@@ -202,7 +202,7 @@ def test_short_work_does_not_wait_for_long_work_templates_or_schemas() -> None:
     asyncio.run(everything())
 
 
-def test_a_template_that_hangs_holds_up_nobody_else(server: Served) -> None:
+def test_hanging_template_does_not_block_other_requests(server: Served) -> None:
     hang = chat(messages=[{"role": "user", "content": "hang"}])
     with ThreadPoolExecutor(1) as threads:
         hanging = threads.submit(ask, server, *_encoded(hang))

@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls in the text of an answer, whole and in any pieces."""
+"""Reasoning, content and tool calls in the text of an answer, read whole or in pieces."""
 
 import json
 import time
@@ -105,7 +105,7 @@ MARKS = {
 
 
 def read(pieces: list[str], *, calls: str | None = "hermes", begins: Beginning = "start") -> Parts:
-    """All parts, texts of one kind that follow each other joined."""
+    """Read all pieces; consecutive texts of one kind are joined."""
     reader = PartsReader(calls=FORMATS[calls] if calls else None, begins=begins)
     whole = Parts()
     for place, piece in enumerate(pieces):
@@ -131,7 +131,9 @@ def read(pieces: list[str], *, calls: str | None = "hermes", begins: Beginning =
         ("", "", "", 0),
     ],
 )  # fmt: skip
-def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int) -> None:
+def test_parts_reader_splits_reasoning_content_and_calls(
+    text: str, reasoning: str, content: str, calls: int
+) -> None:
     parts = read([text])
     assert (parts.reasoning, parts.content, len(parts.calls)) == (reasoning, content, calls)
     assert all((name, json.loads(arguments)) == ("add", {"a": 1}) for name, arguments in parts.calls)
@@ -194,22 +196,24 @@ def test_parts_of_an_answer(text: str, reasoning: str, content: str, calls: int)
         ("pythonic", LONE["pythonic"], LONE["pythonic"], []),
     ],
 )  # fmt: skip
-def test_calls_of_other_families(kind: str, text: str, content: str, calls: list[Any]) -> None:
+def test_parts_reader_reads_call_formats_of_other_model_families(
+    kind: str, text: str, content: str, calls: list[Any]
+) -> None:
     parts = read([text], calls=kind)
     assert (parts.content, [(name, json.loads(given)) for name, given in parts.calls]) == (content, calls)
 
 
 @pytest.mark.parametrize("text", ["[f(a=" + "-" * 60_000 + "1)]", "[f(a=" + "[" * 50_000, "[f(a=" * 20_000])
-def test_a_call_that_is_deep_or_long_is_content(text: str) -> None:
+def test_overly_deep_or_long_pythonic_call_is_content(text: str) -> None:
     assert read([text], calls="pythonic").content == text
 
 
-def test_arguments_that_are_no_json_are_written_as_they_are() -> None:
+def test_write_keeps_arguments_that_are_not_json() -> None:
     assert FORMATS["pythonic"].write([("f", "[1"), ("g", '{"a": null}')]) == "[f([1), g(a=None)]"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
-def test_the_schema_says_which_arguments_are_strings(kind: str) -> None:
+def test_schema_decides_which_arguments_are_strings(kind: str) -> None:
     properties = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"type": "object"}}
     form = FORMATS[kind].reading({"f": {"properties": properties}})
     given = {"a": "007", "b": None, "c": {"d": "</arg>"}, "e": 1.5, "g": "text"}
@@ -236,7 +240,7 @@ def test_many_malformed_calls_take_linear_time() -> None:
     assert (parts.content, parts.calls) == (text.removesuffix(CALLED), [("add", '{"a": 1}')])
 
 
-def test_a_long_call_in_many_pieces_takes_linear_time() -> None:
+def test_long_call_in_many_pieces_takes_linear_time() -> None:
     text = json.dumps({"name": "write", "parameters": {"text": "{[" * 50_000}})
     began = time.process_time()
     (call,) = read([text[start : start + 4] for start in range(0, len(text), 4)], calls="llama3_json").calls
@@ -245,7 +249,7 @@ def test_a_long_call_in_many_pieces_takes_linear_time() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_written_calls_are_read(kind: str) -> None:
+def test_written_calls_round_trip(kind: str) -> None:
     calls = [("add", '{"a": 1, "b": "\\"it\'s\\" [x]"}'), ("sub", "{}")]
     assert read([FORMATS[kind].write(calls)], calls=kind).calls == calls
     about = FORMATS[kind].describe([{"name": "add"}], "Be brief.")
@@ -269,11 +273,11 @@ def test_written_calls_are_read(kind: str) -> None:
         ("in the format of [func_name1(params_name1=params_value1...), func_name2(params)]", "pythonic"),
     ],
 )
-def test_the_template_shows_the_format(template: str | None, kind: str) -> None:
+def test_format_of_detects_tool_format_from_template(template: str | None, kind: str) -> None:
     assert format_of(template).name == kind
 
 
-def test_control_tokens_of_calls_are_visible() -> None:
+def test_showing_tokenizer_decodes_control_tokens_of_calls() -> None:
     tokenizer = Tokenizer.byte_level()
     tokenizer._backend.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     mark = tokenizer._backend.token_to_id("[TOOL_CALLS]")
@@ -283,16 +287,16 @@ def test_control_tokens_of_calls_are_visible() -> None:
     assert shown.decode(sampled) == "[TOOL_CALLS]é[TOOL_CALLS]"
     assert shown.boundaries.is_text(mark)
     assert not tokenizer.boundaries.is_text(mark)
-    assert mark not in shown.encode("[TOOL_CALLS]")  # a user's text never becomes the token
+    assert mark not in shown.encode("[TOOL_CALLS]")  # user text never becomes the control token
     assert tokenizer.showing(("[none]",)) is tokenizer
 
 
-def test_reasoning_that_the_prompt_has_begun() -> None:
+def test_parts_reader_continues_reasoning_begun_in_prompt() -> None:
     parts = read(["so 5", "</thi", "nk>", "\n5"], begins="reasoning")
     assert (parts.reasoning, parts.content) == ("so 5", "5")
 
 
-def test_what_is_not_asked_for_is_content() -> None:
+def test_disabled_parts_stay_content() -> None:
     text = f"<think>x</think>{CALL}"
     assert read([text], calls=None, begins="content").content == text
     assert read([text], calls=None).content == CALL
@@ -302,7 +306,7 @@ def test_what_is_not_asked_for_is_content() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_pieces_give_the_parts_of_the_whole(kind: str, data: st.DataObject) -> None:
+def test_parts_do_not_depend_on_how_text_is_split(kind: str, data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from([*COMMON, *MARKS[kind], *MARKS[kind]]), max_size=12))
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))

@@ -1,4 +1,4 @@
-"""New weights for a running server: what arrives, what is refused, and what an interruption costs."""
+"""Weight updates of a running server: transfers, refusals and interruptions."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def altered(checkpoint: Path, folder: Path, seed: int, values: int | None = None) -> Path:
-    """A checkpoint with other values in all tensors, or the first ones in each."""
+def modified_checkpoint(checkpoint: Path, folder: Path, seed: int, values: int | None = None) -> Path:
+    """Save a copy of a checkpoint with new values in every tensor: all of them, or the first `values`."""
     decoder, tokenizer = load_checkpoint(checkpoint)
     other, _ = load_checkpoint(checkpoint)
     other.initialize(seed)
@@ -60,7 +60,7 @@ def expected(folder: Path) -> str:
 
 
 class Flaky(httpx.HTTPTransport):
-    """Loses every third chunk on the way, and the answers to others."""
+    """Drops every third request, and the response to one in three others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Flaky(httpx.HTTPTransport):
         return super().handle_request(request)
 
 
-def test_a_push_replaces_the_weights(
+def test_push_replaces_weights(
     server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", TOKEN)
-    second = altered(checkpoint, tmp_path / "second", 7)
-    third = altered(second, tmp_path / "third", 8, values=1)
+    second = modified_checkpoint(checkpoint, tmp_path / "second", 7)
+    third = modified_checkpoint(second, tmp_path / "third", 8, values=1)
     assert len({expected(folder) for folder in (checkpoint, second)}) == 2
     run(str(second), server.url)
     assert "version 1" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_a_push_replaces_the_weights(
     assert answer(server) == expected(checkpoint)
 
 
-def test_an_interrupted_transfer_continues(
+def test_push_resumes_interrupted_transfer(
     server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
@@ -110,20 +110,20 @@ def test_an_interrupted_transfer_continues(
         "_client",
         httpx.Client(transport=flaky, base_url=server.root, headers=one._http._client.headers),
     )
-    second = altered(checkpoint, tmp_path / "second", 9)
+    second = modified_checkpoint(checkpoint, tmp_path / "second", 9)
     pushed = one.push(second, None, lambda sent, total: None)
     assert flaky.count > 10
     assert flaky.bytes == pushed.bytes  # no byte was sent again
     assert answer(server) == expected(second)
 
 
-def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_reports_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
     with pytest.raises(WorkFailedError, match="does not answer"):
         target("http://127.0.0.1:9", None)
 
 
-def test_what_does_not_fit_is_refused(server: Served, tmp_path: Path) -> None:
+def test_server_refuses_malformed_weight_uploads(server: Served, tmp_path: Path) -> None:
     before = answer(server)
     data = b"no weights at all"
     name = hashlib.sha256(data).hexdigest()
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused(server: Served, tmp_path: Path) -> None:
     assert put(name, "bytes 0-9/17", data[:10]) == 200
     assert use(name).status_code == 404  # bytes are missing
     assert use("../x").status_code == 400
-    assert put("1" * 64, "bytes 0-16/18", data) == 200  # replaces the other one
+    assert put("1" * 64, "bytes 0-16/18", data) == 200  # replaces the previous upload
     assert put(name, "bytes 0-16/17", data) == 200
     assert "not a weight update" in use(name).json()["error"]["message"]
     with server.http() as http:
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused(server: Served, tmp_path: Path) -> None:
     assert answer(server) == before
 
 
-def test_a_model_of_another_shape_is_refused(server: Served, tmp_path: Path) -> None:
+def test_push_refuses_model_of_another_shape(server: Served, tmp_path: Path) -> None:
     from perilune.models.checkpoints.loading import load_model
 
     save_checkpoint(tmp_path / "other", *load_model("small"))
@@ -164,17 +164,17 @@ def test_a_model_of_another_shape_is_refused(server: Served, tmp_path: Path) -> 
         target(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
 
 
-def test_a_trainer_that_drives_vllm_drives_this_server(
-    server: Served, checkpoint: Path, tmp_path: Path
-) -> None:
-    """It is paused, loads a folder that it can read, and goes on."""
+def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, tmp_path: Path) -> None:
+    """The client pauses the server, loads a local folder and resumes the server."""
     vllm = VLLMServer(push._Http(server.url, TOKEN))
-    folder = altered(checkpoint, tmp_path / "driven", 11)
+    folder = modified_checkpoint(checkpoint, tmp_path / "driven", 11)
     before = target(server.url, TOKEN)
     assert isinstance(before, PeriluneServer)
     vllm.push(folder, None, lambda sent, total: None)
     assert answer(server) == expected(folder)
-    again = altered(checkpoint, tmp_path / "pushed", 12, 4)  # a delta after it finds the right base
+    again = modified_checkpoint(
+        checkpoint, tmp_path / "pushed", 12, 4
+    )  # a delta after it finds the right base
     report = target(server.url, TOKEN).push(again, folder, lambda sent, total: None)
     assert report.changed < 1
     assert answer(server) == expected(again)
@@ -225,7 +225,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch, fake: VLLM) -> VLLMServer:
     return found
 
 
-def test_vllm_loads_the_folder_while_it_is_paused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_push_loads_folder_while_paused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = VLLM()
     vllm(monkeypatch, fake).push(checkpoint, None, lambda sent, total: None)
     load = {
@@ -240,16 +240,14 @@ def test_vllm_loads_the_folder_while_it_is_paused(checkpoint: Path, monkeypatch:
     ]
 
 
-def test_vllm_stays_paused_with_half_of_the_weights(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_stays_paused_after_failed_load(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = VLLM(fails=True)
     with pytest.raises(WorkFailedError, match="stays paused"):
         vllm(monkeypatch, fake).push(checkpoint, None, lambda sent, total: None)
     assert fake.paused
 
 
-def test_vllm_replaces_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_push_replaces_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math").mkdir()
     (tmp_path / "math" / "adapter_config.json").write_text("{}")
     fake = VLLM()

@@ -1,4 +1,4 @@
-"""LoRA adapters behind a server: each is a model of its own name, listed, and answers as the engine does."""
+"""LoRA adapters of a server: each is listed as a model and answers like the engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_adapters_are_listed_as_models(client: TestClient) -> None:
     assert [(one["id"], one["parent"]) for one in listed] == [("base", None), ("poet", "base")]
 
 
-def test_each_name_gets_its_own_answers(client: TestClient, folders: tuple[Path, Path]) -> None:
+def test_each_model_name_answers_with_its_own_weights(client: TestClient, folders: tuple[Path, Path]) -> None:
     decoder, tokenizer = load_checkpoint(folders[0])
     engine = Engine(decoder, slots=8, tokenizer=tokenizer)
     engine.add_adapter("poet", Adapter.load(folders[1]))
@@ -70,24 +70,24 @@ def test_each_name_gets_its_own_answers(client: TestClient, folders: tuple[Path,
     assert answers["base"] == [one.token_ids.tolist() for one in direct]
 
 
-def test_other_names_are_refused(client: TestClient) -> None:
+def test_server_refuses_unknown_model_name(client: TestClient) -> None:
     refused = client.post("/v1/completions", json={"model": "bard", "prompt": "1", "max_tokens": 2})
     assert refused.status_code == 404
     assert "this server has 'base', 'poet'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("given", ["poet", "=folder", "poet="])
-def test_an_adapter_needs_a_name_and_a_folder(given: str) -> None:
+def test_settings_refuse_adapter_without_name_or_folder(given: str) -> None:
     with pytest.raises(RequestError, match="is not NAME=FOLDER"):
         Settings(Path(), adapters=[given])
 
 
-def test_the_models_own_name_is_taken(folders: tuple[Path, Path]) -> None:
+def test_adapter_cannot_take_the_name_of_the_model(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
         _service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)
 
 
-def test_a_failed_embedding_and_a_defect_fail_one_request(
+def test_embedding_failure_or_route_crash_fails_only_that_request(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, routers = _service(Settings(folders[0], name="base", slots=8, embeddings="mean"), print)
@@ -111,8 +111,8 @@ def test_a_failed_embedding_and_a_defect_fail_one_request(
         assert client.get("/health").status_code == 200
 
 
-def test_an_answer_that_was_given_up_is_incomplete() -> None:
-    """OpenAI's clients know "length" and do not know "aborted"."""
+def test_aborted_answer_has_finish_reason_length() -> None:
+    """OpenAI clients accept "length" but not "aborted"."""
     answer = Answer("base", Spelling(str, []), chat=True, logprobs=False, with_ids=False)
     gained = Delta(0, 0, [5], [-1.0], [0], "x", "aborted")
     assert b'"finish_reason":"length"' in answer.piece(0, gained)

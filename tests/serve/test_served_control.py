@@ -1,4 +1,4 @@
-"""Adapters that come and go, pauses, sleep and embeddings, through one server in a process of its own."""
+"""Adapter loading, pause, sleep, embeddings and tracing on one server in a separate process."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ def make_adapter(folder: Path, seed: int, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, good adapters, and folders that no server should load."""
+    """A checkpoint, valid adapters, and hostile adapter folders."""
     root = tmp_path_factory.mktemp("control")
     make_checkpoint(root / "base")
     adapters = root / "adapters"
@@ -103,7 +103,7 @@ def load(http: httpx.Client, name: str, path: str = "", **options: Any) -> httpx
 
 
 def tokens_of(root: Path, adapter: str | None) -> list[int]:
-    """What the engine samples in this process."""
+    """Expected tokens, sampled by an engine in this process."""
     decoder, tokenizer = load_checkpoint(root / "base")
     engine = Engine(decoder, slots=8, tokenizer=tokenizer)
     if adapter is not None:
@@ -113,7 +113,7 @@ def tokens_of(root: Path, adapter: str | None) -> list[int]:
     return [token for delta in engine.stream(request) for token in delta.token_ids]
 
 
-def test_an_adapter_is_loaded_replaced_and_unloaded(http: httpx.Client, server: Served, root: Path) -> None:
+def test_adapter_loads_replaces_and_unloads(http: httpx.Client, server: Served, root: Path) -> None:
     def sampled(model: str) -> Any:
         return answer(http, model)["choices"][0]["token_ids"]
 
@@ -130,7 +130,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(http: httpx.Client, server: 
     assert again.json()["error"]["code"] == "adapter_loaded"
     assert sampled("own") == poet
     assert load(http, "own", "critic", load_inplace=True).status_code == 200
-    assert sampled("own") == critic  # the prefix that the poet has cached is not used
+    assert sampled("own") == critic  # the prefix cache of the old adapter is not used
     assert sampled("base") == base
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "own"}).status_code == 200
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "own"}).status_code == 404
@@ -139,7 +139,7 @@ def test_an_adapter_is_loaded_replaced_and_unloaded(http: httpx.Client, server: 
     assert refused.value.code == "model_not_found"
 
 
-def test_a_running_request_keeps_its_adapter(http: httpx.Client) -> None:
+def test_running_request_keeps_its_adapter(http: httpx.Client) -> None:
     options: dict[str, Any] = {"max_tokens": 180, "ignore_eos": True}
     assert load(http, "kept", "poet").status_code == 200
     expected = answer(http, "kept", **options)["choices"][0]["token_ids"]
@@ -177,13 +177,15 @@ def test_a_running_request_keeps_its_adapter(http: httpx.Client) -> None:
         ("x", "wordy", "has more than 1,048,576 bytes"),
     ],
 )
-def test_a_hostile_adapter_is_refused(http: httpx.Client, name: str, path: str, message: str) -> None:
+def test_server_refuses_hostile_adapters(http: httpx.Client, name: str, path: str, message: str) -> None:
     refused = load(http, name, path)
     assert (refused.status_code, message in refused.json()["error"]["message"]) == (400, True), refused.text
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base"]
 
 
-def test_a_link_made_after_the_check_is_not_followed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_load_ignores_symlink_created_after_the_check(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inside, swapped = AdapterLoads._inside, make_adapter(root / "adapters" / "swapped", 1)
 
     def swap(self: AdapterLoads, path: Path) -> Path:
@@ -200,7 +202,7 @@ def test_a_link_made_after_the_check_is_not_followed(root: Path, monkeypatch: py
     assert refused.value.detail.startswith("cannot read adapter_model.safetensors")
 
 
-def test_a_loaded_adapter_does_not_change_with_its_file(http: httpx.Client, root: Path) -> None:
+def test_loaded_adapter_ignores_later_file_changes(http: httpx.Client, root: Path) -> None:
     changing = make_adapter(root / "adapters" / "changing", 0)
     assert load(http, "changing").status_code == 200
     expected = answer(http, "changing")["choices"][0]["token_ids"]
@@ -210,7 +212,7 @@ def test_a_loaded_adapter_does_not_change_with_its_file(http: httpx.Client, root
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "changing"}).status_code == 200
 
 
-def test_a_paused_server_holds_requests(server: Served, http: httpx.Client) -> None:
+def test_paused_server_holds_requests(server: Served, http: httpx.Client) -> None:
     expected = answer(http, "base")["choices"][0]["token_ids"]
 
     async def ask() -> Any:
@@ -232,7 +234,7 @@ def test_a_paused_server_holds_requests(server: Served, http: httpx.Client) -> N
     assert http.get("/is_paused").json() == {"is_paused": False}
 
 
-def test_a_request_in_flight_is_kept_or_stopped(http: httpx.Client) -> None:
+def test_pause_mode_keeps_or_aborts_running_requests(http: httpx.Client) -> None:
     options: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
     expected = answer(http, "base", **options)["choices"][0]["token_ids"]
     body = {"model": "base", "prompt": PROMPT, "seed": 3, "return_token_ids": True, "stream": True}
@@ -261,7 +263,7 @@ def test_a_request_in_flight_is_kept_or_stopped(http: httpx.Client) -> None:
     assert error["message"] == "the server was paused"
 
 
-def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -> None:
+def test_sleeping_server_refuses_requests(http: httpx.Client, server: Served) -> None:
     expected = answer(http, "base")
     assert http.post("/sleep?level=2").status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
@@ -270,7 +272,7 @@ def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -
     assert (refused.value.status_code, refused.value.code) == (503, "sleeping")
     assert http.post("/v1/embeddings", json={"model": "base", "input": "1"}).status_code == 503
     assert http.post("/resume").status_code == 409
-    assert load(http, "dream", "poet").status_code == 200  # it takes effect afterwards
+    assert load(http, "dream", "poet").status_code == 200  # the load takes effect after wake-up
     assert http.post("/wake_up?tags=weights").status_code == 200
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert http.post("/wake_up?tags=kv_cache").status_code == 200
@@ -281,7 +283,7 @@ def test_a_sleeping_model_refuses_requests(http: httpx.Client, server: Served) -
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "dream"}).status_code == 200
 
 
-def test_many_texts_to_embed_do_not_fill_the_queue(http: httpx.Client, server: Served) -> None:
+def test_large_embedding_request_does_not_fill_the_queue(http: httpx.Client, server: Served) -> None:
     texts = {"model": "base", "input": ["1"] * 500}
     assert http.post("/pause").status_code == 200
     with ThreadPoolExecutor(2) as threads:
@@ -296,20 +298,20 @@ def test_many_texts_to_embed_do_not_fill_the_queue(http: httpx.Client, server: S
         assert (answering.result(30).status_code, embedding.result(30).status_code) == (200, 200)
 
 
-def test_log_probs_of_tokens_that_cannot_be_drawn_are_left_out(http: httpx.Client) -> None:
+def test_top_logprobs_omit_tokens_outside_top_k(http: httpx.Client) -> None:
     (choice,) = answer(http, "base", top_k=2, logprobs=5)["choices"]
     assert {len(row) for row in choice["logprobs"]["top_logprobs"]} == {2}
 
 
 @pytest.mark.parametrize("path", ["/sleep?level=9", "/pause?mode=never", "/wake_up?tags=moon"])
-def test_a_bad_parameter_is_named(http: httpx.Client, path: str) -> None:
+def test_control_routes_refuse_invalid_parameters(http: httpx.Client, path: str) -> None:
     refused = http.post(path)
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "invalid_request_error"
     assert not http.get("/is_paused").json()["is_paused"]
 
 
-def test_the_prefix_cache_is_emptied(http: httpx.Client) -> None:
+def test_reset_prefix_cache_empties_the_cache(http: httpx.Client) -> None:
     def cached() -> int:
         return answer(http, "base")["usage"]["prompt_tokens_details"]["cached_tokens"]  # type: ignore[no-any-return]
 
@@ -319,7 +321,7 @@ def test_the_prefix_cache_is_emptied(http: httpx.Client) -> None:
     assert cached() == 0
 
 
-def test_a_page_of_another_site_cannot_pause_the_server(http: httpx.Client) -> None:
+def test_cross_site_request_cannot_pause_the_server(http: httpx.Client) -> None:
     refused = http.post("/pause", headers={"Origin": "https://evil.example"})
     assert refused.status_code == 415
 
@@ -332,7 +334,7 @@ def vectors(server: Served, texts: Any, model: str = "base", **options: Any) -> 
 
 
 def learner_states(decoder: Decoder, tokens: list[int]) -> NDArray[np.float32]:
-    """The last hidden states of a text, as in training."""
+    """The last hidden states of a text, computed like in training."""
     ends, positions = torch.tensor([0, len(tokens)]), torch.arange(len(tokens))
     with torch.no_grad():
         return decoder(torch.tensor(tokens), positions, PackedAttention(ends)).numpy()  # type: ignore[no-any-return]
@@ -348,7 +350,7 @@ def test_embeddings_are_pooled_hidden_states(server: Served, root: Path) -> None
     np.testing.assert_allclose(found, means, atol=2e-6)
     assert np.array_equal(vectors(server, texts, encoding_format="float"), found)
     assert np.array_equal(vectors(server, tokens), found)
-    assert np.array_equal(vectors(server, "12+34=46"), found[1:2])  # in whatever batch
+    assert np.array_equal(vectors(server, "12+34=46"), found[1:2])  # independent of the batch
     short = vectors(server, texts, dimensions=8)
     np.testing.assert_allclose(short, means[:, :8] / np.linalg.norm(means[:, :8], axis=1)[:, None], atol=5e-6)
     # The last token, and an adapter.
@@ -361,7 +363,7 @@ def test_embeddings_are_pooled_hidden_states(server: Served, root: Path) -> None
         assert np.abs(adapted - last).max() > 1e-3
 
 
-def test_a_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, tokenizer = load_checkpoint(root / "base")
     engine = Engine(decoder, tokenizer=tokenizer)
     text = tokenizer.encode("12+34=" * 30)
@@ -395,7 +397,7 @@ def test_a_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch
         ({"mystery": 1}, 400, "mystery"),
     ],
 )
-def test_a_bad_embedding_request_is_refused(
+def test_server_refuses_invalid_embedding_requests(
     http: httpx.Client, body: dict[str, Any], status: int, message: str
 ) -> None:
     refused = http.post("/v1/embeddings", json={"model": "base", "input": "1"} | body)
@@ -404,14 +406,14 @@ def test_a_bad_embedding_request_is_refused(
     )
 
 
-def test_each_request_has_an_id_and_a_span(http: httpx.Client, root: Path) -> None:
+def test_each_request_has_a_request_id_and_a_span(http: httpx.Client, root: Path) -> None:
     def lines(name: str) -> list[str]:
         return [line for line in (root / "spans.jsonl").read_text().splitlines() if f'"{name}"' in line]
 
     def last(path: str, body: dict[str, Any], **headers: str) -> tuple[httpx.Response, Any, dict[str, Any]]:
         answer = http.post(path, json=body, headers=headers)
         deadline, name = time.monotonic() + 30, answer.headers["x-request-id"]
-        while not lines(name) and time.monotonic() < deadline:  # it is written after the answer
+        while not lines(name) and time.monotonic() < deadline:  # the span is written after the answer
             time.sleep(0.01)
         (line,) = lines(name)
         span = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
@@ -444,7 +446,7 @@ def test_each_request_has_an_id_and_a_span(http: httpx.Client, root: Path) -> No
     assert (root / "spans.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_loses_spans_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_drops_spans_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     spans = Spans(Path("/dev/full"))
     for _ in range(2):
         spans.write({"headers": [], "method": "GET"}, "a", 200, 0)
@@ -454,7 +456,7 @@ def test_a_full_disk_loses_spans_and_no_request(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
+def test_sleeping_engine_frees_memory_and_accepts_weights(root: Path) -> None:
     decoder, tokenizer = load_checkpoint(root / "base")
     engine = Engine(decoder, tokenizer=tokenizer)
     prompt = [Prompt(tokenizer.encode("1+1="), (0, 0, 0))]
@@ -478,7 +480,7 @@ def test_a_sleeping_engine_frees_its_memory_and_learns(root: Path) -> None:
     assert engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist() == before
 
 
-def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
+def test_request_keeps_removed_adapter_across_sleep(root: Path) -> None:
     decoder, tokenizer = load_checkpoint(root / "base")
     engine = Engine(decoder, slots=8, tokenizer=tokenizer)
     engine.add_adapter("own", Adapter.load(root / "adapters" / "poet"))
@@ -492,8 +494,8 @@ def test_an_adapter_outlives_its_name_and_a_sleep(root: Path) -> None:
     assert sampled == tokens_of(root, "poet")
 
 
-def test_a_thread_keeps_the_weights_that_another_loads_too(root: Path) -> None:
-    """An adapter is checked beside the engine, which may copy the weights meanwhile."""
+def test_in_memory_keeps_weights_until_the_last_thread_leaves(root: Path) -> None:
+    """The server checks adapters in another thread while the engine may copy the weights."""
     decoder, _ = open_checkpoint(root / "base")
     entered, left = threading.Event(), threading.Event()
 
@@ -511,8 +513,8 @@ def test_a_thread_keeps_the_weights_that_another_loads_too(root: Path) -> None:
         assert not using.result()
 
 
-def test_a_paused_server_ends_at_once(http: httpx.Client, server: Served) -> None:
-    """The last test of the module, because it ends the server."""
+def test_paused_server_shuts_down_at_once(http: httpx.Client, server: Served) -> None:
+    """This test runs last in the module because it stops the server."""
     assert http.post("/pause").status_code == 200
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(http.post, "/v1/completions", json={"model": "base", "prompt": "1"})

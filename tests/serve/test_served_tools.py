@@ -1,4 +1,4 @@
-"""Tool calls, reasoning and tokens of a server, to OpenAI's own client, by a model that knows one answer."""
+"""Tool calls, reasoning and token routes through the OpenAI client, with a model trained on one answer."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def tokens(*messages: tuple[str, str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """It thinks and calls the tool where it is shown one, and says 5 after the tool's result."""
+    """A model that reasons and calls the tool it is given, then answers 5 to the tool's result."""
     told = describe_tools([ADD])
     asked = ("system", told), ("user", "2+3?")
     texts = [
@@ -57,13 +57,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (tokens(*asked, ("assistant", f"I add.\n{CALL}"), ("tool", "5")), "It is 5."),
     ]
     folder = tmp_path_factory.mktemp("model") / "tools"
-    learn(folder, [(prompt, TOKENIZER.encode_completion(answer)) for prompt, answer in texts])
+    train_checkpoint(folder, [(prompt, TOKENIZER.encode_completion(answer)) for prompt, answer in texts])
     with served(folder, "--slots", "4", "--reasoning") as running:
         yield running
 
 
-def learn(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> None:
-    """Save a tiny model that answers each prompt in this way."""
+def train_checkpoint(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> None:
+    """Train and save a tiny model that gives these answers to these prompts."""
     decoder = new_model(PRESETS["tiny"].replace(num_layers=2), TOKENIZER, seed=0)
     optimizer = torch.optim.AdamW(decoder.parameters(), 3e-3, fused=True)
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
@@ -95,7 +95,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
+def test_chat_calls_tool_and_answers_its_result(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 120}
     (choice,) = client.chat.completions.create(messages=ASKED, **options).choices
     assert choice.finish_reason == "tool_calls"
@@ -105,7 +105,7 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-    parsed = {"parsed": {}, "annotations": []}  # as in messages of other servers, and of the client's `parse`
+    parsed = {"parsed": {}, "annotations": []}  # fields of other servers and of the client's `parse`
     for message in (choice.message, choice.message.model_dump(), choice.message.model_dump() | parsed):
         again: Any = [*ASKED, message, result]
         (last,) = client.chat.completions.create(messages=again, **options).choices
@@ -113,7 +113,7 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
         assert last.message.tool_calls is None
 
 
-def test_a_stream_has_the_same_parts(client: openai.OpenAI) -> None:
+def test_chat_stream_has_the_same_parts(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="tools", messages=ASKED, tools=TOOLS, temperature=0, max_tokens=120, stream=True
     )
@@ -131,7 +131,7 @@ def test_a_stream_has_the_same_parts(client: openai.OpenAI) -> None:
     assert (call.function.name, call.function.arguments) == ("add", '{"a": 2}')
 
 
-def test_reasoning_comes_before_a_constrained_answer(client: openai.OpenAI) -> None:
+def test_reasoning_precedes_constrained_answer(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 200}
     required = client.chat.completions.create(messages=ASKED, tool_choice="required", **options)
     (choice,) = required.choices
@@ -145,11 +145,11 @@ def test_reasoning_comes_before_a_constrained_answer(client: openai.OpenAI) -> N
     text = client.completions.create(
         model="tools", prompt="2+3", max_tokens=200, extra_body={"response_format": form}
     )
-    assert json.loads(text.choices[0].text) in {5, "It"}  # a text has no reasoning
+    assert json.loads(text.choices[0].text) in {5, "It"}  # completions have no reasoning
 
 
-def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
-    """Inside the reasoning, inside the content, and up to a call."""
+def test_continue_final_message_resumes_the_last_message(client: openai.OpenAI) -> None:
+    """The message may end inside the reasoning, inside the content, or before a call."""
     whole = f"<think>sum</think>\nI add.\n{CALL}"
     options: dict[str, Any] = {"model": "tools", "tools": TOOLS, "temperature": 0, "max_tokens": 120}
     going_on = {"continue_final_message": True, "add_generation_prompt": False}
@@ -168,7 +168,7 @@ def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
     (choice,) = client.chat.completions.create(messages=messages, **forced).choices
     assert choice.message.reasoning_content == "um"  # type: ignore[attr-defined]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    # After the beginning of the content there is no reasoning, even where the model prefers it.
+    # Once the content has begun there is no reasoning, even if the model prefers it.
     prefers = {"logit_bias": {str(TOKENIZER.encode(letter)[0]): 50 for letter in "<think"}}
     messages = [*ASKED, {"role": "assistant", "content": "<think>sum</think>\n"}]
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5, "It"]}}}
@@ -178,7 +178,7 @@ def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
     assert json.loads(choice.message.content or "") in {5, "It"}
 
 
-def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
+def test_tool_call_without_tools_is_text(client: openai.OpenAI) -> None:
     told: Any = {"role": "system", "content": describe_tools([ADD])}
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         (choice,) = client.chat.completions.create(
@@ -192,7 +192,7 @@ def test_without_tools_a_call_is_text(client: openai.OpenAI) -> None:
         assert choice.finish_reason == "stop"
 
 
-def test_tokens_of_prompts_and_conversations(server: Served) -> None:
+def test_tokenize_and_detokenize_prompts_and_conversations(server: Served) -> None:
     with server.http() as http:
         asked = {"messages": ASKED, "tools": TOOLS}
         found = http.post("/tokenize", json=asked).json()
@@ -225,7 +225,9 @@ def test_tokens_of_prompts_and_conversations(server: Served) -> None:
         ("/v1/chat/completions", {"chat_template_kwargs": {"tools": []}}, "cannot contain tools"),
     ],
 )
-def test_a_bad_request_is_refused(server: Served, path: str, body: dict[str, Any], message: str) -> None:
+def test_server_refuses_invalid_chat_and_tokenize_requests(
+    server: Served, path: str, body: dict[str, Any], message: str
+) -> None:
     with server.http() as http:
         asked = {"model": "tools", "messages": ASKED} if "chat" in path else {}
         answer = http.post(path, json=asked | body)
@@ -233,8 +235,8 @@ def test_a_bad_request_is_refused(server: Served, path: str, body: dict[str, Any
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
-    """Tools as a variable, and earlier calls as they are, with arguments as an object."""
+def test_template_receives_tools_and_earlier_calls(tmp_path: Path) -> None:
+    """The template gets tools as a variable, and earlier calls with their arguments as an object."""
     template = (
         "{% if tools %}TOOLS {% for tool in tools %}{{ tool.function.name }} {% endfor %}"
         "as [TOOL_CALLS]{% endif %}{% for message in messages %}[{{ message.role }}] {{ message.content }}"
@@ -278,9 +280,7 @@ def test_a_template_that_knows_tools_gets_them(tmp_path: Path) -> None:
         ({"add_generation_prompt": False, "continue_final_message": True}, "[2+3?"),
     ],
 )
-def test_options_of_the_prompt_reach_the_template(
-    tmp_path: Path, options: dict[str, Any], prompt: str
-) -> None:
+def test_prompt_options_reach_the_template(tmp_path: Path, options: dict[str, Any], prompt: str) -> None:
     template = (
         "[{{ messages[0].content }}]{% if add_generation_prompt %} "
         "{% if reasoning_effort %}Effort: {{ reasoning_effort }}. {% endif %}"
@@ -305,7 +305,7 @@ RESPONSE: dict[str, Any] = {"model": "tools", "tools": FLAT, "temperature": 0, "
 
 
 def outputs(response: Any) -> list[tuple[str, str]]:
-    """Type and text of each output item, all of which must be complete."""
+    """Type and text of each output item; every item must be completed."""
     assert all(item.status == "completed" for item in response.output)
     return [
         (item.type, item.arguments if item.type == "function_call" else item.content[0].text)
@@ -313,7 +313,7 @@ def outputs(response: Any) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
+def test_response_calls_tool_and_continues_conversation(client: openai.OpenAI) -> None:
     first = client.responses.create(input="2+3?", **RESPONSE)
     assert outputs(first) == [("reasoning", "sum"), ("message", "I add."), ("function_call", '{"a": 2}')]
     assert (first.status, first.output_text) == ("completed", "I add.")
@@ -324,7 +324,7 @@ def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
     last = client.responses.create(previous_response_id=first.id, input=[result], **RESPONSE)
     assert outputs(last) == [("message", "It is 5.")]
-    # The same conversation, sent as a whole: the items of a response are input items.
+    # The same conversation sent at once: output items are valid input items.
     items: Any = [{"role": "user", "content": "2+3?"}, *(one.model_dump() for one in first.output), result]
     assert outputs(client.responses.create(input=items, **RESPONSE)) == [("message", "It is 5.")]
     assert client.responses.retrieve(first.id).output_text == "I add."
@@ -341,7 +341,7 @@ def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
         client.responses.retrieve(unstored.id)
 
 
-def test_a_streamed_response_has_the_events_of_its_items(client: openai.OpenAI) -> None:
+def test_streamed_response_sends_events_of_each_item(client: openai.OpenAI) -> None:
     whole = client.responses.create(input="2+3?", **RESPONSE)
     with client.responses.stream(input="2+3?", **RESPONSE) as stream:
         events = list(stream)
@@ -378,7 +378,7 @@ def test_a_streamed_response_has_the_events_of_its_items(client: openai.OpenAI) 
     assert events[-1].type == "response.completed"
 
 
-def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Served) -> None:
+def test_response_applies_instructions_and_token_limit(client: openai.OpenAI, server: Served) -> None:
     short = client.responses.create(input="2+3?", **RESPONSE | {"max_output_tokens": 20})
     assert (short.status, short.output[-1].status) == ("incomplete", "incomplete")
     assert short.incomplete_details is not None
@@ -419,7 +419,7 @@ def test_instructions_and_limits_of_a_response(client: openai.OpenAI, server: Se
         ({"max_output_tokens": 10**6}, 400, "the context has"),
     ],
 )
-def test_a_bad_response_request_is_refused(
+def test_server_refuses_invalid_response_requests(
     server: Served, body: dict[str, Any], status: int, message: str
 ) -> None:
     with server.http() as http:
@@ -430,7 +430,7 @@ def test_a_bad_response_request_is_refused(
             assert message in answer.json()["error"]["message"]
 
 
-def test_a_schema_that_cannot_be_sent_back_is_refused() -> None:
+def test_read_body_refuses_lone_surrogates_in_tool_schema() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"a": ["\ud800"]}}
     asked = {"model": "tools", "input": "2+3?", "tools": [tool], "tool_choice": "none"}
     with pytest.raises(ApiError) as refused:
@@ -438,14 +438,14 @@ def test_a_schema_that_cannot_be_sent_back_is_refused() -> None:
     assert refused.value.detail == "tools.0.parameters: has half of a surrogate pair"
 
 
-def test_conversations_are_kept_within_a_limit() -> None:
+def test_conversations_evict_beyond_count_and_byte_limits() -> None:
     conversations = Conversations(most_bytes=4000, most=3)
     for number in range(5):
         conversations.add({"id": f"r{number}", "text": "x" * 300}, [])
     assert conversations.messages("r2") == b"[]"
     conversations.add({"id": "r5", "text": "x" * 300}, [])
     assert list(conversations._kept) == ["r4", "r2", "r5"]
-    conversations.add({"id": "large", "text": "x" * 500}, [])  # it would drop too many others
+    conversations.add({"id": "large", "text": "x" * 500}, [])  # adding it would evict too many others
     assert list(conversations._kept) == ["r4", "r2", "r5"]
     conversations = Conversations(most_bytes=4000, most=100)
     for number in range(20):
@@ -457,7 +457,7 @@ def test_conversations_are_kept_within_a_limit() -> None:
     assert conversations._bytes == 0
 
 
-def test_a_response_that_fails_ends_with_an_event() -> None:
+def test_failed_response_ends_with_failed_event() -> None:
     answer = ResponseAnswer({}, streams=True, keep=print, spelling=None, parts=None, new_id=str, count=len)
     events = answer.failed(StoppedError("the server was paused")).decode().split("\n\n")
     assert [one.partition("\n")[0] for one in events] == [

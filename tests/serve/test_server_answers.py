@@ -1,4 +1,4 @@
-"""What `perilune serve` answers: to OpenAI's own client, under load, and to our own remote engine."""
+"""Answers of `perilune serve` to the OpenAI client, under load, and to RemoteEngine."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def test_the_model_is_listed(client: openai.OpenAI) -> None:
+def test_models_route_lists_the_model(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert (card.id, card.owned_by) == ("tiny", "perilune")
     assert card.max_model_len == CONTEXT  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
         client.models.retrieve("of/another")
 
 
-def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: Direct) -> None:
+def test_completion_matches_engine_samples(client: openai.OpenAI, direct: Direct) -> None:
     answer = client.completions.create(
         model="tiny", prompt="12+34=", max_tokens=20, seed=7, n=3, temperature=0.8, logprobs=2,
         extra_body={"return_token_ids": True},
@@ -89,8 +89,8 @@ def test_a_completion_is_what_the_engine_samples(client: openai.OpenAI, direct: 
     assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
 
 
-def test_an_echoed_prompt_has_log_probs(client: openai.OpenAI, direct: Direct) -> None:
-    """As lm-evaluation-harness asks for the likelihood of texts."""
+def test_echo_returns_prompt_logprobs(client: openai.OpenAI, direct: Direct) -> None:
+    """lm-evaluation-harness computes the likelihood of texts with such requests."""
     texts = ["12+34=46", "9", "1+1=2"]
     tokens = [direct.tokenizer.encode(text) for text in texts]
     scored = Engine(direct.decoder).score([ids[:1] for ids in tokens], [ids[1:] for ids in tokens])
@@ -118,7 +118,7 @@ def test_an_echoed_prompt_has_log_probs(client: openai.OpenAI, direct: Direct) -
     assert plain.choices[0].text.startswith("1+1=") and plain.choices[0].logprobs is None
 
 
-def test_several_prompts_in_text_and_tokens(client: openai.OpenAI, direct: Direct) -> None:
+def test_completion_accepts_several_prompts_as_text_or_tokens(client: openai.OpenAI, direct: Direct) -> None:
     def texts(prompt: Any) -> list[str]:
         made = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=6, n=2, extra_body={"key": [5, 0, 0]}
@@ -133,7 +133,7 @@ def test_several_prompts_in_text_and_tokens(client: openai.OpenAI, direct: Direc
     assert second != first  # the prompts of one request draw different numbers
 
 
-def test_a_chat_goes_through_the_template(client: openai.OpenAI, direct: Direct) -> None:
+def test_chat_applies_the_template(client: openai.OpenAI, direct: Direct) -> None:
     question: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
     answer = client.chat.completions.create(
         model="tiny", messages=question, max_completion_tokens=12, seed=3, logprobs=True, top_logprobs=1,
@@ -150,14 +150,14 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI, direct: Direct)
         assert [(top.token, top.logprob) for top in row.top_logprobs] == [
             (direct.tokenizer.token_text(id), logprob) for id, logprob in likely
         ]
-    # Without a limit the answer may take the rest of the context.
+    # Without a limit the answer may fill the rest of the context.
     whole = client.chat.completions.create(
         model="tiny", messages=question, seed=3, extra_body={"ignore_eos": True}
     )
     assert whole.usage is not None and whole.usage.total_tokens == CONTEXT
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI, direct: Direct) -> None:
+def test_stream_matches_engine_samples(client: openai.OpenAI, direct: Direct) -> None:
     expected = direct.sample("user: hi\nassistant: ", 11, 2, max_tokens=30)
     stream = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=30, seed=11, n=2, stream=True,
@@ -178,7 +178,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI, direct: Direct) -> None:
     assert usage is not None and usage.completion_tokens == sum(len(one.token_ids) for one in expected)
 
 
-def test_stop_ends_the_text_before_it(client: openai.OpenAI, direct: Direct) -> None:
+def test_stop_string_ends_text_before_the_match(client: openai.OpenAI, direct: Direct) -> None:
     (free,) = direct.sample("abc", 1, max_tokens=40)
     text = direct.text(free)
     stop = text[10:13]
@@ -191,7 +191,7 @@ def test_stop_ends_the_text_before_it(client: openai.OpenAI, direct: Direct) -> 
         assert choices[-1].finish_reason == "stop"
 
 
-def test_options_reach_the_sampler(client: openai.OpenAI, direct: Direct) -> None:
+def test_sampling_options_reach_the_sampler(client: openai.OpenAI, direct: Direct) -> None:
     (greedy,) = direct.sample("abc", 0, max_tokens=8, temperature=0.0)
     for options in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}):
         made = client.completions.create(model="tiny", prompt="abc", max_tokens=8, extra_body=options)
@@ -212,7 +212,7 @@ def test_options_reach_the_sampler(client: openai.OpenAI, direct: Direct) -> Non
     assert len(seedless) == 4
 
 
-def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+def test_answer_matches_json_schema(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"zeta": {"enum": ["a", "b"]}, "alpha": {"type": "boolean"}},
@@ -247,7 +247,7 @@ STRUCTURED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "pattern"), STRUCTURED, ids=str)
-def test_an_answer_has_the_structure_of_vllm_s_argument(
+def test_structured_outputs_constrain_answers(
     client: openai.OpenAI, asked: dict[str, Any], pattern: str
 ) -> None:
     extra = {"structured_outputs": asked}
@@ -259,7 +259,7 @@ def test_an_answer_has_the_structure_of_vllm_s_argument(
     assert re.fullmatch(pattern, chat.choices[0].message.content or "")
 
 
-def tagged(begin: str, schema: dict[str, Any]) -> dict[str, Any]:
+def structural_tag_request(begin: str, schema: dict[str, Any]) -> dict[str, Any]:
     tag = {"triggers": ["<"], "structures": [{"begin": begin, "schema": schema}]}
     return {"structured_outputs": {"structural_tag": tag}}
 
@@ -296,8 +296,8 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"structured_outputs": {"grammar": "start: @x"}}, 400, "unknown grammar @x"),
     ({"structured_outputs": {"grammar": "root ::= " + "(" * 9000}}, 400, "malformed grammar"),
     ({"structured_outputs": {"grammar": "root ::= root"}}, 400, "cannot express"),
-    (tagged("f", {}), 400, "no trigger begins 'f'"),
-    (tagged("<f", {"not": {}}), 400, "Unimplemented keys"),
+    (structural_tag_request("f", {}), 400, "no trigger begins 'f'"),
+    (structural_tag_request("<f", {"not": {}}), 400, "Unimplemented keys"),
     ({"structured_outputs": {"choice": ["é"]}}, 400, "the vocabulary cannot express"),
     ({"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "text"}}, 400, "only one"),
     ({"seed": 1, "key": [0, 0, 0]}, 400, "give only one"),
@@ -307,7 +307,9 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("change", "status", "told"), REFUSED, ids=lambda value: str(value)[:24])
-def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: int, told: str) -> None:
+def test_invalid_requests_get_specific_errors(
+    server: Served, change: dict[str, Any], status: int, told: str
+) -> None:
     body = {"model": "tiny", "prompt": "1"} | change
     headers = {"Content-Type": "application/json"}
     with server.http() as http:
@@ -333,10 +335,10 @@ def test_what_is_wrong_is_said(server: Served, change: dict[str, Any], status: i
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs", "is not supported"),
     ],
 )  # fmt: skip
-def test_the_invalid_value_is_named(
+def test_error_names_the_invalid_parameter(
     server: Served, change: dict[str, Any], param: str | None, told: str
 ) -> None:
-    """Without the names of the types that it may have."""
+    """The message does not list the internal type names."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "1"}]} | change
     with server.http() as http:
         error = http.post("/v1/chat/completions", json=body).json()["error"]
@@ -344,7 +346,7 @@ def test_the_invalid_value_is_named(
     assert told in error["message"]
 
 
-def test_arguments_that_ask_for_nothing_are_taken(server: Served) -> None:
+def test_server_accepts_arguments_with_default_values(server: Served) -> None:
     nothing = {
         "echo": False, "best_of": 1, "suffix": None, "presence_penalty": 0, "frequency_penalty": 0.0,
         "user": "me", "tools": [], "logit_bias": None, "stop": None, "skip_special_tokens": True,
@@ -359,17 +361,17 @@ NOT_JSON = (b"", b"{", b'{"model": "tiny", "prompt": "1"', b"\xff\xfe", b"[1]", 
 
 
 @pytest.mark.parametrize("content", NOT_JSON, ids=lambda content: repr(content[:12]))
-def test_malformed_bodies_are_refused(server: Served, content: bytes) -> None:
+def test_server_refuses_malformed_bodies(server: Served, content: bytes) -> None:
     with server.http() as http:
         answer = http.post("/v1/completions", content=content, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_bodies_that_are_too_long_are_refused(server: Served) -> None:
+def test_server_refuses_oversized_bodies(server: Served) -> None:
     body = json.dumps({"model": "tiny", "prompt": "x" * 300_000}).encode()
 
-    def pieces() -> Iterator[bytes]:  # sent without saying how long it is
+    def pieces() -> Iterator[bytes]:  # sent without Content-Length
         for start in range(0, len(body), 10_000):
             yield body[start : start + 10_000]
 
@@ -380,7 +382,7 @@ def test_bodies_that_are_too_long_are_refused(server: Served) -> None:
             assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_only_json_and_only_known_names_of_this_machine(server: Served) -> None:
+def test_server_refuses_other_content_types_and_foreign_host_names(server: Served) -> None:
     body = {"model": "tiny", "prompt": "1", "max_tokens": 1}
     with server.http() as http:
         assert http.post("/v1/completions", data={"model": "tiny"}).status_code == 415
@@ -392,8 +394,8 @@ def test_only_json_and_only_known_names_of_this_machine(server: Served) -> None:
 
 
 @pytest.mark.thorough
-def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: Direct) -> None:
-    """Readers that read, that dawdle and that leave, and requests that are refused, all at once."""
+def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Served, direct: Direct) -> None:
+    """Fast readers, slow readers, disconnecting clients and refused requests, all concurrently."""
     before = server.at_rest()
     asked = [(f"{i}+{i}=", i) for i in range(200)]
     slow = [(f"{i}-{i}=", 1000 + i) for i in range(20)]
@@ -411,7 +413,7 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
         return said
 
     async def dawdle(text: str, seed: int) -> str:
-        """Read from the socket a little at a time, long after everything was sent."""
+        """Read from the socket in small pieces, long after the server has sent everything."""
         document = {"model": "tiny", "prompt": text, "seed": seed, "max_tokens": 24, "stream": True}
         reader, writer = await raw(document)
         received = b""
@@ -434,14 +436,14 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
         return reader, writer
 
     async def leave(place: int) -> None:
-        """Ask for much, and go: at once, in the middle of a stream, or while waiting for all of it."""
+        """Request many tokens and disconnect: at once, during a stream, or before the full answer."""
         reader, writer = await raw(body | {"stream": place % 3 > 0})
         if place % 3 == 1:
             await reader.read(2000)
         elif place % 3 == 2:
             await asyncio.sleep(0.05)
         sock: socket.socket = writer.get_extra_info("socket")
-        if place % 2:  # rudely, with a reset
+        if place % 2:  # with a TCP reset
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         writer.close()
 
@@ -466,13 +468,13 @@ def test_under_load_nothing_leaks_and_nothing_is_wrong(server: Served, direct: D
     assert slow_texts == [one for (one,) in expected[len(asked) :]]
     assert statuses == [400, 400, 413, 400] * 10
     after = server.at_rest()
-    # On a busy machine many an answer is whole before its asker is seen to have gone.
+    # On a busy machine many answers finish before the server notices the disconnect.
     assert after["disconnects_total"] - before["disconnects_total"] >= 10
     sampled = after['tokens_total{kind="completion"}'] - before['tokens_total{kind="completion"}']
-    assert sampled < 220 * 24 + 60 * 120  # who left was not sampled for to the end
+    assert sampled < 220 * 24 + 60 * 120  # requests of disconnected clients were not sampled to the end
 
 
-def test_who_reads_nothing_is_given_up(server: Served) -> None:
+def test_server_drops_client_that_stops_reading(server: Served) -> None:
     much = {"model": "tiny", "prompt": "1", "n": 16, "logprobs": 20, "max_tokens": 200, "ignore_eos": True}
     content = json.dumps(much | {"stream": True}).encode()
     before = server.at_rest()["stalls_total"]
@@ -490,7 +492,7 @@ def test_who_reads_nothing_is_given_up(server: Served) -> None:
         assert not [one for one in connections if one.raddr and tuple(one.raddr) == mine]
 
 
-def test_our_remote_engine_gives_the_same_samples(server: Served, direct: Direct) -> None:
+def test_remote_engine_gives_the_same_samples(server: Served, direct: Direct) -> None:
     prompts = [Prompt(direct.tokenizer.encode(f"{i}*{i}="), (9, 4, i)) for i in range(12)]
     params = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, stop_token_ids=(1, 5))
     local = Engine(direct.decoder).sample(prompts, 3, params)
@@ -517,7 +519,7 @@ SUMS = {
 
 
 def evaluate(root: Path, checkpoint: Path, **options: Any) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Run an evaluate stage in a bundle at `root`; its summary and its episodes."""
+    """Run an evaluate stage in a bundle at `root`; returns its summary and episodes."""
     plugin = load_plugin("evaluate")
     spec = {"checkpoint": "sft", "tasks": 4, "samples": 3, "max_tokens": 8, "temperature": 0.9} | options
     job = Job(
@@ -541,7 +543,7 @@ def evaluate(root: Path, checkpoint: Path, **options: Any) -> tuple[dict[str, An
     return summary, pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
 
 
-def test_an_evaluation_by_a_server_makes_the_same_episodes(
+def test_evaluation_through_server_makes_the_same_episodes(
     server: Served, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "not-asked-for-here")
@@ -557,7 +559,7 @@ def test_an_evaluation_by_a_server_makes_the_same_episodes(
     }
 
 
-def test_an_evaluation_by_a_server_is_refused_early(checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluation_refuses_invalid_server_settings_early(checkpoint: Path, tmp_path: Path) -> None:
     for place, (engine, told) in enumerate(
         [
             ({"url": "nowhere"}, "not the URL"),
@@ -568,7 +570,7 @@ def test_an_evaluation_by_a_server_is_refused_early(checkpoint: Path, tmp_path: 
             evaluate(tmp_path / str(place), checkpoint, engine=engine)
 
 
-def test_conversations_come_back_from_offloaded_blocks(checkpoint: Path) -> None:
+def test_offloaded_blocks_restore_conversations(checkpoint: Path) -> None:
     options = "--slots", "2", "--cache-tokens", "320", "--offload-memory", "0.0001", "--offload-disk", "0.1"
     options += "--speculate", "draft"
     direct = Direct.load(checkpoint)

@@ -1,4 +1,4 @@
-"""Who may ask, how many at once, and how a server ends."""
+"""Authentication, queue limits and shutdown of the server."""
 
 import signal
 import socket
@@ -31,8 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def small(checkpoint: Path, *options: str) -> Iterator[Served]:
-    """Room for two samples that are worked on and one that waits."""
+def small_server(checkpoint: Path, *options: str) -> Iterator[Served]:
+    """A server with two slots and a queue of one."""
     limits = ("--slots", "2", "--max-queue", "1", "--token-env", "SERVER_TOKEN")
     with served(checkpoint, *limits, *options, token=TOKEN, SERVER_TOKEN=TOKEN) as server:
         yield server
@@ -40,7 +40,7 @@ def small(checkpoint: Path, *options: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Served]:
-    with small(checkpoint) as one:
+    with small_server(checkpoint) as one:
         yield one
 
 
@@ -48,7 +48,7 @@ def text_of(stream: Any) -> str:
     return "".join(chunk.choices[0].text for chunk in stream)
 
 
-def test_the_token_is_asked_for(server: Served) -> None:
+def test_server_requires_the_token(server: Served) -> None:
     with server.http() as http:
         for token in (
             "",
@@ -63,13 +63,13 @@ def test_the_token_is_asked_for(server: Served) -> None:
                 assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert http.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
         assert http.get("/v1/models", headers={"Authorization": f"bearer {TOKEN}"}).status_code == 200
-        # With a token, names do not matter.
+        # With a token, any host name is accepted.
         assert http.get("/v1/models", headers={"Host": "gpu.example"}).status_code == 200
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=server.url, api_key="wrong").models.list()
 
 
-def test_a_full_queue_says_when_to_come_back(server: Served) -> None:
+def test_full_queue_answers_429_with_retry_after(server: Served) -> None:
     with server.client() as client:
         streams = [client.completions.create(**LONG, stream=True) for _ in range(3)]
         with pytest.raises(openai.RateLimitError) as refused:
@@ -77,16 +77,16 @@ def test_a_full_queue_says_when_to_come_back(server: Served) -> None:
         assert 1 <= int(refused.value.response.headers["Retry-After"]) <= 30
         assert refused.value.code == "queue_full"
         for stream in streams:
-            stream.close()  # the readers leave, and there is room again at once
+            stream.close()  # disconnecting frees the slots at once
         server.at_rest()
         answers = client.completions.create(model="tiny", prompt="1", n=3, max_tokens=2)
         assert len(answers.choices) == 3
 
 
-def test_an_end_does_not_wait_for_ever(checkpoint: Path) -> None:
+def test_shutdown_does_not_wait_for_hanging_requests(checkpoint: Path) -> None:
     hang: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hang"}]}
     with (
-        small(checkpoint, "--drain", "0") as server,
+        small_server(checkpoint, "--drain", "0") as server,
         server.client() as client,
         ThreadPoolExecutor(1) as threads,
     ):
@@ -117,7 +117,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_nobody_else_can_ask_without_a_token(
+def test_serve_refuses_public_host_without_token(
     checkpoint: Path, host: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = refusal(capsys, str(checkpoint), "--host", host)
@@ -125,7 +125,7 @@ def test_nobody_else_can_ask_without_a_token(
     assert "--token-env" in told
 
 
-def test_a_token_must_be_set_and_long(
+def test_serve_refuses_unset_and_short_tokens(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "NO_SUCH_TOKEN is not set" in refusal(capsys, str(checkpoint), "--token-env", "NO_SUCH_TOKEN")
@@ -135,7 +135,7 @@ def test_a_token_must_be_set_and_long(
     assert "hunter2" not in told
 
 
-def test_wrong_requests_end_at_once(
+def test_serve_refuses_invalid_arguments(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
@@ -150,14 +150,14 @@ def test_wrong_requests_end_at_once(
     assert "is not an address" in refusal(capsys, str(checkpoint), "--host", "no.such.host.invalid")
 
 
-def test_the_token_is_nowhere_to_be_seen(server: Served) -> None:
+def test_token_is_not_in_the_command_line(server: Served) -> None:
     arguments = psutil.Process(server.process.pid).cmdline()
     assert "serve" in arguments
     assert TOKEN not in " ".join(arguments)
 
 
-def test_an_end_lets_answers_be_finished(server: Served, checkpoint: Path) -> None:
-    """The last test of this file: the server that it shares with the others is gone then."""
+def test_shutdown_drains_running_answers(server: Served, checkpoint: Path) -> None:
+    """This test runs last in the file because it stops the shared server."""
     direct = Direct.load(checkpoint)
     (expected,) = direct.sample("1+1=", 5, max_tokens=CONTEXT - 4, stop_token_ids=())
     with server.client() as client, server.http() as http:

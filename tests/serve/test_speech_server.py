@@ -1,4 +1,4 @@
-"""`perilune serve` with a speech model: audio, errors, the page, metrics."""
+"""`perilune serve` with a speech model: audio, errors, the web page and metrics."""
 
 import io
 import re
@@ -45,7 +45,7 @@ def body(text: str, **more: object) -> dict[str, object]:
     return {"model": "voice", "input": text, "voice": "ada", "seed": 3, "response_format": "pcm", **more}
 
 
-def test_streams_are_what_the_model_says(server: Served, folder: Path) -> None:
+def test_speech_streams_match_the_model(server: Served, folder: Path) -> None:
     speaker = Speaker(load_speech_model(folder))
     said = [speaker.say([Utterance(text, "ada")], seed=3)[0] for text in TEXTS]
 
@@ -67,7 +67,7 @@ def test_streams_are_what_the_model_says(server: Served, folder: Path) -> None:
     assert any(name.startswith("speech_underruns_total{streams=") for name in metrics)
 
 
-def test_wav_files_and_streams(server: Served) -> None:
+def test_speech_as_wav_file_and_wav_stream(server: Served) -> None:
     with server.http() as http:
         plain = http.post("/v1/audio/speech", json=body("one", stream=False)).content
         whole = http.post("/v1/audio/speech", json=body("one", stream=False, response_format="wav"))
@@ -96,7 +96,9 @@ def test_wav_files_and_streams(server: Served) -> None:
         ({"unknown": 1}, 400, "unknown"),
     ],
 )
-def test_errors(server: Served, change: dict[str, object], status: int, param: str | None) -> None:
+def test_speech_refuses_invalid_requests(
+    server: Served, change: dict[str, object], status: int, param: str | None
+) -> None:
     with server.http() as http:
         answer = http.post("/v1/audio/speech", json=body("one") | change)
     assert answer.status_code == status
@@ -105,7 +107,7 @@ def test_errors(server: Served, change: dict[str, object], status: int, param: s
     assert param is None or error["param"] == param
 
 
-def test_long_instructions_are_refused_before_they_are_embedded(
+def test_speaker_refuses_long_instructions_before_embedding(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speaker, embedded = Speaker(load_speech_model(folder)), []
@@ -117,7 +119,7 @@ def test_long_instructions_are_refused_before_they_are_embedded(
     assert not embedded
 
 
-def test_a_client_that_leaves_frees_its_utterance(server: Served) -> None:
+def test_client_disconnect_frees_its_utterance(server: Served) -> None:
     with (
         server.http() as http,
         http.stream("POST", "/v1/audio/speech", json=body("a long sentence to leave")) as left,
@@ -127,7 +129,7 @@ def test_a_client_that_leaves_frees_its_utterance(server: Served) -> None:
     assert at_rest["speech_streams"] == 0
 
 
-def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
+def test_speech_page_loads_only_its_own_files(server: Served) -> None:
     with server.http() as http:
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
@@ -142,7 +144,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Served) -> None:
         assert http.get("/v1/models").json()["data"][0]["id"] == "voice"
 
 
-def test_options_of_text_models_are_refused(folder: Path) -> None:
+def test_speech_server_refuses_options_of_text_models(folder: Path) -> None:
     settings = Settings(folder, name="voice", port=0, weight_updates=True)
     with pytest.raises(RequestError) as refused:
         serve(settings, print)

@@ -1,4 +1,4 @@
-"""Requests with strange numbers over HTTP: each is answered alone, and streams beside them lose nothing."""
+"""Requests with extreme numbers over HTTP do not disturb concurrent streams."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def server(checkpoint: Path) -> Iterator[Served]:
 
 
 def streamed(server: Served, seed: int) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of one long stream."""
+    """Read one long stream; returns its tokens and log-probs."""
     body = {
         "model": server.name, "prompt": "go on: ", "seed": seed, "max_tokens": 200, "stream": True,
         "logprobs": 0, "return_token_ids": True,
@@ -65,7 +65,7 @@ def streamed(server: Served, seed: int) -> tuple[list[int], list[float]]:
     return tokens, logprobs
 
 
-def test_each_is_answered_alone_and_other_streams_lose_nothing(server: Served, checkpoint: Path) -> None:
+def test_extreme_parameters_do_not_disturb_other_streams(server: Served, checkpoint: Path) -> None:
     with ThreadPoolExecutor(4) as threads, server.http() as http:
         streams = [threads.submit(streamed, server, seed) for seed in range(4)]
         for change, status in STRANGE:
@@ -80,7 +80,7 @@ def test_each_is_answered_alone_and_other_streams_lose_nothing(server: Served, c
     assert server.metrics()["engine_restarts_total"] == 0
 
 
-def test_a_failed_engine_answers_500_and_counts_its_restart(checkpoint: Path) -> None:
+def test_failed_engine_answers_500_and_counts_its_restart(checkpoint: Path) -> None:
     direct = Direct.load(checkpoint)
     engine = Engine(direct.decoder, tokenizer=direct.tokenizer)
     run, failing = engine._runner.run, [True]
@@ -105,7 +105,7 @@ def test_a_failed_engine_answers_500_and_counts_its_restart(checkpoint: Path) ->
         assert http.get("/health").json() == {"status": "ok"}
 
 
-def test_what_the_cache_holds_is_what_is_offered(checkpoint: Path) -> None:
+def test_max_model_len_is_limited_by_the_cache(checkpoint: Path) -> None:
     with served(checkpoint, "--cache-tokens", "64") as server, server.http() as http:
         (card,) = http.get("/v1/models").json()["data"]
         assert card["max_model_len"] == 64 < CONTEXT
