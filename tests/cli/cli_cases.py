@@ -1,4 +1,4 @@
-"""What the tests of the command line share: the console script, a small recipe, an environment."""
+"""Shared by the command-line tests: the console script, small recipes, environment variables."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ stages:
   - {name: base, task: evaluate, checkpoint: model, tasks: 3, samples: 2, max_tokens: 8}
 """
 
-# The same on an environment that is there in a moment, for tests that start many processes.
+# The same with an environment that loads quickly, for tests that start many processes.
 LIGHT = """\
 name: small
 model: {preset: tiny}
@@ -35,12 +35,14 @@ ENVIRONMENTS = Path(__file__).parents[1] / "tasks"
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of a command whose state lies in `home`."""
+    """Environment variables for a command with this home."""
     found = os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {
         "PERILUNE_HOME": str(home),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "80",
         "PYTHONPATH": found,
-        "PATH": os.pathsep.join([str(Path(SCRIPT).parent), os.environ["PATH"]]),  # an active environment
+        "PATH": os.pathsep.join(
+            [str(Path(SCRIPT).parent), os.environ["PATH"]]
+        ),  # like an active virtual environment
     }

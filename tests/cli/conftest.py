@@ -1,4 +1,4 @@
-"""The command line in a home and a folder of its own: as users start it, and within this process."""
+"""Fixtures that run the command line in a fresh folder and home: as a subprocess or in this process."""
 
 import subprocess
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Perilune = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def perilune(tmp_path: Path) -> Perilune:
-    """Runs the console script in `tmp_path`, its home beside it."""
+    """Runs the console script in `tmp_path`, with the home `tmp_path/home`."""
 
     def run(*arguments: str, wrapper: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -32,7 +32,7 @@ def perilune(tmp_path: Path) -> Perilune:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Perilune:
-    """As `perilune`, in this process, where the libraries are loaded: for what ends before any work."""
+    """Like `perilune`, but in this process with its libraries loaded, for commands that end early."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.chdir(tmp_path)
@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 @pytest.fixture
 def light_recipe(tmp_path: Path) -> Path:
-    """The same, on an environment that is there in a moment."""
+    """A recipe of two small stages whose environment loads quickly."""
     path = tmp_path / "small.yaml"
     path.write_text(LIGHT)
     return path

@@ -1,4 +1,4 @@
-"""A package with a small model, as an index has it, and a small Hugging Face hub."""
+"""A package with a small model for a package index, and a small Hugging Face hub."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def make_package(folder: Path, gguf: Path) -> PackagedModel:
 
 @contextmanager
 def hub(repository: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
-    """Serve a repository as the Hugging Face hub does; yields the address and the requests."""
+    """Serve a repository like the Hugging Face hub; yields the address and the requests."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):

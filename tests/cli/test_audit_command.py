@@ -1,4 +1,4 @@
-"""`perilune environments audit` of a recipe, of settings, of a factory; and the grade in `run --plan`."""
+"""`perilune environments audit` of recipes, settings and factories, and the grade in `run --plan`."""
 
 import json
 
@@ -58,7 +58,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_recipe_is_audited_with_its_own_rewards_and_the_plan_says_the_grade(folder, here):
+def test_audit_uses_rewards_of_the_recipe_and_plan_shows_the_grade(folder, here):
     before = here("run", "sums.yaml", "--plan")
     assert "reward   not audited: perilune environments audit sums.yaml" in before.stdout
 
@@ -67,7 +67,7 @@ def test_a_recipe_is_audited_with_its_own_rewards_and_the_plan_says_the_grade(fo
     assert "outputs scored on 3 tasks" in sound.stdout
     assert "reward   grade A on 20" in here("run", "sums.yaml", "--plan").stdout
 
-    # Another function, weight or content of the data is another reward.
+    # A change of the function, its weight or the data makes another reward.
     change = ("--set", "rewards.box.function=mine.py:substring")
     changed = here("run", "sums.yaml", "--plan", *change)
     assert f"not audited: perilune environments audit sums.yaml {' '.join(change)}" in changed.stdout
@@ -83,7 +83,7 @@ def test_a_recipe_is_audited_with_its_own_rewards_and_the_plan_says_the_grade(fo
     assert "not audited" in here("run", "sums.yaml", "--plan").stdout
 
 
-def test_rewards_can_be_given_on_the_command_line(folder, here):
+def test_audit_accepts_rewards_on_the_command_line(folder, here):
     settings = ("--set", "path=sums.jsonl", "--set", "match=null")
     rewards = ("--set", "rewards={box: {function: 'mine.py:last_box'}}")
     audit = here("environments", "audit", "jsonl", *settings, *rewards, *QUICK)
@@ -106,7 +106,7 @@ def test_rewards_can_be_given_on_the_command_line(folder, here):
         ("heldout=3", "heldout"), ("wrong=3", "no field 'wrong'"),
     ],
 )  # fmt: skip
-def test_a_malformed_setting_is_refused_in_words(setting, told, folder, here):
+def test_audit_refuses_malformed_settings(setting, told, folder, here):
     command = ("--set", "path=sums.jsonl", "--set", "match=null", "--set", setting, *QUICK)
     refused = here("environments", "audit", "jsonl", *command)
     assert refused.returncode == 2 and told in refused.stderr, refused.stderr
@@ -117,14 +117,14 @@ def test_a_malformed_setting_is_refused_in_words(setting, told, folder, here):
     "rewards",
     [[1], {"a": {}}, {"a": {"function": 3}}, {"a": "x"}, {"verifier": True}, {"verifier": float("inf")}],
 )
-def test_malformed_rewards_of_a_section_are_refused(rewards):
+def test_make_environment_refuses_malformed_rewards(rewards):
     with pytest.raises(RequestError, match="rewards"):
         make_environment({"id": "calculator", "rewards": rewards})
     with pytest.raises(RequestError, match="rewards"):
         make_environment({"id": "reasoning_gym", "task": "chain_sum", "rewards": rewards})
 
 
-def test_a_factory_is_audited_and_one_without_a_function_is_refused(tmp_path, here, monkeypatch):
+def test_factory_environment_needs_a_function(tmp_path, here, monkeypatch):
     (tmp_path / "my_sums.py").write_text(ENVIRONMENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
@@ -136,7 +136,7 @@ def test_a_factory_is_audited_and_one_without_a_function_is_refused(tmp_path, he
     assert audit.returncode == 0 and "grade A" in audit.stdout, audit.stderr
 
 
-def test_the_plan_says_once_which_rewards_were_not_audited(monkeypatch, capsys):
+def test_plan_lists_unaudited_rewards_once(monkeypatch, capsys):
     graded = {"environment": "tools", "grade": "A", "time": 0, "worst": ""}
     rows = [{"environment": name, "grade": None} for name in ("calculator", "jsonl")] + [graded]
     monkeypatch.setattr("perilune.cli.data.audit.grades_of", lambda _: rows)
@@ -147,7 +147,7 @@ def test_the_plan_says_once_which_rewards_were_not_audited(monkeypatch, capsys):
     ]
 
 
-def test_a_recipe_without_an_environment_has_nothing_to_audit(tmp_path, here):
+def test_audit_refuses_recipe_without_environment(tmp_path, here):
     (tmp_path / "game.yaml").write_text("name: game\nstages: [{name: play, task: connect_four}]\n")
     refused = here("environments", "audit", "game.yaml")
     assert refused.returncode == 2 and "has no environment" in refused.stderr

@@ -1,4 +1,4 @@
-"""A wrong request ends with exit code 2 and one clear message, and leaves nothing behind."""
+"""Invalid requests exit with code 2 and one clear message, and leave no files behind."""
 
 import os
 import shutil
@@ -10,8 +10,8 @@ import pytest
 from cli_cases import RECIPE
 
 
-def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    """Exit code 2, and one message in which everything in `said` stands."""
+def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """Assert exit code 2 and one message that contains every part of `said`."""
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.count("error: ") == 1, done.stderr
@@ -35,14 +35,14 @@ def refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
         ("stages:", "stages: [", ("small.yaml:11: not valid YAML",)),
     ],
 )  # fmt: skip
-def test_a_wrong_recipe(here, recipe: Path, old: str, new: str, said: tuple[str, ...]) -> None:
+def test_run_refuses_invalid_recipe(here, recipe: Path, old: str, new: str, said: tuple[str, ...]) -> None:
     recipe.write_text(RECIPE.replace(old, new))
-    refused(here("run", "small.yaml"), *said)
-    assert [path.name for path in recipe.parent.iterdir()] == ["small.yaml"]  # not even a home
+    assert_refused(here("run", "small.yaml"), *said)
+    assert [path.name for path in recipe.parent.iterdir()] == ["small.yaml"]  # no home either
 
 
-def test_a_missing_recipe(perilune, tmp_path: Path) -> None:
-    refused(
+def test_run_refuses_missing_recipe(perilune, tmp_path: Path) -> None:
+    assert_refused(
         perilune("run", "quickstrat.yaml"),
         "quickstrat.yaml: no such recipe",
         "try: 'quickstart', which is bundled",
@@ -50,30 +50,30 @@ def test_a_missing_recipe(perilune, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_override(here, recipe: Path) -> None:
-    refused(here("run", "small.yaml", "--set", "base.sampels=3"), "--set base.sampels=3", "'samples'")
+def test_run_refuses_unknown_override(here, recipe: Path) -> None:
+    assert_refused(here("run", "small.yaml", "--set", "base.sampels=3"), "--set base.sampels=3", "'samples'")
 
 
-def test_a_wrong_option(here, recipe: Path) -> None:
+def test_run_refuses_unknown_option(here, recipe: Path) -> None:
     done = here("run", "small.yaml", "--sedd", "3")
     assert done.returncode == 2
     assert "--sedd" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_dataset_row_that_breaks_the_schema(here, tmp_path: Path) -> None:
+def test_data_inspect_refuses_row_that_breaks_the_schema(here, tmp_path: Path) -> None:
     (tmp_path / "traces.jsonl").write_text('{"messages": 3}\n')
-    refused(here("data", "inspect", "traces.jsonl"), "traces.jsonl:1")
+    assert_refused(here("data", "inspect", "traces.jsonl"), "traces.jsonl:1")
 
 
-def test_a_home_below_a_file(here, recipe: Path, tmp_path: Path) -> None:
+def test_run_refuses_home_below_a_file(here, recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file")
-    refused(here("run", "small.yaml"), str(tmp_path / "home"), "PERILUNE_HOME")
+    assert_refused(here("run", "small.yaml"), str(tmp_path / "home"), "PERILUNE_HOME")
     assert (tmp_path / "home").read_text() == "a file"
 
 
 def mounted(options: str, *, home: Path) -> tuple[str, ...]:
-    """Prefix of a command that sees a file system of its own at `home`; skips where none can be mounted."""
+    """Command prefix that mounts a tmpfs at `home`; skips the test if mounting is impossible."""
     unshare = shutil.which("unshare")
     home.mkdir()
     script = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
@@ -94,25 +94,27 @@ def mounted(options: str, *, home: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system")
-def test_a_read_only_home(perilune, light_recipe: Path, tmp_path: Path) -> None:
+def test_run_refuses_read_only_home(perilune, light_recipe: Path, tmp_path: Path) -> None:
     done = perilune("run", "small.yaml", wrapper=mounted("ro", home=tmp_path / "home"))
-    refused(done, str(tmp_path / "home"), "PERILUNE_HOME", "Read-only")
+    assert_refused(done, str(tmp_path / "home"), "PERILUNE_HOME", "Read-only")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system")
-@pytest.mark.parametrize("size", ["16k", "300k"])  # full before there is a database; before there is a bundle
-def test_a_full_disk(perilune, light_recipe: Path, tmp_path: Path, size: str) -> None:
+@pytest.mark.parametrize("size", ["16k", "300k"])  # full before the database exists; before the bundle exists
+def test_run_reports_full_disk(perilune, light_recipe: Path, tmp_path: Path, size: str) -> None:
     done = perilune("run", "small.yaml", wrapper=mounted(f"size={size}", home=tmp_path / "home"))
-    refused(done, str(tmp_path / "home"), "full")
+    assert_refused(done, str(tmp_path / "home"), "full")
 
 
-def test_no_permission_to_write_the_home(perilune, light_recipe: Path, tmp_path: Path) -> None:
+def test_run_refuses_home_without_write_permission(perilune, light_recipe: Path, tmp_path: Path) -> None:
     wrapper: tuple[str, ...] = ()
-    if os.geteuid() == 0:  # root may write everywhere, unless it gives that up
+    if os.geteuid() == 0:  # root can write everywhere unless it drops the capability
         if shutil.which("setpriv") is None:
             pytest.skip("as root this needs setpriv (util-linux)")
         wrapper = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--")
     home = tmp_path / "home"
     home.mkdir(mode=0o500)
-    refused(perilune("run", "small.yaml", wrapper=wrapper), str(home), "Permission denied", "PERILUNE_HOME")
+    assert_refused(
+        perilune("run", "small.yaml", wrapper=wrapper), str(home), "Permission denied", "PERILUNE_HOME"
+    )
     assert not list(home.iterdir())

@@ -1,4 +1,4 @@
-"""Commands that take a checkpoint by its folder or by its run: `perilune eval`, `perilune chat`."""
+"""Commands that take a checkpoint folder or a run: `perilune eval`, `probe` and `chat`."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_eval_is_a_run_with_a_bundle_and_its_result_is_reused(perilune, here, model: Path) -> None:
+def test_eval_makes_a_run_with_a_bundle_and_reuses_its_result(perilune, here, model: Path) -> None:
     command = ("eval", str(model), *CALCULATOR, *SMALL)
     done = perilune(*command, "--json")
     assert done.returncode == 0, done.stderr
@@ -46,10 +46,8 @@ def test_eval_is_a_run_with_a_bundle_and_its_result_is_reused(perilune, here, mo
     again = here(*command)
     assert again.returncode == 0
     assert "held-out tasks" in again.stdout and "pass@1" in again.stdout
-    assert document["bundles"]["evaluation"] in again.stdout  # nothing was sampled again
-    assert (
-        f"perilune eval {model} --environment calculator" in again.stdout
-    )  # the next steps repeat the command
+    assert document["bundles"]["evaluation"] in again.stdout  # the result is reused
+    assert f"perilune eval {model} --environment calculator" in again.stdout  # next steps repeat the command
 
     refused = here("eval", stage["run"], *CALCULATOR)
     assert refused.returncode == 2
@@ -57,7 +55,7 @@ def test_eval_is_a_run_with_a_bundle_and_its_result_is_reused(perilune, here, mo
 
 
 @pytest.mark.thorough
-def test_probe_judges_each_environment_and_reuses_its_evaluations(perilune, here, model: Path) -> None:
+def test_probe_evaluates_each_environment_and_reuses_results(perilune, here, model: Path) -> None:
     command = ("probe", str(model), "-e", "calculator", "-e", "reasoning_gym/nope", *SMALL)
     done = here(*command, "--json")
     assert done.returncode == 1 and "1 of 2 environments could not be evaluated" in done.stderr
@@ -84,24 +82,24 @@ def test_probe_judges_each_environment_and_reuses_its_evaluations(perilune, here
         (("eval", "MODEL"), "--environment"),
     ],
 )
-def test_a_wrong_request_ends_with_2_and_names_the_mistake(here, model: Path, arguments, said: str) -> None:
+def test_eval_refuses_invalid_arguments(here, model: Path, arguments, said: str) -> None:
     done = here(*(str(model) if part == "MODEL" else part for part in arguments))
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def talk(tmp_path: Path, said: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_chat(tmp_path: Path, said: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SCRIPT, "chat", *arguments], input=said, cwd=tmp_path, env=environment(tmp_path / "home"),
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 
-def test_chat_answers_the_lines_of_stdin_and_remembers_until_reset(tmp_path: Path, model: Path) -> None:
+def test_chat_answers_stdin_lines_and_keeps_history_until_reset(tmp_path: Path, model: Path) -> None:
     lines = ["hello", "hello", "/reset", "hello", "/system be brief", "/reset", "hello", "/quit", "unread"]
     command = (str(model), "--max-tokens", "6", "--temperature", "0")
-    done = talk(tmp_path, "\n".join(lines) + "\n", *command)
+    done = run_chat(tmp_path, "\n".join(lines) + "\n", *command)
     assert done.returncode == 0, done.stderr
     decoder, tokenizer = load_checkpoint(model)
     engine = Engine(decoder, tokenizer=tokenizer)
@@ -118,7 +116,7 @@ def test_chat_answers_the_lines_of_stdin_and_remembers_until_reset(tmp_path: Pat
     assert done.stdout == "".join(f"{text}\n" for text in (first, second, first, system))
 
 
-def test_chat_answers_each_line_on_its_own(
+def test_chat_separate_answers_each_line_without_history(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nhello\n"))
@@ -127,7 +125,7 @@ def test_chat_answers_each_line_on_its_own(
     assert text == text[: len(text) // 2] * 2 and text
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path, model: Path) -> None:
+def test_ctrl_c_stops_the_answer_and_keeps_the_chat(tmp_path: Path, model: Path) -> None:
     chat = subprocess.Popen(
         [SCRIPT, "chat", str(model), "--max-tokens", "100000", "--temperature", "0"],
         cwd=tmp_path, env=environment(tmp_path / "home"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -136,7 +134,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path, model: Path
     try:
         chat.stdin.write(b"tell me everything\n")
         chat.stdin.flush()
-        assert chat.stdout.read(1)  # it is answering
+        assert chat.stdout.read(1)  # the answer has begun
         chat.send_signal(signal.SIGINT)
         chat.stdin.write(b"/quit\n")
         chat.stdin.close()
@@ -147,13 +145,13 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(tmp_path: Path, model: Path
         chat.stdout.close()
 
 
-def test_chat_without_a_template_says_how_to_go_on(tmp_path: Path, model: Path, here) -> None:
+def test_chat_without_template_suggests_plain(tmp_path: Path, model: Path, here) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare)
     (bare / "chat_template.jinja").unlink()
     refused = here("chat", "bare/")
     assert refused.returncode == 2
     assert "has no chat template" in refused.stderr and "--plain" in refused.stderr
-    done = talk(tmp_path, "hello\n/resett\n", "./bare", "--plain", "--max-tokens", "3")
+    done = run_chat(tmp_path, "hello\n/resett\n", "./bare", "--plain", "--max-tokens", "3")
     assert done.returncode == 2 and "unknown command '/resett'" in done.stderr
     assert done.stdout.endswith("\n")  # the first line was answered

@@ -1,4 +1,4 @@
-"""Help answers at once, every command can be loaded, and the reference page is what `--help` says."""
+"""`--help` is fast, every command loads, and the reference page matches `--help`."""
 
 import os
 import resource
@@ -20,32 +20,32 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "pyarrow", "sqlalchemy", "pydantic", "rich", "yaml", "reasoning_gym")
 
 
-def test_help_lists_every_command_and_answers_at_once(perilune) -> None:
+def test_help_lists_every_command_within_300_ms(perilune) -> None:
     took = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = perilune("--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Seconds of a core, which do not depend on what else the machine is doing.
+        # CPU seconds do not depend on the load of the machine.
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert done.returncode == 0
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
     assert min(took) < 0.3
 
 
-def test_help_groups_commands_and_lists_the_rare_ones_last(perilune) -> None:
+def test_help_groups_commands_and_lists_rare_ones_last(perilune) -> None:
     lines = perilune("--help").stdout.splitlines()
     headings = [line.removesuffix(":") for line in lines if line.removesuffix(":") in PANELS]
     assert headings == [
         "Start", "Train", "Inspect", "Data and environments", "Machines", "Maintenance",
     ]  # fmt: skip
     assert list(COMMANDS)[-5:] == ["worker", "reconcile", "gc", "panic", "lab"]
-    assert [line for line in lines[1:] if line.endswith("...")] == []  # no help line is cut
+    assert [line for line in lines[1:] if line.endswith("...")] == []  # no help line is truncated
     assert sum(map(len, PANELS.values())) == len(COMMANDS)  # no command is in two panels
 
 
 def _leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """The command and its subcommands that can be invoked, each with the words that invoke it."""
+    """Commands without subcommands, each with the words that invoke it."""
     children = getattr(command, "commands", {})
     for name, child in children.items():
         yield from _leaves(f"{path} {name}", child)
@@ -54,13 +54,13 @@ def _leaves(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_every_command_has_an_example(name: str) -> None:
+def test_help_of_every_command_has_an_example(name: str) -> None:
     for path, command in _leaves(f"perilune {name}", load_command(name)):
         examples = command.help.partition("\b\n")[2] + (command.epilog or "")
         assert path in examples, path
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_packages() -> None:
     code = f"""
 import sys
 from perilune.cli.main import main
@@ -75,13 +75,13 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_of_the_table_loads_and_explains_itself(name: str) -> None:
+def test_every_command_loads_and_has_help(name: str) -> None:
     command = load_command(name)
     assert command.name == name
     assert command.help
 
 
-def test_the_reference_page_is_what_help_says() -> None:
+def test_cli_reference_page_is_current() -> None:
     page = ROOT / "docs" / "reference" / "cli.md"
     assert page.read_text() == reference.markdown(), (
         "python -m perilune.cli.reference > docs/reference/cli.md"
@@ -92,7 +92,7 @@ def test_version(perilune) -> None:
     assert perilune("--version").stdout == f"perilune {__version__}\n"
 
 
-def test_an_unknown_command_is_answered_with_the_nearest(perilune) -> None:
+def test_unknown_command_suggests_the_nearest(perilune) -> None:
     done = perilune("shwo")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown command 'shwo'\n  try: perilune show\n"
@@ -100,7 +100,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(perilune) -> None:
 
 @pytest.mark.parametrize("active", [True, False], ids=["active", "not active"])
 def test_printed_commands_work_as_printed(perilune, tmp_path: Path, active: bool) -> None:
-    """In an environment that is not active, commands are printed with the path that the user typed."""
+    """If the virtual environment is not active, commands are printed with the path that the user typed."""
     script = Path(SCRIPT)
     (tmp_path / ".venv").symlink_to(script.parents[1])
     paths = [path for path in os.environ["PATH"].split(os.pathsep) if Path(path) != script.parent]
@@ -118,16 +118,16 @@ def test_printed_commands_work_as_printed(perilune, tmp_path: Path, active: bool
     assert run(f"{called} runs")[0] == f"no runs yet; try: {shown} quickstart\n"
     assert f"\n  {shown} runs --all\n" in run(f"{called} runs --help")[0]
     assert run(f"{called} --help")[0].startswith(f"Usage: {shown} [OPTIONS]")
-    # Every command that a failure prints runs in the shell that printed it.
+    # The suggested command runs in the same shell.
     remedy = run(f"{called} show nothing")[1].partition("try: ")[2].strip()
     assert run(remedy)[0] == f"no runs yet; try: {shown} quickstart\n"
-    # Text that is no command of this program stays as it is.
+    # Other text stays unchanged.
     assert with_program("perilune is installed; see perilune.yaml and x/perilune runs") == (
         "perilune is installed; see perilune.yaml and x/perilune runs"
     )
 
 
-def test_debug_may_stand_anywhere_and_shows_the_traceback(perilune) -> None:
+def test_debug_works_in_any_position_and_shows_the_traceback(perilune) -> None:
     for arguments in (("--debug", "run", "none.yaml"), ("run", "none.yaml", "--debug")):
         done = perilune(*arguments)
         assert done.returncode == 2

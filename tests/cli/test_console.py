@@ -1,4 +1,4 @@
-"""What long work looks like, on a terminal and in a log file."""
+"""Progress output on a terminal and in a log file."""
 
 import io
 
@@ -19,11 +19,11 @@ from perilune.cli.units import duration
         ("tokens", 123456.0, "tokens 123,456"),
     ],
 )
-def test_a_figure_in_words(name: str, value: float, text: str) -> None:
+def test_figure_formats_name_and_value(name: str, value: float, text: str) -> None:
     assert figure(name, value) == text
 
 
-def test_the_figures_that_matter_come_first() -> None:
+def test_figures_text_lists_important_figures_first() -> None:
     text = figures_text({"length": 5.0, "tokens_per_second": 10.0, "pass_rate": 0.5, "reward": 0.5})
     assert text == "reward 0.5, pass rate 50.0%, 10 tokens/s, length 5"
 
@@ -31,12 +31,12 @@ def test_the_figures_that_matter_come_first() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")]
 )
-def test_a_duration(seconds: float, text: str) -> None:
+def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that tests advance."""
 
     now = 100.0
 
@@ -44,7 +44,7 @@ class Clock:
         return self.now
 
 
-def test_lines_come_every_few_seconds_with_figures_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_print_figures_and_time_left_every_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("perilune.cli.console.time", clock)
     out = io.StringIO()
@@ -62,8 +62,8 @@ def test_lines_come_every_few_seconds_with_figures_and_time_left(monkeypatch: py
     ]
 
 
-def test_a_stage_that_was_resumed_has_its_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work done before this command began says nothing about the time that is left."""
+def test_time_left_ignores_progress_made_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work done before this command started does not count towards the speed."""
     clock = Clock()
     monkeypatch.setattr("perilune.cli.console.time", clock)
     out = io.StringIO()
@@ -81,12 +81,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_bars_and_anything_else_lines() -> None:
+def test_stage_progress_uses_bars_on_terminals_and_lines_elsewhere() -> None:
     assert isinstance(stage_progress(Terminal()), LiveBars)
     assert isinstance(stage_progress(io.StringIO()), PlainLines)
 
 
-def test_bars_show_each_stage_once_with_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_bars_show_each_stage_once_with_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
@@ -104,7 +104,7 @@ def test_bars_show_each_stage_once_with_its_end(monkeypatch: pytest.MonkeyPatch)
     assert "✗" in last
 
 
-def test_what_others_named_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_escapes_markup_and_terminal_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

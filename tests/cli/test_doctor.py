@@ -1,4 +1,4 @@
-"""The doctor sees what is there, names what is not with the command for it, and measures what it says."""
+"""`perilune doctor`: findings about the machine, install commands, and measured rollout speed."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def finding(findings, name: str) -> Finding:
     return next(one for one in findings if one.name == name)
 
 
-def test_json_is_one_document_about_this_machine(home):
+def test_doctor_json_is_one_document_about_this_machine(home):
     done = doctor("--quick", "--json", home=home)
     document = json.loads(done.stdout)
     assert (done.returncode, document["usable"], document["rollouts"]) == (0, True, [])
@@ -57,7 +57,7 @@ def test_json_is_one_document_about_this_machine(home):
     }
 
 
-def test_an_unusable_home_is_missing_and_exits_with_1(tmp_path):
+def test_doctor_exits_with_1_for_unusable_home(tmp_path):
     (tmp_path / "file").touch()
     done = doctor("--quick", home=tmp_path / "file" / "home")
     assert done.returncode == 1
@@ -66,7 +66,7 @@ def test_an_unusable_home_is_missing_and_exits_with_1(tmp_path):
     assert "not ready" in done.stdout
 
 
-def test_rollouts_are_measured_in_the_time_they_were_given(home):
+def test_diagnose_measures_rollouts_within_the_time_limit(home):
     start = time.monotonic()
     diagnosis = diagnose(0.6)
     assert diagnosis.usable
@@ -77,10 +77,10 @@ def test_rollouts_are_measured_in_the_time_they_were_given(home):
         assert one.tokens > 0
     speeds = [one.tokens_per_second for one in diagnosis.rollouts]
     assert speeds == sorted(speeds, reverse=True)
-    assert time.monotonic() - start < 60  # a round that is not cut off takes minutes on contested cores
+    assert time.monotonic() - start < 60  # without the limit a round takes minutes on busy cores
 
 
-def test_packages_absent_or_of_the_wrong_version_are_missing(machine, monkeypatch):
+def test_examine_reports_absent_and_outdated_packages(machine, monkeypatch):
     wants = ["numpy<1", "no-such-package>=2", "psutil", 'other; extra == "dev"', 'old; python_version < "3"']
     monkeypatch.setattr(metadata, "requires", lambda name: wants)
     findings = list(examine(machine))
@@ -93,13 +93,13 @@ def test_packages_absent_or_of_the_wrong_version_are_missing(machine, monkeypatc
     assert not [one for one in findings if one.name in ("psutil", "packages", "old", "other")]
 
 
-def test_a_package_the_doctor_needs_is_named(home, monkeypatch):
+def test_diagnose_names_missing_psutil(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(WorkFailedError, match="psutil is not installed"):
         diagnose(0)
 
 
-def test_a_torch_that_cannot_be_imported_is_missing(home, monkeypatch):
+def test_diagnose_reports_unimportable_torch_as_missing(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     diagnosis = diagnose(0.1)
     assert not diagnosis.usable
@@ -107,7 +107,7 @@ def test_a_torch_that_cannot_be_imported_is_missing(home, monkeypatch):
     assert diagnosis.rollouts == ()
 
 
-def test_absent_programs_come_with_a_command(machine, monkeypatch, tmp_path):
+def test_examine_suggests_install_commands_for_absent_programs(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
     findings = list(examine(machine))
@@ -120,7 +120,7 @@ def test_absent_programs_come_with_a_command(machine, monkeypatch, tmp_path):
     assert finding(examine(machine), "Chromium").found == str(tmp_path / "chromium-1200")
 
 
-def test_a_gpu_asks_for_a_build_of_torch_that_knows_it(machine, monkeypatch):
+def test_examine_checks_torch_build_and_triton_for_gpu(machine, monkeypatch):
     gpus = (Gpu("NVIDIA H200", 141 * GIB, "570.1", "9.0"),)
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": None})
     found = finding(examine(replace(machine, gpus=gpus)), "GPU")
@@ -134,13 +134,13 @@ def test_a_gpu_asks_for_a_build_of_torch_that_knows_it(machine, monkeypatch):
     assert found.status == "missing" and "Triton" in found.found and "perilune[gpu]" in found.remedy
 
 
-def test_torch_tells_its_build_without_being_imported():
+def test_torch_build_matches_torch_version():
     torch = pytest.importorskip("torch")
     assert readiness._torch_build()["cuda"] == torch.version.cuda
     assert readiness._torch_build()["__version__"] == torch.__version__
 
 
-def test_too_little_memory_or_processor(machine):
+def test_examine_reports_too_little_memory_and_processor(machine):
     small = replace(
         machine,
         memory=replace(machine.memory, usable=GIB // 2, total=GIB),
@@ -154,12 +154,12 @@ def test_too_little_memory_or_processor(machine):
 
 
 @pytest.mark.parametrize(("free", "status"), [(GIB // 10, "missing"), (GIB, "advice"), (9 * GIB, "ok")])
-def test_room_on_the_disk(tmp_path, monkeypatch, free, status):
+def test_examine_home_grades_free_disk_space(tmp_path, monkeypatch, free, status):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert finding(examine_home(tmp_path), "disk").status == status
 
 
-def test_a_network_file_system_is_told(tmp_path, monkeypatch):
+def test_examine_home_reports_network_file_system(tmp_path, monkeypatch):
     root = SimpleNamespace(mountpoint="/", fstype="ext4")
     nfs = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
     inside = tmp_path / "home"
@@ -170,14 +170,14 @@ def test_a_network_file_system_is_told(tmp_path, monkeypatch):
     assert [one.name for one in examine_home(inside)] == ["disk"]
 
 
-def test_threads_that_get_in_each_others_way():
+def test_threads_finding_reports_slowdown_on_more_threads():
     one, two = SamplingSpeed("cpu", 1, 40000.0, 1, 1.0), SamplingSpeed("cpu", 2, 10000.0, 1, 1.0)
     assert "4.0 times slower on 2 threads" in next(_threads([one, two])).found
     assert not list(_threads([one, replace(two, tokens_per_second=60000.0)]))
     assert not list(_threads([one]))
 
 
-def test_commands_can_be_pasted_from_a_narrow_terminal():
+def test_show_keeps_commands_on_one_line_and_escapes_markup():
     command = "python -m pip install --isolated --force-reinstall 'torch<2.14,>=2.6'"
     findings = (Finding("GPU", "advice", "a [bold]device[/bold]", command),)
     output = io.StringIO()

@@ -1,4 +1,4 @@
-"""The time and memory that `perilune run --plan` estimates, from what they are made of."""
+"""Time and memory estimates of `perilune run --plan`, and their calibration."""
 
 import json
 import time
@@ -54,7 +54,7 @@ LENGTHS = Lengths(prompt=8.0, fed=5.0, sampled=3.0, longest=4.0, turns=2.0)
 
 
 def calibration(**seconds: float) -> Calibration:
-    """The named parts take so many seconds, all others none."""
+    """A calibration in which the named parts take these seconds and all others take none."""
     kinds = {"decode": "sampled", "update": "learned", "reinforce": "reinforced"}
     pairs = {kind: tuple(seconds.get(name, 1e-12) for name in (kind, token)) for kind, token in kinds.items()}
     stages = dict.fromkeys(("collect", "sft", "rl", "evaluate"), seconds.get("start", 0.0))
@@ -69,15 +69,15 @@ def pens(folder: Path) -> Recipe:
     return load_recipe(folder / "pens.yaml")
 
 
-def test_the_work_of_a_stage_is_counted(tmp_path: Path) -> None:
+def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
     recipe = pens(tmp_path)
     work = work_of(job_for(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
     assert work is not None
-    rollouts, judged = 5 * 16, 2 * 16  # of 5 steps, and of the evaluations before and after
+    rollouts, judged = 5 * 16, 2 * 16  # 5 steps, and evaluations before and after
     assert work["sampled"] == (rollouts + judged) * 3
     assert work["turn"] == (rollouts + judged) * 2
     assert work["episode"] == rollouts + judged
-    assert work["decode"] == (5 + 2) * 4  # episodes advance together
+    assert work["decode"] == (5 + 2) * 4  # episodes are decoded in one batch
     assert work["reinforced"] == 0.5 * (5 * 4 * 8 + rollouts * 5)
     assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * (2 + 16)  # prompts, observations
 
@@ -85,13 +85,13 @@ def test_the_work_of_a_stage_is_counted(tmp_path: Path) -> None:
     assert sft == {"update": 10, "learned": 10 * 4 * 13, "row": 8, "forward": 0}
 
 
-def test_a_line_goes_through_two_sizes() -> None:
+def test_line_fits_two_sizes() -> None:
     assert _line((10, 30), lambda size: 2.0 + 0.5 * size) == pytest.approx((2.0, 0.5))
     constant, slope = _line((10, 30), lambda size: 5.0 - 0.1 * size)  # noise
     assert 0 < slope < 1e-6 and constant == pytest.approx(4.0)
 
 
-def test_a_power_law_joins_the_measured_sizes() -> None:
+def test_calibration_interpolates_sizes_by_power_law() -> None:
     speeds = tuple(Speed(size, (1.0, size), (2.0, 2.0), (1.0, 1.0)) for size in (100, 10_000))
     found = Calibration("1", speeds, Overhead({}, 0.0, 0.0, {}, 0.0), 0.0)
     assert found.seconds("decode", 1_000) == pytest.approx((1.0, 1_000.0))
@@ -99,11 +99,11 @@ def test_a_power_law_joins_the_measured_sizes() -> None:
     assert found.seconds("update", 12_345) == pytest.approx((2.0, 2.0))
 
 
-def test_an_estimate_has_a_range_where_lengths_may_change(
+def test_estimate_has_a_range_when_lengths_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial costs nothing
+    monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial takes no time
     control, recipe = Control(), pens(tmp_path)
     assert estimate(control, recipe, {}) == {}
     kept = calibration(sampled=1.0, start=100.0)
@@ -117,7 +117,7 @@ def test_an_estimate_has_a_range_where_lengths_may_change(
     untrained = found["untrained"]
     assert untrained.at_most and untrained.high == pytest.approx(100.0 + 12 * 10, abs=1.0)
     assert "at most 3:40" in str(untrained)
-    # The answers of the teacher are 2 or 3 tokens long, with the token that ends them.
+    # The teacher's answers have 2 or 3 tokens, including the end token.
     rl = found["rl"]
     assert 100.0 + 112 * 2 < rl.low < rl.seconds < rl.high < 100.0 + 112 * 3.01
     assert found["after"].low == pytest.approx(100.0 + 12 * (rl.low - 100) / 112, rel=0.02)
@@ -127,7 +127,7 @@ def test_an_estimate_has_a_range_where_lengths_may_change(
     assert every.seconds == pytest.approx(sum(one.seconds for one in found.values()))
 
 
-def test_the_lengths_of_own_files_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_uses_lengths_of_own_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     (tmp_path / "own.yaml").write_text(OWN)
     rows = [{"prompt": "1+1=", "completion": "2" * 9}, {"prompt": "1+2=", "completion": "2" * 29}]
@@ -143,7 +143,7 @@ def test_the_lengths_of_own_files_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["sft"].basis == "rows of rows.jsonl"
 
 
-def test_equal_prompts_of_a_batch_count_once() -> None:
+def test_lengths_of_rows_count_equal_prompts_once() -> None:
     rows = [
         Row(str(one), {"prompt": "1+1="[: 3 + one % 2], "completion": "2" * (1 + one)}) for one in range(8)
     ]
@@ -152,7 +152,7 @@ def test_equal_prompts_of_a_batch_count_once() -> None:
     assert (found.prompt, found.distinct, found.longest, found.fed) == (3.5, 0.25, 9, 5.5)
 
 
-def test_afinished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_for(recipe := pens(tmp_path), recipe.stage("rl"))
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
@@ -164,10 +164,10 @@ def test_afinished_run_tells_the_lengths(tmp_path: Path, monkeypatch: pytest.Mon
     control: Any = SimpleNamespace()
     found = _as_before(control, "pens", job, Expected(LENGTHS, LENGTHS, (0.5, 1.0)))
     assert (found.low, found.low.sampled, found.low.fed, found.low.longest) == (found.high, 6.0, 8.0, 8.0)
-    assert found.live == (0.25, 0.25)  # 24 of 4 x 4 x 6 tokens were trained on
+    assert found.live == (0.25, 0.25)  # training used 24 of 4 x 4 x 6 tokens
 
 
-def test_the_error_of_an_estimate_is_told_once_the_stage_has_ended(tmp_path: Path) -> None:
+def test_compared_reports_estimation_errors_of_a_finished_stage(tmp_path: Path) -> None:
     summary = {"memory": {"planned_bytes": 2 << 30, "peak_bytes": 1 << 30}}
     assert compared(None, 120.0, summary) == {"memory": "planned 2.00 GiB, peak 1.00 GiB (-50%)"}
     assert kept_estimate(tmp_path) == {}
@@ -178,14 +178,14 @@ def test_the_error_of_an_estimate_is_told_once_the_stage_has_ended(tmp_path: Pat
     }
 
 
-def test_a_device_without_a_calibration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_estimate_names_missing_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
     print_estimate(pens(tmp_path), {}, None, sys.stdout)
     assert "unknown: no calibration of this device. Run `perilune doctor`" in capsys.readouterr().out
 
 
-def test_a_price_turns_seconds_into_money(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_estimate_converts_seconds_to_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
     recipe, found = pens(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
@@ -195,8 +195,8 @@ def test_a_price_turns_seconds_into_money(tmp_path: Path, capsys: pytest.Capture
         Template.model_validate({"price": 1, "placement": RENTED})
 
 
-def test_the_recipe_of_the_calibration_can_be_run(tmp_path: Path) -> None:
-    """Its stages have the names that the overhead is read by, and its reward gives groups a gradient."""
+def test_calibration_recipe_is_valid_and_its_rewards_differ(tmp_path: Path) -> None:
+    """Stage names match the overhead keys, and rewards differ within a group."""
     (tmp_path / "calibration.yaml").write_text(calibration_module.RECIPE)
     (tmp_path / "sums.py").write_text(calibration_module.ENVIRONMENT)
     recipe = load_recipe(tmp_path / "calibration.yaml")
@@ -210,7 +210,7 @@ def test_the_recipe_of_the_calibration_can_be_run(tmp_path: Path) -> None:
     assert [isinstance(one, Score) and one.reward for one in scores] == [1.0, 6 / 7, 0.0]
 
 
-def test_steps_of_a_real_model_are_measured() -> None:
+def test_calibration_measures_steps_of_a_real_model() -> None:
     model = new_model("tiny", Tokenizer.characters(), seed=0)
     for measure in (calibration_module._decode, calibration_module._update, calibration_module._reinforce):
         small, large = (measure(model, 0.0, time.process_time, size) for size in (192, 1536))

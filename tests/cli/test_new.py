@@ -1,4 +1,4 @@
-"""`perilune new`: each recipe that it writes is one that `perilune run` plans."""
+"""`perilune new`: `perilune run` can plan every recipe that it writes."""
 
 import io
 import os
@@ -14,7 +14,7 @@ FLAGS = ("--model", "tiny", "--environment", "calculator", "--task", "rl")
 
 @pytest.mark.parametrize("task", ["sft", "rl", "preference"])
 @pytest.mark.parametrize("of", ["calculator", "reasoning_gym/chain_sum"])
-def test_a_new_recipe_is_planned(here, tmp_path: Path, task: str, of: str) -> None:
+def test_new_writes_a_recipe_that_run_can_plan(here, tmp_path: Path, task: str, of: str) -> None:
     done = here("new", "mine", "--model", "tiny", "--environment", of, "--task", task)
     assert done.returncode == 0, done.stderr
     assert "perilune run mine.yaml --plan" in done.stdout
@@ -25,7 +25,7 @@ def test_a_new_recipe_is_planned(here, tmp_path: Path, task: str, of: str) -> No
     assert f": {task}" in planned.stdout and "after: evaluate" in planned.stdout
 
 
-def test_fields_of_the_environment_are_written(here, tmp_path: Path) -> None:
+def test_new_writes_fields_of_the_environment(here, tmp_path: Path) -> None:
     chain = ("--model", "tiny", "--environment", "reasoning_gym/chain_sum", "--task", "rl")
     done = here("new", "mine", *chain, "--set", "config.max_terms=2", "--set", "config.min_terms=2")
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_fields_of_the_environment_are_written(here, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_own_data_gives_the_task(here, tmp_path: Path, row: str, written: str) -> None:
+def test_new_derives_the_task_from_own_data(here, tmp_path: Path, row: str, written: str) -> None:
     (tmp_path / "own.jsonl").write_text(f"{row}\n" * 40)
     done = here("new", "mine", "--model", "tiny", "--from", "./own.jsonl")
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def test_own_data_gives_the_task(here, tmp_path: Path, row: str, written: str) -
         (("new", "1 mine", *FLAGS), "name"),
     ],
 )
-def test_a_wrong_request_ends_with_2_and_writes_nothing(
+def test_new_refuses_invalid_arguments_and_writes_nothing(
     here, tmp_path: Path, monkeypatch, arguments, said: str
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())  # not a terminal
@@ -78,14 +78,14 @@ def test_a_wrong_request_ends_with_2_and_writes_nothing(
     assert not list(tmp_path.glob("*.yaml"))
 
 
-def test_an_existing_file_stays(here, tmp_path: Path) -> None:
+def test_new_does_not_overwrite_existing_file(here, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("mine")
     done = here("new", "mine", *FLAGS)
     assert done.returncode == 2 and "the file exists" in done.stderr
     assert (tmp_path / "mine.yaml").read_text() == "mine"
 
 
-def test_a_terminal_is_asked_for_what_is_missing(tmp_path: Path) -> None:
+def test_new_prompts_for_missing_values_on_a_terminal(tmp_path: Path) -> None:
     master, terminal = pty.openpty()
     try:
         os.write(master, b"tiny\n\n")  # the model, and the default task

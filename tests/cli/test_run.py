@@ -1,4 +1,4 @@
-"""`perilune run` and what becomes of it: reused, shared, stopped, taken up again."""
+"""`perilune run`: stages are reused, shared, interrupted and resumed."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ LONG = LIGHT + "  - {name: long, task: sft, data: traces, steps: 100000, batch_s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder whose home all tests of this module share, so that its stages are run once."""
+    """A folder whose home all tests of this module share, so its stages run once."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "small.yaml").write_text(LIGHT)
     (folder / "long.yaml").write_text(LONG)
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def workers(folder: Path) -> list[psutil.Process]:
-    """Processes that run something in the home of `folder`."""
+    """Processes whose command line names `folder`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -42,7 +42,7 @@ def workers(folder: Path) -> list[psutil.Process]:
 
 
 class Command:
-    """A command under way; what it says on stderr can be read meanwhile."""
+    """A running command whose stderr can be read at any time."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         descriptor, name = tempfile.mkstemp(dir=folder, suffix=".err")
@@ -73,7 +73,7 @@ class Command:
 
 @pytest.fixture(scope="module")
 def first(folder: Path) -> tuple[dict, str]:
-    """The document and the progress of the first run of the recipe, two processes of it at once."""
+    """JSON document and stderr of the first run of the recipe, by two concurrent processes."""
     processes = [Command(folder, "run", "small.yaml", "--json") for _ in range(2)]
     (out, err), (other, _) = (process.finish() for process in processes)
     assert [one["run"] for one in json.loads(other)["stages"]] == [
@@ -83,7 +83,7 @@ def first(folder: Path) -> tuple[dict, str]:
 
 
 @pytest.mark.thorough
-def test_two_processes_with_one_recipe_share_its_runs(first: tuple[dict, str], folder: Path) -> None:
+def test_two_processes_with_one_recipe_share_runs(first: tuple[dict, str], folder: Path) -> None:
     document, _ = first
     assert [one["state"] for one in document["stages"]] == ["succeeded", "succeeded"]
     assert {path.name for path in (folder / "home" / "runs").iterdir()} == {
@@ -92,7 +92,7 @@ def test_two_processes_with_one_recipe_share_its_runs(first: tuple[dict, str], f
     assert all(one["attempts"] == 1 for one in document["stages"])
 
 
-def test_the_document_is_all_of_stdout_and_the_plan_comes_before_the_work(first: tuple[dict, str]) -> None:
+def test_run_json_is_the_only_stdout_and_plan_precedes_the_work(first: tuple[dict, str]) -> None:
     document, err = first
     assert set(document) == {
         "experiment", "recipe", "seed", "stages", "evaluations", "calibrations", "training", "held_out",
@@ -105,7 +105,7 @@ def test_the_document_is_all_of_stdout_and_the_plan_comes_before_the_work(first:
     assert err.index("small, seed 0: model tiny") < err.index("[traces] started")
 
 
-def test_what_was_finished_is_not_run_again(first: tuple[dict, str], folder: Path) -> None:
+def test_run_reuses_finished_stages(first: tuple[dict, str], folder: Path) -> None:
     document, _ = first
     out, err = Command(folder, "run", "small.yaml").finish()
     assert "[traces] reused" in err
@@ -116,8 +116,8 @@ def test_what_was_finished_is_not_run_again(first: tuple[dict, str], folder: Pat
     assert document["bundles"]["base"] in out
 
 
-def stopped(folder: Path) -> Path:
-    """The newest checkpoint of the long stage, which Ctrl-C has stopped."""
+def interrupt_long_stage(folder: Path) -> Path:
+    """Stop the long stage with Ctrl-C; returns its newest checkpoint."""
     process = Command(folder, "run", "long.yaml")
     checkpoint = wait_for_checkpoint(folder)
     process.interrupt()
@@ -129,12 +129,12 @@ def stopped(folder: Path) -> Path:
 
 
 def test_ctrl_c_stops_the_stage(first: tuple[dict, str], folder: Path) -> None:
-    stopped(folder)
+    interrupt_long_stage(folder)
 
 
 @pytest.mark.thorough
-def test_after_ctrl_c_the_next_run_goes_on_from_the_checkpoint(first: tuple[dict, str], folder: Path) -> None:
-    checkpoint = stopped(folder)
+def test_run_after_ctrl_c_resumes_from_the_checkpoint(first: tuple[dict, str], folder: Path) -> None:
+    checkpoint = interrupt_long_stage(folder)
 
     again = Command(folder, "run", "long.yaml")
     resumed = wait_for_checkpoint(folder, after=checkpoint)
@@ -142,14 +142,14 @@ def test_after_ctrl_c_the_next_run_goes_on_from_the_checkpoint(first: tuple[dict
     events = resumed.parents[2] / "runtime" / "events.jsonl"
     until(lambda: events.exists() and '"resumed"' in events.read_text(), 240)
 
-    # A second command on the recipe joins; its Ctrl-C leaves the stage to the first.
+    # A second command joins the run. Its Ctrl-C does not stop the stage of the first.
     joined = Command(folder, "run", "long.yaml")
     until(lambda: "joined 0" in joined.said, 240)
     joined.interrupt()
     _, err = joined.finish(2)
     assert workers(folder)
 
-    # Ctrl-C twice leaves at once; the stage is told to stop all the same.
+    # The second Ctrl-C exits at once, and the stage still stops.
     again.interrupt()
     until(lambda: "press Ctrl-C again to exit now" in again.said, 240)
     again.interrupt()
@@ -161,7 +161,7 @@ def test_after_ctrl_c_the_next_run_goes_on_from_the_checkpoint(first: tuple[dict
     assert [one["state"] for one in states if one["stage"] == "long"] == ["cancelled"]
 
 
-def test_detach_returns_at_once_and_the_work_goes_on(first: tuple[dict, str], folder: Path) -> None:
+def test_run_detach_continues_in_the_background(first: tuple[dict, str], folder: Path) -> None:
     out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--detach", "--json").finish()
     told = json.loads(out)
     assert os.getsid(told["pid"]) == told["pid"]
@@ -174,7 +174,7 @@ def test_detach_returns_at_once_and_the_work_goes_on(first: tuple[dict, str], fo
 
 
 def wait_for_checkpoint(folder: Path, after: Path | None = None) -> Path:
-    """The newest complete checkpoint of the long stage, of another attempt than `after`."""
+    """Wait for the newest complete checkpoint of the long stage, in another attempt than `after`."""
     found: list[Path] = []
 
     def look() -> bool:
@@ -188,7 +188,7 @@ def wait_for_checkpoint(folder: Path, after: Path | None = None) -> Path:
 
 
 def has_ended(pid: int) -> bool:
-    """Also when whoever inherited the process has not taken note of it yet."""
+    """Whether the process has ended; a zombie counts as ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -198,5 +198,5 @@ def has_ended(pid: int) -> bool:
 def until(happened, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"timed out after {seconds:g} s"
         time.sleep(0.05)

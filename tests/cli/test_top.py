@@ -1,4 +1,4 @@
-"""`perilune top`, in a real terminal: what it shows, and the keys."""
+"""`perilune top` in a pseudo-terminal: its table and its keys."""
 
 import base64
 import contextlib
@@ -26,8 +26,8 @@ from perilune.control.runs.experiments import Control
 PATIENCE = 150.0
 
 
-def hanging(control: Control) -> str:
-    """The id of a run that hangs after two of its five steps."""
+def start_hanging_run(control: Control) -> str:
+    """Start a run that hangs after two of its five steps; returns its id."""
     _, attempt = start(control, drill_plan("one", steps=5, fail_at=2, how="hang", say="hello there"))
     wait_for(lambda: has_event(attempt, "hangs"), "the hang")
     return only_run(control).id
@@ -64,11 +64,11 @@ class Terminal:
             if pid:
                 return os.waitstatus_to_exitcode(status)
         os.kill(self.pid, signal.SIGKILL)
-        raise AssertionError("it does not leave")
+        raise AssertionError("`perilune top` did not exit")
 
 
-def test_a_live_table_with_the_log_the_reason_the_clipboard_and_an_end(control: Control) -> None:
-    run = hanging(control)
+def test_top_shows_log_explains_copies_and_cancels(control: Control) -> None:
+    run = start_hanging_run(control)
     terminal = Terminal()
     terminal.wait_for(lambda shown: run.encode() in shown and b"active" in shown and b"hello there" in shown)
     terminal.press("c")
@@ -87,8 +87,8 @@ def test_a_live_table_with_the_log_the_reason_the_clipboard_and_an_end(control: 
     assert control.run(run).state == "cancelled"
 
 
-def test_without_a_terminal_it_is_text(perilune: Command, control: Control) -> None:
-    run = hanging(control)
+def test_top_prints_text_without_a_terminal(perilune: Command, control: Control) -> None:
+    run = start_hanging_run(control)
     code, out, _ = perilune("top")
     head, line = out.splitlines()
     assert code == 0 and head.split("\t") == list(COLUMNS)
@@ -96,17 +96,17 @@ def test_without_a_terminal_it_is_text(perilune: Command, control: Control) -> N
     assert (cells["stage"], cells["state"], cells["run"]) == ("one", "active", run)
     assert cells["progress"].endswith("/5")
     (document,) = json.loads(perilune("top", "--json")[1])["runs"]
-    done = document["progress"]["done"]  # it tells of some steps only
+    done = document["progress"]["done"]  # progress is written for some steps only
     assert done in {1, 2} and document["elapsed"] > 0
     (row,) = live_stages(control, 10, now=control.run(run).created + 10)
     assert row.cells()[5] == {1: "0:40", 2: "0:15"}[done]
     assert perilune("cancel", run)[0] == 0
 
 
-def test_nothing_yet(perilune: Command) -> None:
+def test_top_without_runs_prints_the_header(perilune: Command) -> None:
     assert perilune("top")[1].split() == list(COLUMNS)
 
 
 @pytest.mark.parametrize("given", ["--every=0", "--last=0"])
-def test_wrong_options(perilune: Command, given: str) -> None:
+def test_top_refuses_zero_intervals_and_counts(perilune: Command, given: str) -> None:
     assert perilune("top", given)[0] == 2

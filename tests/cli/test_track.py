@@ -1,4 +1,4 @@
-"""Figures in TensorBoard, W&B and MLflow: their own readers find what metrics.jsonl says, once."""
+"""Metrics in TensorBoard, W&B and MLflow: their own readers find each row of metrics.jsonl once."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def from_tensorboard(directory: Path) -> Found:
 
 
 def records(file: Path) -> Iterator[bytes]:
-    """Records of an offline run: LevelDB's log format, in blocks of 32 KiB, behind a header of 7 bytes."""
+    """Records of an offline W&B run: LevelDB's log format in 32 KiB blocks, after a 7-byte header."""
     data, at, whole = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while at + 7 <= len(data):
@@ -41,7 +41,7 @@ def records(file: Path) -> Iterator[bytes]:
             continue
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # full, or the last part
+        if kind in (1, 4):  # a complete record or its last part
             yield whole
             whole = b""
 
@@ -51,7 +51,7 @@ def from_wandb(directory: Path) -> Found:
 
     (folder,) = (directory / "wandb").glob("offline-run-*-01run")
     deadline = time.monotonic() + 60
-    while True:  # wandb's own process writes the file, and may do so after the run has been finished
+    while True:  # wandb's process may write the file after the run has finished
         stored = [Record.FromString(data) for data in records(folder / "run-01run.wandb")]
         if any(record.HasField("exit") for record in stored):
             break
@@ -96,13 +96,13 @@ def copy(name: str, directory: Path, artifacts: Path, trail: Trail | None = None
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_tracker_has_what_metrics_jsonl_says_once(
+def test_tracker_receives_each_metric_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     write_json_lines(tmp_path / "metrics.jsonl", STEPS)
     write_json_lines(tmp_path / "timings.jsonl", [{"step": 2, "learning": 2.0, "tokens_per_second": 9.0}])
-    for _ in range(2):  # the second copy takes the place of the first
+    for _ in range(2):  # the second copy replaces the first
         copy(name, tmp_path / "there", tmp_path)
     found = READERS[name](tmp_path / "there")
     assert set(found) == {"reward", "pass@1", "timing/learning", "timing/tokens_per_second"}
@@ -111,18 +111,18 @@ def test_a_tracker_has_what_metrics_jsonl_says_once(
     assert found["timing/learning"] == [(2, 2.0)]
 
 
-def test_a_trail_is_read_while_it_grows_and_begins_again(tmp_path: Path) -> None:
+def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) -> None:
     trail = Trail()
 
     def steps(artifacts: Path, *, ended: bool = False) -> list[int]:
         return [figures.step for figures in trail.read(artifacts, ended=ended)]
 
     first, second = tmp_path / "1", tmp_path / "2"
-    assert steps(first) == []  # nothing there yet
+    assert steps(first) == []  # no file yet
     write_json_lines(first / "metrics.jsonl", STEPS[:3])
-    assert steps(first) == [1, 2]  # the timings of step 3 may be on their way
+    assert steps(first) == [1, 2]  # the timings of step 3 may still be missing
     with (first / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')  # torn by a kill
+        file.write('{"step": 4, "rew')  # truncated by a kill
     assert steps(first) == []
     write_json_lines(second / "metrics.jsonl", STEPS[:1])  # the next attempt resumed from step 1
     for row in STEPS[1:]:
@@ -137,7 +137,9 @@ def test_a_trail_is_read_while_it_grows_and_begins_again(tmp_path: Path) -> None
     assert steps(second, ended=True) == []
 
 
-def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_sink_names_unknown_and_uninstalled_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RequestError, match=r"'aim'(.|\n)*tensorboard, wandb, mlflow"):
         open_sink("aim", tmp_path, RUN)
     monkeypatch.setitem(sys.modules, "perilune.tracking.to_wandb", None)
@@ -146,7 +148,7 @@ def test_what_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.thorough
-def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Path) -> None:
+def test_run_is_tracked_and_failing_tracker_only_warns(tmp_path: Path) -> None:
     rewards = "{verifier: 1.0, mine: {function: 'mine.py:f', weight: 0.5}}"
     head = f"tracking: [wandb, tensorboard]\nrewards: {rewards}\n"
     (tmp_path / "mine.py").write_text(
@@ -192,5 +194,5 @@ def test_a_run_is_tracked_and_a_tracker_that_fails_is_only_told_of(tmp_path: Pat
     holders = [
         path for path in tmp_path.rglob("*") if path.is_file() and key in path.read_text(errors="replace")
     ]
-    assert holders == []  # the key that was in the environment has gone nowhere
+    assert holders == []  # no file contains the API key
     assert "WANDB_API_KEY" not in os.environ

@@ -1,4 +1,4 @@
-"""What is sent to a machine is seen while the command is busy sending it."""
+"""The command shows upload progress while it sends files to machines."""
 
 import io
 import time
@@ -13,7 +13,7 @@ from perilune.files import write_json
 RUN = "01RUN"
 
 
-def test_bytes_sent_to_all_machines_of_the_newest_attempt_are_shown_until_a_task_says_more(
+def test_upload_progress_sums_machines_of_the_newest_attempt(
     tmp_path: Path,
 ) -> None:
     home, out = Home.open(tmp_path), io.StringIO()
@@ -36,7 +36,7 @@ def test_bytes_sent_to_all_machines_of_the_newest_attempt_are_shown_until_a_task
     assert read_progress(home.attempt(RUN, 1)) is None
 
 
-def test_the_time_left_is_counted_anew_when_steps_follow_bytes() -> None:
+def test_time_left_restarts_when_the_unit_changes() -> None:
     out = io.StringIO()
     view = PlainLines(out, interval=0.0)
     view.started("sft", "")

@@ -1,4 +1,4 @@
-"""The wiki of a home with one real run, and signed runs like it: built, damaged, searched and asked."""
+"""The wiki of a home with one real run and signed copies: build, lint, search, slides and questions."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """A copy of the home that a test may damage."""
     shutil.copytree(made / "home", tmp_path / "home", symlinks=True)
     return tmp_path
 
@@ -78,7 +78,7 @@ def command(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
 
 
 def built(control: Control, text: str = "") -> Wiki:
-    """The wiki after a build, with one question."""
+    """Build the wiki with one question page."""
     wiki = Wiki.of(control)
     run = find_run(control, "words/base").id
     wiki.write("questions/q-0.md", text or question("base", run))
@@ -92,7 +92,7 @@ def codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-def test_the_same_home_gives_the_same_bytes_and_no_findings(control: Control, tmp_path: Path) -> None:
+def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: Path) -> None:
     wiki = built(control)
     again = Wiki(tmp_path / "again")
     again.write("questions/q-0.md", wiki.pages()["questions/q-0"])
@@ -112,11 +112,11 @@ def test_the_same_home_gives_the_same_bytes_and_no_findings(control: Control, tm
     assert wiki.pages()["index"].count("](questions/q-0.md)") == 1
     assert next(citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
     run = find_run(control, "words/base").id
-    assert "[questions/q-0](../questions/q-0.md)" in wiki.pages()[f"runs/{run}"]  # mentioned in
+    assert "[questions/q-0](../questions/q-0.md)" in wiki.pages()[f"runs/{run}"]  # the run page links back
 
 
 @pytest.mark.parametrize("kind", RULES)
-def test_each_kind_of_fault_is_found(kind: str, control: Control) -> None:
+def test_lint_finds_each_kind_of_fault(kind: str, control: Control) -> None:
     wiki = built(control)
     runs = [find_run(control, f"spare{place}/base").id for place in range(4)]
     Planter(control, wiki, "base", runs).kinds[kind]("questions/q-0")
@@ -128,7 +128,7 @@ def test_each_kind_of_fault_is_found(kind: str, control: Control) -> None:
     assert {code for _, code in found} == {kind}
 
 
-def test_a_changed_figure_is_named(control: Control) -> None:
+def test_build_reports_changed_figures(control: Control) -> None:
     wiki = built(control, "At {{ best pass@1 of recipe words stage base }}.\n")
     base = find_run(control, RUN)
     newer = another_run(control, base, 5, figure(0.99), ["arm=c"], "words")
@@ -142,7 +142,7 @@ def test_a_changed_figure_is_named(control: Control) -> None:
     assert (f"runs/{newer}", "failed-evidence") in codes(wiki, control)
 
 
-def test_what_people_write_survives(control: Control) -> None:
+def test_build_keeps_hand_written_text(control: Control) -> None:
     wiki = built(control)
     (wiki.root / "folder.md").mkdir()
     os.mkfifo(wiki.root / "pipe.md")
@@ -162,7 +162,7 @@ def test_what_people_write_survives(control: Control) -> None:
     assert "# My words" not in wiki.pages()["recipes/words"] and "Read <!--=" in wiki.pages()["recipes/words"]
 
 
-def test_text_of_others_is_only_text() -> None:
+def test_quoted_text_contains_no_markup() -> None:
     hostile = (
         "a`b {{ count of recipe x stage y }} <!-- hand --> [[runs/1]] [x](y.md) | <!--= q -->9<!--/-->\n# h"
     )
@@ -185,7 +185,7 @@ def test_text_of_others_is_only_text() -> None:
         (f"difference pass@1 of {ARM}=a seed=1 minus {ARM}=one", "no seed in common"),
     ],
 )  # fmt: skip
-def test_queries_that_have_no_answer(query: str, why: str, made: Path) -> None:
+def test_facts_refuse_unanswerable_queries(query: str, why: str, made: Path) -> None:
     control = Control(Home.open(made / "home"))
     facts: Facts = Wiki.of(control).facts(control, verify=True)
     with pytest.raises(RequestError, match=why):
@@ -193,7 +193,7 @@ def test_queries_that_have_no_answer(query: str, why: str, made: Path) -> None:
     control.store.close()
 
 
-def test_a_damaged_cache_is_read_again(control: Control) -> None:
+def test_build_ignores_damaged_cache(control: Control) -> None:
     wiki = built(control)
     cache = wiki.root / ".perilune" / "facts.json"
     for damage in ("{", "[]", json.dumps({find_run(control, RUN).id: [1, 2]})):
@@ -201,7 +201,7 @@ def test_a_damaged_cache_is_read_again(control: Control) -> None:
         assert build(wiki, wiki.facts(control)).written == 0
 
 
-def test_search_and_slides(control: Control) -> None:
+def test_search_finds_passages_and_slides_embed_plots(control: Control) -> None:
     wiki = built(control)
     pages = wiki.pages()
     found = search(list(passages(pages)), "what did the arms reach")
@@ -218,7 +218,7 @@ def test_search_and_slides(control: Control) -> None:
 
 
 class _Model(BaseHTTPRequestHandler):
-    """Answers with what the question asks to say."""
+    """A model that answers with the text after "say: " in the question."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -233,7 +233,7 @@ class _Model(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_commands(folder: Path) -> None:
+def test_wiki_commands(folder: Path) -> None:
     document = json.loads(command(folder, "wiki", "build", "--json"))
     assert document["pages"] == document["written"] > 10
     assert "0 findings" in command(folder, "wiki", "lint")
