@@ -1,4 +1,4 @@
-"""The comparison of algorithms: its statistics, what it says of them, and that every arm is a recipe."""
+"""The comparison of algorithms: its statistics, its text, its charts, and the recipes of its arms."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ SETTINGS = yaml.safe_load((FOLDER / "arms.yaml").read_text())
 
 
 def record(arm: str, seed: int, rate: float, seconds: float, length: float = 20.0) -> dict[str, Any]:
-    """An arm whose pass rate climbs in a straight line from 0.2 in forty steps."""
+    """Record of an arm whose pass rate changes linearly from 0.2 over forty steps."""
     steps = 40
     return {
         "setting": "toy",
@@ -43,8 +43,8 @@ def record(arm: str, seed: int, rate: float, seconds: float, length: float = 20.
     }
 
 
-def shown(**arms: list[tuple[float, float]]) -> dict[str, Any]:
-    """The page of arms given as (pass@1, processor seconds) by seed."""
+def page_of(**arms: list[tuple[float, float]]) -> dict[str, Any]:
+    """The page for arms given as (pass@1, CPU seconds) for each seed."""
     return view({
         "command": "python benchmarks/algorithms.py",
         "settings": {"toy": {"title": "A toy", "arms": dict.fromkeys(arms)}},
@@ -54,9 +54,9 @@ def shown(**arms: list[tuple[float, float]]) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def test_a_difference_is_told_from_noise() -> None:
+def test_view_separates_differences_from_noise() -> None:
     base = [(0.70, 10.0), (0.72, 10.0), (0.71, 10.0)]
-    about = shown(
+    about = page_of(
         grpo=base,
         better=[
             (rate + 0.10 + jitter, 10.0) for (rate, _), jitter in zip(base, (0, 0.001, 0.002), strict=True)
@@ -70,47 +70,45 @@ def test_a_difference_is_told_from_noise() -> None:
     assert "Only `better` differ" in about
 
 
-def test_two_seeds_support_no_claim() -> None:
-    about = shown(grpo=[(0.70, 10.0), (0.72, 10.0)], other=[(0.80, 10.0), (0.8201, 10.0)])["about"]
+def test_view_makes_no_claim_from_two_seeds() -> None:
+    about = page_of(grpo=[(0.70, 10.0), (0.72, 10.0)], other=[(0.80, 10.0), (0.8201, 10.0)])["about"]
     assert "`other` against `grpo` at equal episodes: too few seeds for a claim" in about
 
 
-def test_a_slow_arm_is_read_before_its_end_at_equal_seconds() -> None:
-    page = shown(grpo=[(0.7, 10.0)] * 3, slow=[(0.7, 20.0)] * 3)
+def test_slow_arm_is_compared_at_equal_seconds() -> None:
+    page = page_of(grpo=[(0.7, 10.0)] * 3, slow=[(0.7, 20.0)] * 3)
     (row,) = page["A toy"]["against grpo at equal seconds"]
-    assert float(row["by seed"].split(",")[0]) == pytest.approx(
-        -25, abs=1
-    )  # half of the way from 20% to 70% is missing
+    assert float(row["by seed"].split(",")[0]) == pytest.approx(-25, abs=1)  # halfway from 20% to 70%
     (row,) = page["A toy"]["against grpo at equal episodes"]
     assert row["difference, points"] == "+0.0" and row["by seed"] == "+0.0, +0.0, +0.0"
 
 
-def test_a_busy_machine_does_not_make_an_arm_slower() -> None:
-    page = shown(grpo=[(0.7, 10.0)] * 3, disturbed=[(0.7, 14.0), (0.7, 10.0), (0.7, 25.0)])
+def test_equal_seconds_ignore_load_of_the_machine() -> None:
+    page = page_of(grpo=[(0.7, 10.0)] * 3, disturbed=[(0.7, 14.0), (0.7, 10.0), (0.7, 25.0)])
     (row,) = page["A toy"]["against grpo at equal seconds"]
     assert row["difference, points"] == "+0.0"
 
 
-def test_steps_with_more_episodes_weigh_more() -> None:
+def test_rate_at_weights_steps_by_episodes() -> None:
     curve = {"seconds": [1.0, 2.0, 3.0], "episodes": [100, 300, 100], "pass_rate": [0.0, 1.0, 0.0]}
     assert rate_at(curve, 2.5) == 0.75
     assert rate_at(curve, 9.0) == 0.6
     assert WINDOW >= 3
 
 
-def test_all_comparisons_of_the_page_are_corrected_together() -> None:
-    """The same arm is clear of chance alone, and not among twenty."""
+def test_view_corrects_all_comparisons_together() -> None:
+    """An arm that is significant alone is not significant among many comparisons."""
     jitter = (0.0, 0.012, 0.024)
     base = [(0.70, 10.0)] * 3
     arm = [(0.75 + one, 10.0) for one in jitter]
     flat = [(0.70 + one, 10.0) for one in (0.01, -0.01, 0.0)]
-    assert "`arm` against `grpo` at equal episodes: higher" in shown(grpo=base, arm=arm)["about"]
+    assert "`arm` against `grpo` at equal episodes: higher" in page_of(grpo=base, arm=arm)["about"]
     others = {f"other{place}": flat for place in range(9)}
-    page = shown(grpo=base, arm=arm, **others)
+    page = page_of(grpo=base, arm=arm, **others)
     assert "No difference from `grpo` shown at equal episodes: `arm`, `other0`" in page["about"]
 
 
-def test_what_the_checks_stopped_is_said_and_left_out() -> None:
+def test_view_reports_and_excludes_stopped_runs() -> None:
     records = [record(arm, seed, 0.7, 10.0) for arm in ("grpo", "frail") for seed in range(3)]
     records[-1] = {"setting": "toy", "arm": "frail", "seed": 2, "failed": "the run ended with 1"}
     page = view({
@@ -123,8 +121,8 @@ def test_what_the_checks_stopped_is_said_and_left_out() -> None:
     assert len(row["by seed"].split(",")) == 2
 
 
-def test_charts_are_drawn_inside_their_panels() -> None:
-    (chart,) = shown(grpo=[(0.7, 10.0)] * 2, other=[(0.8, 30.0)] * 2)["charts"].values()
+def test_charts_stay_inside_their_panels() -> None:
+    (chart,) = page_of(grpo=[(0.7, 10.0)] * 2, other=[(0.8, 30.0)] * 2)["charts"].values()
     root = ElementTree.fromstring(chart)
     width = float(root.get("width", "0"))
     texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -140,7 +138,7 @@ def test_charts_are_drawn_inside_their_panels() -> None:
         assert all(0 <= x <= width and 0 <= y <= 150 for x, y in points)
 
 
-def test_an_arm_takes_the_learning_rate_that_was_best_for_it() -> None:
+def test_with_best_rate_selects_the_best_learning_rate() -> None:
     tried = {f"{rate:g}": 0.9 - abs(rate - 4e-4) for rate in RATES}
     keys = with_best_rate({"grpo": {"algorithm": "grpo"}}, {"grpo": tried})
     assert keys == {"grpo": {"algorithm": "grpo", "lr": 4e-4}}
@@ -151,7 +149,7 @@ def test_an_arm_takes_the_learning_rate_that_was_best_for_it() -> None:
 @pytest.mark.parametrize(
     ("setting", "arm"), [(name, arm) for name, one in SETTINGS.items() for arm in one["arms"]]
 )
-def test_every_arm_is_a_recipe(setting: str, arm: str) -> None:
+def test_every_arm_is_a_valid_recipe(setting: str, arm: str) -> None:
     keys = SETTINGS[setting]["arms"][arm]
     overrides = [f"rl.{name}={json.dumps(value)}" for name, value in keys.items()]
     recipe = load_recipe(FOLDER / SETTINGS[setting]["recipe"], overrides)

@@ -1,4 +1,4 @@
-"""The rollout benchmark: its work is equal, its floor is right, its file merges, and it runs."""
+"""The rollout benchmark: equal work, the lower bound of time, merged records, and a smoke run."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from benchmarks.rollout.view import view  # noqa: E402
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `--smoke` writes, of two of its workloads."""
+    """The document that `--smoke` writes for two workloads."""
     folder = tmp_path_factory.mktemp("rollout")
     command = [sys.executable, "-m", "benchmarks.rollout", "--smoke", "--out", folder / "rollout.json"]
     environment = {**os.environ, "PERILUNE_BENCHMARKS": str(folder)}
@@ -52,25 +52,27 @@ def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
             assert record["tokens"] == wanted and not record["faults"]
             assert record["greedy"]["tokens"] == 1 and record["greedy"]["logprob_difference"] < 1e-4
             assert record["seconds"][0] > 0 and record["peak_mb"] > 50
-            assert -6 < record["mean_logprob"] < -4, "at temperature 1 from 128 tokens of random weights"
+            assert -6 < record["mean_logprob"] < -4, (
+                "expected for random weights, 128 tokens and temperature 1"
+            )
         assert records[workload, "perilune"]["split_ms"]["run"] > 0
     assert records["single", "perilune"]["first_token_seconds"][0] > 0
 
 
 @pytest.mark.thorough
-def test_the_page_shows_every_record(smoke: dict[str, Any]) -> None:
+def test_view_shows_every_record(smoke: dict[str, Any]) -> None:
     shown = view(smoke)
     assert [row["engine"] for row in shown["ragged"]["one core"]] == ["perilune", "transformers"]
     assert "times as fast as `generate` of transformers" in shown["about"]
 
 
-def test_the_floor_counts_products_and_reads() -> None:
-    """One prompt of 3 tokens, 2 samples of 3 tokens, by hand, where a FLOP and a byte take a second."""
+def test_floor_counts_flops_and_reads() -> None:
+    """Computed by hand for one prompt of 3 tokens and 2 samples of 3 tokens."""
     shape, limits = SHAPES["smoke"], Limits({"float32": 1.0, "bfloat16": 1.0}, read=1e-9)
     least = floor(shape, [Request([1, 2, 3], 2, 3)], "float32", limits)
     kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
     assert least.cache == pytest.approx(1e9 * kv * (2 * 4 + 2 * 5))
-    assert least.decode == pytest.approx(1e9 * 2 * 4 * shape.parameters), "weights are read in both steps"
+    assert least.decode == pytest.approx(1e9 * 2 * 4 * shape.parameters), "both steps read the weights"
     fast_memory = Limits(limits.product, read=1e30)
     least = floor(shape, [Request([1, 2, 3], 2, 3)], "float32", fast_memory)
     assert least.decode == pytest.approx(2 * shape.parameters * 2 * 2)
@@ -80,12 +82,12 @@ def test_the_floor_counts_products_and_reads() -> None:
     )
 
 
-def test_the_shapes_are_those_of_the_names() -> None:
+def test_shapes_have_the_documented_parameter_counts() -> None:
     assert [round(SHAPES[name].parameters / 1e6, 1) for name in "TSM"] == [4.1, 88.9, 596.0]
 
 
 @pytest.mark.parametrize("workload", ["group", "ragged", "single"])
-def test_work_is_the_same_every_time(workload: str) -> None:
+def test_requests_are_deterministic_and_within_length_limits(workload: str) -> None:
     case = Case("T", workload, "float32", 1)
     assert case.requests() == case.requests()
     lengths = [request.new_tokens for request in case.requests()]
@@ -109,7 +111,7 @@ LOGPROBS = [[-1.0, -2.0], [-3.0, -4.0], [-5.0]]
         ([[1, 2], [3, 4], [5]], LOGPROBS[:2], "log-probs"),
     ],
 )
-def test_unequal_work_is_noticed(tokens: Any, logprobs: Any, fault: str | None) -> None:
+def test_check_detects_unequal_work(tokens: Any, logprobs: Any, fault: str | None) -> None:
     faults, figures = check(REQUESTS, Outcome(tokens, logprobs), vocab=9)
     if fault is None:
         deviation = pytest.approx(2**0.5)
@@ -119,8 +121,8 @@ def test_unequal_work_is_noticed(tokens: Any, logprobs: Any, fault: str | None) 
         assert fault in " ".join(faults)
 
 
-def test_another_distribution_is_noticed() -> None:
-    """Of 8 equally likely tokens, or only of the 4 that come first."""
+def test_drawn_alike_detects_another_distribution() -> None:
+    """Tokens drawn uniformly from 8, or only from the first 4."""
     whole = {"tokens": 1000, "mean_logprob": -np.log(8) + 0.01, "logprob_deviation": 0.2}
     half = {"tokens": 1000, "mean_logprob": -np.log(4), "logprob_deviation": 0.2}
     assert drawn_alike(whole, {**whole, "mean_logprob": -np.log(8)})
@@ -128,7 +130,7 @@ def test_another_distribution_is_noticed() -> None:
     assert drawn_alike({**whole, "mean_logprob": None}, half), "nothing to compare"
 
 
-def test_an_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestant_records_why_its_engine_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "CACHE", tmp_path)
     monkeypatch.setattr(running, "ENGINES", {"broken": Engine("not_there", prepares=True)})
     setup = {"checkpoint": str(tmp_path), "model": "smoke", "dtype": "float32", "threads": 1, "requests": []}
@@ -141,14 +143,14 @@ def test_an_engine_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     assert not broken.rounds
 
 
-def test_agreement_ends_with_the_first_token_that_differs() -> None:
+def test_agreement_stops_at_the_first_different_token() -> None:
     reference = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0] * 3, [-1.0] * 3]}
     mine = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.0, -1.5, -1.0], [-1.25, -8.0, -8.0]]}
     assert agreement(mine, reference) == {"tokens": 4 / 6, "logprob_difference": 0.5}
 
 
 def record(engine: str, seconds: list[float], **changes: Any) -> dict[str, Any]:
-    """What a run would have written."""
+    """A record of a benchmark run."""
     return {
         "model": "T",
         "workload": "group",
@@ -172,7 +174,7 @@ def record(engine: str, seconds: list[float], **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_runs_merge(tmp_path: Path) -> None:
+def test_store_merges_runs(tmp_path: Path) -> None:
     path = tmp_path / "rollout.json"
     Store(path, ["--engines", "perilune"]).keep(record("perilune", [2.0]))
     Store(path, ["--engines", "openvino"]).keep(record("openvino", [1.0]))
@@ -190,7 +192,7 @@ def document(*records: dict[str, Any]) -> dict[str, Any]:
     return {"about": "About.", "models": {"T": "small"}, "records": list(records)}
 
 
-def test_where_we_are_behind_is_told_with_its_reasons() -> None:
+def test_view_lists_slower_cases_with_reasons() -> None:
     split = {"steps": 10, "schedule": 1.0, "run": 6.0, "draw": 2.0, "rest": 1.0}
     ours = record("perilune", [2.0, 3.0, 2.0], split_ms=split)
     small = record("perilune-int8", [1.0, 1.0, 2.0], kv_cache="int8")
@@ -206,13 +208,13 @@ def test_where_we_are_behind_is_told_with_its_reasons() -> None:
     assert "at most 2.0 times as high" in text
 
 
-def test_a_busy_machine_is_told() -> None:
+def test_view_reports_busy_machine() -> None:
     ours = record("perilune", [2.0], processor_seconds=[1.7])
     text = view(document(ours, record("transformers", [2.0])))["about"]
     assert "In 1 of 2 measurements other processes used the same cores" in text
 
 
-def test_wrong_and_failed_records_are_shown_and_not_compared() -> None:
+def test_view_shows_wrong_and_failed_records_without_comparing() -> None:
     failed = {**record("llama.cpp", []), "failed": "out of memory"}
     del failed["faults"]
     wrong = record("openvino", [0.1], faults=["samples that are the same"])

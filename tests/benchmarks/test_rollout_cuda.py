@@ -1,4 +1,4 @@
-"""The benchmark for GPUs, as far as it goes without one."""
+"""The GPU rollout benchmark, mostly tested without a GPU."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
     return rollout_cuda.main()
 
 
-def test_without_a_gpu_it_says_so(
+def test_rollout_cuda_exits_with_2_without_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -33,7 +33,9 @@ def test_without_a_gpu_it_says_so(
 
 
 @pytest.mark.thorough
-def test_it_measures_both_engines_on_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_cuda_measures_both_engines_on_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rollout_cuda.json"
     assert run(monkeypatch, "--smoke", "--workloads", "single", "--out", str(out)) == 0
     document = json.loads(out.read_text())
@@ -50,7 +52,7 @@ def test_it_measures_both_engines_on_the_same_work(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_it_measures_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_cuda_measures_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rollout_cuda.json"
     options = ("--models", "S", "--workloads", "single", "--repeats", "1", "--out", str(out))
     assert run(monkeypatch, *options) == 0

@@ -1,4 +1,4 @@
-"""The benchmarks of training on a GPU, as far as they go without one."""
+"""The GPU training benchmarks, tested without a GPU."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ import passes_cuda  # noqa: E402
 
 
 @pytest.mark.parametrize("benchmark", [grpo_cuda, passes_cuda])
-def test_without_a_gpu_they_say_so(
+def test_training_benchmarks_exit_with_2_without_gpu(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -25,7 +25,7 @@ def test_without_a_gpu_they_say_so(
     assert "no CUDA device" in capsys.readouterr().err
 
 
-def test_passes_and_decoding_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_cuda_measures_training_and_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "passes_cuda.json"
     monkeypatch.setattr(sys, "argv", ["passes_cuda.py", "--smoke", "--out", str(out)])
     assert passes_cuda.main() == 0
@@ -35,7 +35,7 @@ def test_passes_and_decoding_are_measured(tmp_path: Path, monkeypatch: pytest.Mo
         assert row["tokens_per_second"] > 0 and row["share_of_best_rate"] >= 0
 
 
-def test_learning_with_an_adapter_needs_two_thirds_of_the_products() -> None:
+def test_adapter_training_needs_two_thirds_of_the_flops() -> None:
     step = {"fed_tokens": 800, "tokens": 800}
     whole, adapter = (
         grpo_cuda.learning_flops(grpo_cuda.Case("M", 2, 4, 100, 4096, lora=lora), step)
@@ -46,7 +46,7 @@ def test_learning_with_an_adapter_needs_two_thirds_of_the_products() -> None:
 
 
 @pytest.mark.thorough
-def test_the_steps_of_a_run_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_cuda_measures_the_steps_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "grpo_cuda.json"
     monkeypatch.setattr(grpo_cuda, "CACHE", tmp_path)
     monkeypatch.setattr(sys, "argv", ["grpo_cuda.py", "--smoke", "--out", str(out)])

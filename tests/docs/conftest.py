@@ -1,4 +1,4 @@
-"""One home, one downloaded model and one small experiment for all pages; a folder of its own for each."""
+"""Fixtures for documentation examples: a shared home, models and experiment, and a folder for each page."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from perilune.environments.core import registry as environments
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of every command; a small model lies where Qwen/Qwen3-0.6B would."""
+    """Environment variables of every command; small models replace the downloaded ones."""
     root = tmp_path_factory.mktemp("docs")
     put_in_cache(root / "huggingface", "Qwen/Qwen3-0.6B")
     for name in ("smollm2-135m", "HuggingFaceTB--SmolLM2-360M-Instruct"):
@@ -33,14 +33,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def experiment(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The quickstart, made small, has been run: what most pages talk about."""
+    """Run a small quickstart, the experiment of most pages."""
     runner = Runner(tmp_path_factory.mktemp("quickstart"), environment)
     runner.do(Block(ROOT / "README.md", 1, "bash", "", "perilune quickstart\n", ""))
 
 
 @pytest.fixture
 def runner(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
-    """Runs blocks in a folder of its own; what they install and import is forgotten after."""
+    """A runner in a fresh folder. Modules and plugins that blocks import are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     for name in ("PATH", "PERILUNE_HOME", "HF_HOME"):
         monkeypatch.setenv(name, environment[name])

@@ -1,4 +1,4 @@
-"""Fenced blocks of the documentation, in order, and what each asks to be done with it."""
+"""Fenced blocks of the documentation, in order, with their language, title and exclusion."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
-SHOWN = {"text"}  # what is only shown: output, file listings, formulas
+SHOWN = {"text"}  # not run: output, file listings, formulas
 RUN = {"python", "bash", "console", "yaml", "toml", "json"}
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?P<info>[^\n`]*)$")
@@ -21,9 +21,9 @@ class Block:
     """One fenced block.
 
     Attributes:
-        line: of its first line of text, from 1.
-        title: name of the file that it is, or "".
-        not_run: why it is not run, or "".
+        line: number of its first line of text, from 1.
+        title: file name of the block, or "".
+        not_run: reason for its exclusion, or "".
     """
 
     page: Path
@@ -39,7 +39,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All fenced blocks of a page. A comment `<!-- not run: why -->` on the line above excepts one."""
+    """All fenced blocks of a page. The comment `<!-- not run: why -->` on the line above excludes a block."""
     return list(_parse(page, page.read_text(encoding="utf-8").splitlines()))
 
 

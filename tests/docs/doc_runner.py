@@ -1,4 +1,4 @@
-"""Does what a page's blocks say, in a folder of the page's own: runs code and commands, checks recipes."""
+"""Runs the code and commands of a page's blocks in the page's folder, and checks its recipes."""
 
 import importlib
 import itertools
@@ -21,7 +21,7 @@ from perilune.control.runs.templates import load_template
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, load_recipe
 
-# What makes a stage of a documented recipe small enough to be run for real by a test.
+# Overrides that make the stages of a documented recipe small enough for a test.
 SMALL = {
     "collect": {"traces": 200},
     "sft": {"steps": 2, "batch_size": 8},
@@ -32,27 +32,27 @@ SMALL = {
     "connect_four_judge": {"positions": 2, "first_ply": 26, "games": 4, "simulations": [0, 4]},
 }
 RUNS_A_RECIPE = re.compile(r"^perilune (quickstart|run|sweep)\b[^|>&#]*")
-SHELL = {"|", "||", "<", ">", ">>", "&", "&&", ";", "2>"}  # where the shell ends a command
+SHELL = {"|", "||", "<", ">", ">>", "&", "&&", ";", "2>"}  # tokens that end a command
 SEEDS = re.compile(r"--seeds \S+")
-TWO_VALUES = re.compile(r"^([\w.]+=[^,\[{]+,[^,]+),.*")  # of an axis with more
+TWO_VALUES = re.compile(r"^([\w.]+=[^,\[{]+,[^,]+),.*")  # of an axis with more values
 
 
 def smaller(value: Any, own: Any) -> Any:
-    """The value, unless that of the page is smaller."""
+    """The smaller of two integers; `value` if the page has no integer."""
     return min(value, own) if isinstance(own, int) else value
 
 
 class Runner:
     """Runs the blocks of one page, in order; Python blocks share their names.
 
-    With `runs` set to False, code is compiled and commands are parsed; recipes are loaded all the same.
+    With `runs` set to False, code is only compiled and commands are only parsed. Recipes are still loaded.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str], seconds: float = 600) -> None:
         self.folder = folder
         self.seconds = seconds
         self.runs = True
-        self.site = folder / "installed"  # where the page's own package counts as installed
+        self.site = folder / "installed"  # the page's own package is installed here
         self.site.mkdir(parents=True)
         self.import_paths = (self.site, folder / "src", folder)
         paths = [*map(str, self.import_paths), environment.get("PYTHONPATH", "")]
@@ -60,7 +60,7 @@ class Runner:
         self.names: dict[str, Any] = {"__name__": "page"}
 
     def do(self, block: Block) -> None:
-        """Run or check one block; fails with the place of the block in its page."""
+        """Run or check one block. Errors name the page and line of the block."""
         if block.title:
             self._write(block)
         try:
@@ -76,21 +76,21 @@ class Runner:
         path = self.folder / block.title
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.text, encoding="utf-8")
-        importlib.invalidate_caches()  # the folder may not have been there when it was first looked at
+        importlib.invalidate_caches()  # the import system may have cached that the folder is absent
 
     def _python(self, block: Block) -> None:
-        """A titled block is a module that others import; any other runs here and now."""
+        """A titled block is a module, which is only compiled. Other blocks run."""
         if block.title or not self.runs:
             compile(block.text, block.place, "exec")
             return
-        source = "\n" * (block.line - 1) + block.text  # a traceback then names the line of the page
+        source = "\n" * (block.line - 1) + block.text  # so that tracebacks name the line of the page
         exec(compile(source, str(block.page), "exec"), self.names)
 
     def _bash(self, block: Block) -> None:
         self._shell(block.text)
 
     def _console(self, block: Block) -> None:
-        """Commands stand after "$ ", the rest is what they print; without any "$ " every line is a form."""
+        """Lines after "$ " are commands, the rest is output. Without any "$ ", each line is only parsed."""
         commands = re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)
         if commands:
             self._shell("\n".join(commands))
@@ -117,7 +117,7 @@ class Runner:
         )
 
     def small(self, line: str) -> str:
-        """The command with overrides that make its recipe small, and of a sweep two values and one seed."""
+        """The command with overrides for a small recipe; a sweep keeps two values per axis and one seed."""
         if not (command := RUNS_A_RECIPE.match(line)):
             return line
         words = [TWO_VALUES.sub(r"\1", word) for word in shlex.split(command[0])]
@@ -132,8 +132,8 @@ class Runner:
         return SEEDS.sub("--seeds 1", f"{shlex.join(words)} {line[command.end() :]}")
 
     def _yaml(self, block: Block) -> None:
-        """A recipe is loaded; sections without stages are laid over the bundled quickstart. A template is
-        put among the home's, and so is who rents machines to it."""
+        """Load a recipe; sections without stages override the bundled quickstart. Templates and provider
+        settings are written to the home and loaded."""
         document = yaml.safe_load(block.text)
         if "providers" in document:
             home = Home.open(Path(self.environment["PERILUNE_HOME"]))
@@ -159,7 +159,7 @@ class Runner:
             json.loads(line)
 
     def _toml(self, block: Block) -> None:
-        """A titled pyproject.toml counts as installed from here on: its entry points are registered."""
+        """Install a titled pyproject.toml: register its entry points."""
         document = tomllib.loads(block.text)
         groups = document["project"].get("entry-points", {})
         if not block.title:
@@ -176,12 +176,12 @@ class Runner:
 
 
 def parses(words: list[str]) -> None:
-    """Check that the command line has this command, and the command these options and arguments.
+    """Check that the command exists and accepts these options and arguments.
 
     Raises:
-        click.UsageError: when it does not.
+        click.UsageError: if it does not.
     """
-    start = words.index("perilune") + 1  # variables, and what is piped into it, come first
+    start = words.index("perilune") + 1  # skip variables and pipes before it
     name, *rest = itertools.takewhile(lambda word: word not in SHELL, words[start:])
     command = load_command(name)
     while commands := getattr(command, "commands", None):

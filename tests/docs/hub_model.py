@@ -1,4 +1,4 @@
-"""Small checkpoints with a chat template, where downloaded models would lie."""
+"""Small checkpoints with a chat template, in the places of downloaded models."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def put_in_cache(home: Path, model_id: str) -> None:
-    """Lay the checkpoint into the Hugging Face cache at `home` as `model_id`."""
+    """Save a small checkpoint as `model_id` in the Hugging Face cache at `home`."""
     model = home / "hub" / f"models--{model_id.replace('/', '--')}"
     snapshot = model / "snapshots" / "0123456789abcdef"
     snapshot.parent.mkdir(parents=True)
@@ -27,7 +27,7 @@ def put_in_cache(home: Path, model_id: str) -> None:
 
 
 def put_in_home(home: Path, name: str) -> None:
-    """Lay a small Llama with a byte-level tokenizer into the home as the fetched model `name`."""
+    """Save a small Llama with a byte-level tokenizer as the fetched model `name` of the home."""
     folder = home / "models" / name
     folder.mkdir(parents=True)
     gguf = write_gguf(home / "small.gguf")

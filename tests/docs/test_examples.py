@@ -1,6 +1,6 @@
-"""Every example of the README and of docs/ is run, with small settings; recipes are loaded.
+"""Run every example of the README and docs/ with small settings, and load every recipe.
 
-One experiment serves all of this file. `make thorough` runs the pages that train for long; otherwise their
+All tests share one experiment. `make thorough` runs the pages with long training. Otherwise their
 commands are parsed, their code is compiled and their recipes are loaded.
 """
 
@@ -15,11 +15,11 @@ from doc_runner import Runner
 
 pytestmark = pytest.mark.slow
 
-MOST_NOT_RUN = 20  # what may be excepted; each says why
+MOST_NOT_RUN = 20  # limit of excluded blocks; each gives a reason
 
 ALL = [block for page in PAGES for block in blocks(page)]
 WITH_EXAMPLES = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
-# Each takes four to thirty seconds of the processor.
+# Each takes 4 to 30 CPU seconds.
 LONG = {
     ROOT / "docs" / f"{name}.md"
     for name in (
@@ -35,18 +35,18 @@ LONG = {
         "tutorial/own-recipe", "tutorial/quickstart",
     )
 }  # fmt: skip
-# Recipes of these read files that the page's own commands write.
+# Recipes of these pages read files that the page's commands write.
 ON_WRITTEN_FILES = {
     ROOT / "docs" / "how-to" / f"{name}.md"
     for name in ("coming-from-trl", "own-data", "own-model", "regression-suites", "routing-replay")
 }
 
 
-def named(page: Path) -> str:
+def relative_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", sorted(LONG - ON_WRITTEN_FILES), ids=named)
+@pytest.mark.parametrize("page", sorted(LONG - ON_WRITTEN_FILES), ids=relative_name)
 def test_examples_of_long_pages_are_valid(page: Path, runner: Runner) -> None:
     runner.runs = False
     for block in blocks(page):
@@ -57,7 +57,7 @@ def test_examples_of_long_pages_are_valid(page: Path, runner: Runner) -> None:
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.thorough] if page in LONG else []) for page in WITH_EXAMPLES],
-    ids=named,
+    ids=relative_name,
 )
 @pytest.mark.usefixtures("experiment")
 def test_examples_run(page: Path, runner: Runner) -> None:
@@ -74,7 +74,7 @@ def attempt(stage: str, environment: dict[str, str]) -> Path:
 
 @pytest.mark.usefixtures("experiment")
 @pytest.mark.parametrize("stage", ["traces", "sft", "rl", "after_rl"])
-def test_every_figure_of_a_run_is_documented(stage: str, environment: dict[str, str]) -> None:
+def test_every_metric_of_a_run_is_documented(stage: str, environment: dict[str, str]) -> None:
     documented = set(re.findall(r"`([^`]+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     artifacts = attempt(stage, environment) / "artifacts"
     for name in ("metrics.jsonl", "timings.jsonl", "hardware.jsonl"):
@@ -89,12 +89,12 @@ def test_every_figure_of_a_run_is_documented(stage: str, environment: dict[str, 
     assert summary <= documented, f"summary.json of {stage}"
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_has_a_known_language() -> None:
     odd = [f"{block.place}: {block.language!r}" for block in ALL if block.language not in RUN | SHOWN]
     assert not odd
 
 
-def test_few_examples_are_not_run() -> None:
+def test_few_examples_are_excluded() -> None:
     excepted = [block for block in ALL if block.not_run]
     listing = "\n".join(f"{block.place}: {block.not_run}" for block in excepted)
     print(f"{len(excepted)} of {len(ALL)} blocks are not run:\n{listing}")
@@ -112,20 +112,20 @@ def test_few_examples_are_not_run() -> None:
         ("json", "{]\n", ValueError, "line 1"),
     ],
 )
-def test_a_broken_example_is_found(
+def test_runner_fails_for_broken_examples(
     runner: Runner, language: str, text: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         runner.do(Block(ROOT / "README.md", 7, language, "", text, ""))
 
 
-def test_a_misspelt_option_is_found_without_running_it(runner: Runner) -> None:
+def test_runner_finds_misspelt_option_without_running_it(runner: Runner) -> None:
     runner.runs = False
     with pytest.raises(Exception, match="No such option: --sede"):
         runner.do(Block(ROOT / "README.md", 7, "bash", "", "perilune run sums.yaml --sede 1 | tail\n", ""))
 
 
-def test_a_recipe_is_made_small_and_a_hanging_command_ended(runner: Runner) -> None:
+def test_runner_shrinks_recipes_and_times_out(runner: Runner) -> None:
     small = runner.small("perilune run quickstart --set rl.steps=500 | tail -n 1")
     assert small.index("rl.steps=500") < small.index("rl.steps=2") < small.index("| tail -n 1")
     assert runner.small("perilune runs") == "perilune runs"

@@ -1,4 +1,4 @@
-"""The tables of faults and findings name tests that exist."""
+"""Tables of faults and findings name existing tests."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("faults.md", "machines.md", "outside-review.md")
 
 
-def test_every_test_that_a_table_names_exists() -> None:
+def test_tables_name_existing_tests() -> None:
     written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     there = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
     for page in PAGES:
@@ -16,6 +16,6 @@ def test_every_test_that_a_table_names_exists() -> None:
         assert named and not named - there, f"{page}: {sorted(named - there)}"
 
 
-def test_the_rows_are_numbered() -> None:
+def test_fault_rows_are_numbered() -> None:
     text = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
     assert [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)] == [*range(1, 34)]

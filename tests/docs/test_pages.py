@@ -1,4 +1,4 @@
-"""The pages say what is: columns, packages, results; and the site builds without a warning."""
+"""Pages match the code: episode columns, packages and results. The site builds without warnings."""
 
 import re
 import subprocess
@@ -15,19 +15,19 @@ pytestmark = pytest.mark.slow
 DOCS = ROOT / "docs"
 
 
-def test_every_column_of_an_episode_is_documented() -> None:
+def test_every_episode_column_is_documented() -> None:
     page = (DOCS / "reference" / "episode.md").read_text()
     rows = [row for row in page.splitlines() if row.startswith("| `")]
     documented = [name for row in rows for name in re.findall(r"`([a-z_]+)`", row.split("|")[1])]
     assert documented == episode_schema().names
 
 
-def test_the_map_of_the_house_is_complete() -> None:
+def test_readme_layout_lists_every_package() -> None:
     packages = {path.parent.name for path in (ROOT / "src" / "perilune").glob("*/__init__.py")}
     assert set(re.findall(r"^\| `(\w+)/` \|", (ROOT / "README.md").read_text(), re.MULTILINE)) == packages
 
 
-def test_results_are_what_the_data_says() -> None:
+def test_result_pages_match_the_data() -> None:
     command = [sys.executable, ROOT / "benchmarks" / "report.py", "--check"]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, f"{checked.stderr}run: python benchmarks/report.py"
@@ -35,7 +35,7 @@ def test_results_are_what_the_data_says() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built without a warning."""
+    """The site, built with warnings as errors."""
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_no_external_resources(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
@@ -55,7 +55,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert loaded and not [one for one in loaded if "//" in one], page.name
 
 
-def test_language_models_find_every_page(site: Path) -> None:
+def test_llms_txt_lists_every_page(site: Path) -> None:
     text = (site / "llms.txt").read_text()
     assert text.startswith("# Perilune\n\n> ")
     entries = re.findall(r"^- \[([^\]]+)\]\(([^)]+)\): (.+)$", text, re.MULTILINE)
@@ -70,4 +70,4 @@ def test_language_models_find_every_page(site: Path) -> None:
         assert ":::" not in page, path
         assert page.strip() in whole, path
     reference = (site / "reference" / "python.md").read_text()
-    assert "perilune.metrics.pass_at_k.pass_at_k(" in reference  # docstrings stand in the text
+    assert "perilune.metrics.pass_at_k.pass_at_k(" in reference  # the text includes docstrings

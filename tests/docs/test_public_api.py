@@ -1,4 +1,4 @@
-"""The public API: every name resolves, the import is light, and page and example keep to it."""
+"""The public API: every name resolves, the import is light, and reference and example use public names."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ HEAVY = ("torch", "pyarrow", "sqlalchemy", "numpy", "pydantic", "typer")
 
 
 def type_checked() -> dict[str, str]:
-    """Public names and modules as type checkers and editors see them."""
+    """Public names and their modules for type checkers and editors."""
     tree = ast.parse(Path(perilune.__file__).read_text())
     (block,) = [one for one in tree.body if isinstance(one, ast.If)]
     assert isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
@@ -50,13 +50,13 @@ def type_checked() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", perilune.__all__)
-def test_a_name_resolves_to_what_type_checkers_see(name: str) -> None:
+def test_public_name_resolves_like_for_type_checkers(name: str) -> None:
     value = getattr(perilune, name)
     assert value.__module__ == type_checked()[name]
     assert value.__doc__
 
 
-def test_nothing_else_is_public() -> None:
+def test_all_lists_exactly_the_public_names() -> None:
     assert list(type_checked()) and set(type_checked()) == set(perilune.__all__)
     assert sorted(perilune.__all__) == list(perilune.__all__)
     assert set(perilune.__all__) <= set(dir(perilune))
@@ -64,22 +64,22 @@ def test_nothing_else_is_public() -> None:
         _ = perilune.Enigne  # type: ignore[attr-defined]
 
 
-def test_the_import_loads_no_other_package() -> None:
+def test_import_perilune_loads_no_heavy_packages() -> None:
     code = f"import sys, perilune; dir(perilune); print([name for name in {HEAVY} if name in sys.modules])"
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert ran.stdout.strip() == "[]"
 
 
-def test_the_page_lists_the_public_names() -> None:
+def test_python_reference_lists_public_names() -> None:
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     sections = re.findall(r"^## (\w+)\n\n::: (\S+)$", page, re.MULTILINE)
     assert sections == [(name, f"{type_checked()[name]}.{name}") for name in perilune.__all__]
     assert page.count("\n## ") == page.count("\n::: ") == len(sections)
 
 
-def used(tree: ast.AST) -> Iterator[str]:
-    """Names of Perilune that a program uses, dotted where they are imported from within."""
+def perilune_names(tree: ast.AST) -> Iterator[str]:
+    """Names of Perilune that a program uses, dotted if imported from a submodule."""
     for one in ast.walk(tree):
         if isinstance(one, ast.Import):
             yield from (alias.name for alias in one.names if alias.name.startswith("perilune."))
@@ -90,14 +90,14 @@ def used(tree: ast.AST) -> Iterator[str]:
             yield one.attr
 
 
-def test_the_example_uses_public_names_only() -> None:
+def test_example_uses_public_names_only() -> None:
     text = (ROOT / "examples" / "rl_loop.py").read_text()
-    names = set(used(ast.parse(text)))
+    names = set(perilune_names(ast.parse(text)))
     assert len(names) > 8 and names <= set(perilune.__all__)
-    assert set(used(ast.parse("from perilune.engine import engine"))) == {"engine.engine"}
+    assert set(perilune_names(ast.parse("from perilune.engine import engine"))) == {"engine.engine"}
 
 
-def test_an_episode_is_made_from_a_task_and_a_completion() -> None:
+def test_episode_from_completion() -> None:
     task = next(iter(perilune.make_environment(SUMS).tasks("train", seed=0)))
     policy, tokenizer = perilune.load_model("tiny", seed=0)
     prompt = perilune.Prompt(tokenizer.encode_prompt(task.prompt), key=(0, 0, 0))
@@ -134,7 +134,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_recipe_is_run_and_its_checkpoint_evaluated(recipe: Path) -> None:
+def test_run_and_evaluate(recipe: Path) -> None:
     kinds = []
     results = perilune.run(recipe, on_event=lambda event: kinds.append(type(event).__name__))
     assert list(results) == ["start"] and results["start"].summary["preset"] == "tiny"
@@ -150,11 +150,11 @@ def test_a_recipe_is_run_and_its_checkpoint_evaluated(recipe: Path) -> None:
 
     found = perilune.evaluate(results["start"].output, SUMS, tasks=3, samples=2, max_tokens=4)
     assert found["tasks"] == 3 and found["samples"] == 2 and 0 <= found["pass@1"]["mean"] <= 1
-    with pytest.raises(RequestError, match="stage evaluation"):  # found by the stage itself
+    with pytest.raises(RequestError, match="stage evaluation"):  # the stage itself raises this
         perilune.evaluate(results["start"].output, SUMS, max_tokens=100_000)
 
 
-def test_a_wrong_request_is_refused(recipe: Path) -> None:
+def test_public_functions_refuse_invalid_requests(recipe: Path) -> None:
     with pytest.raises(RequestError, match="no such recipe"):
         perilune.run("quickstrat")
     with pytest.raises(RequestError, match="tasks"):
@@ -168,11 +168,11 @@ def test_a_wrong_request_is_refused(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("cause", "kind"), [(Cause.REQUEST, RequestError), (Cause.WORK, WorkFailedError)], ids=str
 )
-def test_a_failed_stage_becomes_an_error(cause: Cause, kind: type[Exception]) -> None:
+def test_failed_stage_becomes_an_error(cause: Cause, kind: type[Exception]) -> None:
     error = explain_failure(StageFailed("rl", "01RUN", cause, "no reward", "", False))
     assert type(error) is kind and "stage rl, run 01RUN: no reward" in str(error)
 
 
-def test_a_full_disk_says_what_can_be_removed() -> None:
+def test_full_disk_error_suggests_gc() -> None:
     full = StageFailed("rl", "01RUN", Cause.DISK_FULL, "the disk is full (files.py:120)", "", False)
     assert "`perilune gc` lists files" in str(explain_failure(full))

@@ -1,4 +1,4 @@
-"""Tables of the pages say what the code and the committed measurements say."""
+"""Tables in the documentation match the code and the committed measurements."""
 
 import ast
 import json
@@ -12,13 +12,13 @@ DOCS = ROOT / "docs"
 
 
 def rows(page: Path) -> list[list[str]]:
-    """The cells of all rows of all tables."""
+    """The cells of every row of every table on a page."""
     lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def messages() -> str:
-    """All text in the source, f-strings with NUL in place of their values."""
+    """All string literals of the source; NUL replaces the values of f-strings."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -31,7 +31,7 @@ def messages() -> str:
     return "\n".join(found)
 
 
-def test_every_message_of_the_troubleshooting_page_exists() -> None:
+def test_troubleshooting_messages_exist_in_the_source() -> None:
     text = messages()
     quoted = [
         one for row in rows(DOCS / "how-to" / "troubleshooting.md") for one in re.findall("`([^`]+)`", row[0])
@@ -41,7 +41,7 @@ def test_every_message_of_the_troubleshooting_page_exists() -> None:
     assert not [part for part in parts if part and part not in text]
 
 
-def test_the_table_of_sampling_speeds_is_the_measurement() -> None:
+def test_sampling_speed_table_matches_the_measurements() -> None:
     records = json.loads((ROOT / "benchmarks" / "results" / "rollout.json").read_text())["records"]
     columns = [("perilune", 1), ("perilune", 2), ("transformers", 2)]
     checked, model = 0, ""

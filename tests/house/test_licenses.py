@@ -1,4 +1,4 @@
-"""What an extra installs is not under the GPL, or the name of the extra says so."""
+"""Extras install no GPL packages, unless the name of the extra ends with -gpl."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ COPYLEFT = re.compile(r"(?<!L)A?GPL|(?<!Lesser )General Public License")
 
 
 def licenses(requirements):
-    """Name and license of all that is installed here of what `requirements` bring."""
+    """Names and licenses of the installed packages among `requirements` and their dependencies."""
     found, waiting = {}, [Requirement(one) for one in requirements]
     while waiting:
         need = waiting.pop()
@@ -33,10 +33,10 @@ def licenses(requirements):
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"dev", "docs"}))
-def test_no_extra_brings_the_gpl_unsaid(extra):
+def test_only_gpl_extras_install_gpl_packages(extra):
     found = licenses(EXTRAS[extra])
     copyleft = {name: said for name, said in found.items() if COPYLEFT.search(said)}
     if extra.endswith("-gpl"):
-        assert copyleft or not found, "the extra need not be set apart any more"
+        assert copyleft or not found, "no GPL package is left: drop the -gpl suffix"
     else:
         assert not copyleft

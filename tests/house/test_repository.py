@@ -1,4 +1,4 @@
-"""What the repository may hold: the project alone, in modules that can be read, with nothing left undone."""
+"""Files contain only the project: no private paths, package hosts, process notes or TODO markers."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BINARY = {".png", ".parquet", ".gz", ".whl", ".ico", ".safetensors"}
 
-# A letter in brackets keeps this file from finding itself.
+# A letter in brackets keeps the patterns from matching this file.
 FOREIGN = {
     "a path of somebody's machine": r"(?<![\w.])/(?:work[/]|roo[t]/|hom[e]/[a-z]|User[s]/[a-z])|/tmp/bash[_]",
     "a package host": "|".join(
@@ -37,7 +37,7 @@ UNDONE = r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b|NotImplementedErro[r]"
 
 
 def tracked() -> list[Path]:
-    """Files of the repository: those git knows and those it would take."""
+    """Files of the repository: tracked files, and untracked files that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -47,7 +47,7 @@ def tracked() -> list[Path]:
 
 
 def found(pattern: str, paths: list[Path]) -> list[str]:
-    """Places where a pattern is found, as "file:line: text"."""
+    """Matches of a pattern, as "file:line: text"."""
     places = []
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -57,18 +57,18 @@ def found(pattern: str, paths: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_files_speak_of_the_project_alone(what: str) -> None:
+def test_files_contain_no_private_paths_hosts_or_process_notes(what: str) -> None:
     places = found(FOREIGN[what], tracked())
     assert not places, f"{what}:\n" + "\n".join(places)
 
 
-def test_nothing_is_left_undone() -> None:
+def test_source_has_no_todo_markers() -> None:
     places = found(UNDONE, [path for path in tracked() if path.is_relative_to(ROOT / "src")])
     assert not places, "\n".join(places)
 
 
 def test_names_of_test_files_are_unique() -> None:
-    """pytest imports them by name: of two that are called alike one would not be run."""
+    """pytest imports test files by name, so it would skip one of two files with the same name."""
     names = [path.name for path in tracked() if path.is_relative_to(ROOT / "tests") and path.suffix == ".py"]
     twice = {name for name in names if names.count(name) > 1 and name != "conftest.py"}
     assert not twice
@@ -84,10 +84,10 @@ def test_names_of_test_files_are_unique() -> None:
         (UNDONE, "# TO" + "DO: later"),
     ],
 )
-def test_what_is_looked_for_is_found(tmp_path: Path, pattern: str, text: str) -> None:
+def test_patterns_match_forbidden_text(tmp_path: Path, pattern: str, text: str) -> None:
     assert re.search(pattern, text)
 
 
 @pytest.mark.parametrize("text", ["~/.perilune/runs", "/proc/self/statm", "the network/home", "worker.py"])
-def test_what_is_fine_is_left_alone(text: str) -> None:
+def test_patterns_ignore_allowed_text(text: str) -> None:
     assert not any(re.search(pattern, text) for pattern in (*FOREIGN.values(), UNDONE))

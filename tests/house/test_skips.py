@@ -1,4 +1,4 @@
-"""Where CI is set, only tests marked gpu may skip."""
+"""When CI is set, only tests marked gpu may skip."""
 
 import os
 import shutil
@@ -25,8 +25,8 @@ def test_known():
 MODULE = "import pytest\n\npytest.importorskip('no_such_package')\n"
 
 
-def outcome(folder: Path, text: str, ci: str) -> tuple[int, str]:
-    """Exit code and output of pytest on one file, under this project's conftest."""
+def run_pytest(folder: Path, text: str, ci: str) -> tuple[int, str]:
+    """Run pytest on one file with this project's conftest; returns exit code and output."""
     for name in ("conftest.py", "processor_time.py"):
         shutil.copy(Path(__file__).parents[1] / name, folder)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
@@ -39,17 +39,17 @@ def outcome(folder: Path, text: str, ci: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("ci", ["", "false"])
-def test_skips_are_fine_on_a_users_machine(tmp_path: Path, ci: str) -> None:
-    code, text = outcome(tmp_path, TESTS, ci)
+def test_skips_pass_outside_continuous_integration(tmp_path: Path, ci: str) -> None:
+    code, text = run_pytest(tmp_path, TESTS, ci)
     assert code == 0 and "2 skipped, 1 xfailed" in text
 
 
 def test_skips_fail_in_continuous_integration(tmp_path: Path) -> None:
-    code, text = outcome(tmp_path, TESTS, "true")
+    code, text = run_pytest(tmp_path, TESTS, "true")
     assert code == 1 and "1 failed, 1 skipped, 1 xfailed" in text
     assert "this one did: Skipped: no Chromium: apt install chromium" in text
 
 
-def test_modules_that_skip_fail_in_continuous_integration(tmp_path: Path) -> None:
-    code, text = outcome(tmp_path, MODULE, "true")
+def test_module_skips_fail_in_continuous_integration(tmp_path: Path) -> None:
+    code, text = run_pytest(tmp_path, MODULE, "true")
     assert code != 0 and "only GPU tests may skip" in text and "no_such_package" in text

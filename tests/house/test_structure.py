@@ -1,4 +1,4 @@
-"""The shape of the source: no import circles, and functions that can be read at a glance."""
+"""The shape of the source: no import cycles, short functions with few parameters."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 ROOT, PACKAGE = SOURCE.parent, SOURCE / "perilune"
 POSTPONED = "from __future__ import annotations\n"
-ON_OLDER_PYTHONS = (  # files that other machines run, or another interpreter
+ON_OLDER_PYTHONS = (  # files that run on other machines or interpreters
     *PACKAGE.glob("bundle/remote/*.py"),
     *PACKAGE.glob("execution/providers/ray/cluster/*.py"),
     PACKAGE / "bundle/hardware.py",
@@ -42,7 +42,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
-    """The modules that a module imports: at its top, in functions, and for type checkers alike."""
+    """Modules that a module imports: at its top, in functions, and for type checkers."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(parsed(path)):
@@ -56,7 +56,7 @@ def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     return (found & known.keys()) - {name}
 
 
-def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others."""
     reached = {name: _reachable(name, edges) for name in edges}
     groups = {
@@ -77,27 +77,27 @@ def _reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
     return seen
 
 
-def test_no_modules_import_each_other() -> None:
+def test_modules_have_no_import_cycles() -> None:
     known = modules(SOURCE)
     # `import perilune` loads its public names on first use; no module imports them from there.
     edges = {name: imports(name, path, known) for name, path in known.items() if name != "perilune"}
     edges = {name: {one for one in found if one != "perilune"} for name, found in edges.items()}
-    assert not circles(edges)
+    assert not cycles(edges)
 
 
 @pytest.mark.parametrize(
     "text", ["import p.b", "def f():\n    from p import b", "if TYPE_CHECKING:\n    from . import b"]
 )
-def test_a_circle_is_found_however_it_is_closed(tmp_path: Path, text: str) -> None:
+def test_cycles_finds_every_kind_of_import(tmp_path: Path, text: str) -> None:
     (tmp_path / "p").mkdir()
     for name, content in {"__init__": "", "a": text, "b": "from p.a import x", "c": "import p.a"}.items():
         (tmp_path / "p" / f"{name}.py").write_text(content)
     known = modules(tmp_path)
-    assert circles({name: imports(name, path, known) for name, path in known.items()}) == [["p.a", "p.b"]]
+    assert cycles({name: imports(name, path, known) for name, path in known.items()}) == [["p.a", "p.b"]]
 
 
 def functions() -> Iterator[tuple[str, Function]]:
-    """Every function of the source, with its place."""
+    """Every function of the source, with its file, line and name."""
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(parsed(path)):
             if isinstance(node, Function):
@@ -105,7 +105,7 @@ def functions() -> Iterator[tuple[str, Function]]:
 
 
 def lines(function: Function) -> int:
-    """Lines of a function; its docstring, and functions and classes inside it, do not count."""
+    """Lines of a function, without its docstring and without nested functions and classes."""
     body = [*function.body[1:]] if ast.get_docstring(function) is not None else [*function.body]
     left_out = {place for node in body for inner in _inner(node) for place in _span(inner)}
     own = {place for node in body for place in _span(node)} - left_out
@@ -150,8 +150,8 @@ def test_functions_take_few_parameters() -> None:
     assert not many, f"more than {MOST_PARAMETERS} parameters: {many}"
 
 
-def test_annotations_are_postponed_only_where_they_need_it(tmp_path: Path) -> None:
-    """Where one refers forward or to an import for type checkers, which ruff finds in a copy without it."""
+def test_annotations_are_postponed_only_where_needed(tmp_path: Path) -> None:
+    """Needed for forward references and type-checking imports. Ruff finds them in a copy without it."""
     postponed = set()
     folders = (ROOT / name for name in ("src", "tests", "benchmarks", "examples"))
     for path in (one for folder in folders for one in folder.rglob("*.py")):

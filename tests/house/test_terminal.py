@@ -1,4 +1,4 @@
-"""What others wrote is shown on a terminal, and never obeyed by it."""
+"""`printable` shows untrusted text on a terminal without executing its control sequences."""
 
 import unicodedata
 
@@ -23,18 +23,18 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_nothing_that_commands_a_terminal_is_left(text: str) -> None:
+def test_printable_escapes_terminal_commands(text: str) -> None:
     shown = printable(text)
     assert shown != text
     assert not [one for one in shown if unicodedata.category(one) in {"Cc", "Cf"} and one not in "\n\t"]
 
 
-def test_what_was_meant_is_still_to_be_read() -> None:
+def test_printable_keeps_text_readable() -> None:
     assert printable("\x1b[31mred\x9b") == "\\x1b[31mred\\x9b"
     assert printable("one\r\ntwo\rthree\n") == "one\ntwo\nthree\n"
     assert printable("a\u202eb") == "a\\u202eb"
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cf", "Zl", "Zp"])))
-def test_ordinary_text_stays_as_it_is(text: str) -> None:
+def test_printable_keeps_ordinary_text(text: str) -> None:
     assert printable(text) == text
