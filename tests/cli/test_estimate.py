@@ -62,7 +62,7 @@ def calibration(**seconds: float) -> Calibration:
     return Calibration("1", tuple(Speed(size, **pairs) for size in (1_000, 1_000_000)), overhead, 0.0)
 
 
-def pens(folder: Path) -> Recipe:
+def load_pens_recipe(folder: Path) -> Recipe:
     rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
     (folder / "pens.jsonl").write_text("".join(rows))
     (folder / "pens.yaml").write_text(RECIPE)
@@ -70,7 +70,7 @@ def pens(folder: Path) -> Recipe:
 
 
 def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
-    recipe = pens(tmp_path)
+    recipe = load_pens_recipe(tmp_path)
     work = work_of(job_for(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
     assert work is not None
     rollouts, judged = 5 * 16, 2 * 16  # 5 steps, and evaluations before and after
@@ -104,7 +104,7 @@ def test_estimate_has_a_range_when_lengths_may_change(
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial takes no time
-    control, recipe = Control(), pens(tmp_path)
+    control, recipe = Control(), load_pens_recipe(tmp_path)
     assert estimate(control, recipe, {}) == {}
     kept = calibration(sampled=1.0, start=100.0)
     save(control.home.root, [kept])
@@ -153,7 +153,7 @@ def test_lengths_of_rows_count_equal_prompts_once() -> None:
 
 
 def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_for(recipe := pens(tmp_path), recipe.stage("rl"))
+    job = job_for(recipe := load_pens_recipe(tmp_path), recipe.stage("rl"))
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
     (artifacts / "summary.json").write_text("{}")
@@ -181,14 +181,14 @@ def test_compared_reports_estimation_errors_of_a_finished_stage(tmp_path: Path) 
 def test_print_estimate_names_missing_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
-    print_estimate(pens(tmp_path), {}, None, sys.stdout)
+    print_estimate(load_pens_recipe(tmp_path), {}, None, sys.stdout)
     assert "unknown: no calibration of this device. Run `perilune doctor`" in capsys.readouterr().out
 
 
 def test_print_estimate_converts_seconds_to_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
-    recipe, found = pens(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
+    recipe, found = load_pens_recipe(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
     print_estimate(recipe, found, Template(price=2.0), sys.stdout)
     assert "cost     about 1 (0.5 to 2), at 2 per hour" in capsys.readouterr().out
     with pytest.raises(ValueError, match="a provider says its own"):

@@ -47,7 +47,7 @@ class Broken(SingleTurn):
 PENS = "{id: jsonl, path: pens.jsonl, match: number}"
 
 
-def loaded(tmp_path: Path, **changes: Any) -> Recipe:
+def load_pens_recipe(tmp_path: Path, **changes: Any) -> Recipe:
     rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
     (tmp_path / "pens.jsonl").write_text("".join(rows))
     options = {"environment": PENS, "rewards": "{}", "device": "cpu", "teacher": "gold", "lr": "0.003"}
@@ -58,7 +58,7 @@ def loaded(tmp_path: Path, **changes: Any) -> Recipe:
 
 
 def test_plan_of_valid_recipe_has_no_warning(tmp_path: Path) -> None:
-    lines = [name for stage in derive(loaded(tmp_path), check=True) for name in stage["derived"]]
+    lines = [name for stage in derive(load_pens_recipe(tmp_path), check=True) for name in stage["derived"]]
     assert not [name for name in lines if "warning" in name]
 
 
@@ -76,7 +76,7 @@ def test_plan_of_valid_recipe_has_no_warning(tmp_path: Path) -> None:
 def test_plan_refuses_too_many_tasks_and_unknown_names(
     tmp_path: Path, changes: dict[str, Any], where: str, message: str
 ) -> None:
-    recipe = loaded(tmp_path, **changes)
+    recipe = load_pens_recipe(tmp_path, **changes)
     with pytest.raises(RequestError, match=message) as found:
         derive(recipe, check=True)
     assert re.match(where, found.value.where)
@@ -84,7 +84,7 @@ def test_plan_refuses_too_many_tasks_and_unknown_names(
 
 def test_run_checks_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="held-out tasks, and the stage needs 500"):
-        derive(loaded(tmp_path, tasks=500))
+        derive(load_pens_recipe(tmp_path, tasks=500))
 
 
 def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
     with pytest.raises(RequestError, match="this machine has none"):
-        derive(loaded(tmp_path, device="cuda"))
+        derive(load_pens_recipe(tmp_path, device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [("1.0", "lr 1 is 333 times the default of 0.003"), ("1.0e-5", "lr 1e-05 is 1/300 of the default")],
 )
 def test_plan_warns_about_unusual_learning_rate(tmp_path: Path, lr: str, text: str) -> None:
-    stages = {stage["name"]: stage["derived"] for stage in derive(loaded(tmp_path, lr=lr))}
+    stages = {stage["name"]: stage["derived"] for stage in derive(load_pens_recipe(tmp_path, lr=lr))}
     assert stages["sft"]["warning"].startswith(text)
     assert "warning" not in stages["rl"]
 

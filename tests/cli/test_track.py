@@ -88,7 +88,7 @@ READERS: dict[str, Callable[[Path], Found]] = {
 }  # fmt: skip
 
 
-def copy(name: str, directory: Path, artifacts: Path, trail: Trail | None = None) -> None:
+def copy_to_tracker(name: str, directory: Path, artifacts: Path, trail: Trail | None = None) -> None:
     sink = open_sink(name, directory, RUN)
     for figures in (trail or Trail(sink.after)).read(artifacts, ended=True):
         sink.write(figures)
@@ -103,7 +103,7 @@ def test_tracker_receives_each_metric_once(
     write_json_lines(tmp_path / "metrics.jsonl", STEPS)
     write_json_lines(tmp_path / "timings.jsonl", [{"step": 2, "learning": 2.0, "tokens_per_second": 9.0}])
     for _ in range(2):  # the second copy replaces the first
-        copy(name, tmp_path / "there", tmp_path)
+        copy_to_tracker(name, tmp_path / "there", tmp_path)
     found = READERS[name](tmp_path / "there")
     assert set(found) == {"reward", "pass@1", "timing/learning", "timing/tokens_per_second"}
     assert [step for step, _ in found["reward"]] == [1, 2, 3, 4]

@@ -77,7 +77,7 @@ def command(folder: Path, *words: str, code: int = 0, **variables: str) -> str:
     return done.stdout + (done.stderr if code else "")
 
 
-def built(control: Control, text: str = "") -> Wiki:
+def build_wiki(control: Control, text: str = "") -> Wiki:
     """Build the wiki with one question page."""
     wiki = Wiki.of(control)
     run = find_run(control, "words/base").id
@@ -87,13 +87,13 @@ def built(control: Control, text: str = "") -> Wiki:
     return wiki
 
 
-def codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
+def lint_codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
     return {(one.page, one.code) for one in lint(wiki.pages(), wiki.facts(control, verify=True))}
 
 
 @pytest.mark.thorough
 def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: Path) -> None:
-    wiki = built(control)
+    wiki = build_wiki(control)
     again = Wiki(tmp_path / "again")
     again.write("questions/q-0.md", wiki.pages()["questions/q-0"])
     build(again, again.facts(control))
@@ -107,7 +107,7 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
     for name, data in files.items():
         assert ".perilune" in name.parts or (again.root / name).read_bytes() == data
     assert build(wiki, wiki.facts(control)).written == 0
-    assert codes(wiki, control) == set()
+    assert lint_codes(wiki, control) == set()
     page = wiki.pages()["questions/q-0"]
     assert wiki.pages()["index"].count("](questions/q-0.md)") == 1
     assert next(citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
@@ -117,19 +117,19 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
 
 @pytest.mark.parametrize("kind", RULES)
 def test_lint_finds_each_kind_of_fault(kind: str, control: Control) -> None:
-    wiki = built(control)
+    wiki = build_wiki(control)
     runs = [find_run(control, f"spare{place}/base").id for place in range(4)]
     Planter(control, wiki, "base", runs).kinds[kind]("questions/q-0")
     if kind in BEFORE_A_BUILD:
         build(wiki, wiki.facts(control))
     page = "runs/01GONE0" if kind == "orphan" else "questions/q-0"
-    found = codes(wiki, control)
+    found = lint_codes(wiki, control)
     assert (page, kind) in found
     assert {code for _, code in found} == {kind}
 
 
 def test_build_reports_changed_figures(control: Control) -> None:
-    wiki = built(control, "At {{ best pass@1 of recipe words stage base }}.\n")
+    wiki = build_wiki(control, "At {{ best pass@1 of recipe words stage base }}.\n")
     base = find_run(control, RUN)
     newer = another_run(control, base, 5, figure(0.99), ["arm=c"], "words")
     changes = build(wiki, wiki.facts(control)).changed
@@ -139,11 +139,11 @@ def test_build_reports_changed_figures(control: Control) -> None:
     found = build(wiki, wiki.facts(control))
     assert [one.after[:5] for one in found.changed if one.page == "questions/q-0"] == ["90.0%"]
     assert "summary.json is not what was signed" in wiki.pages()[f"runs/{newer}"]
-    assert (f"runs/{newer}", "failed-evidence") in codes(wiki, control)
+    assert (f"runs/{newer}", "failed-evidence") in lint_codes(wiki, control)
 
 
 def test_build_keeps_hand_written_text(control: Control) -> None:
-    wiki = built(control)
+    wiki = build_wiki(control)
     (wiki.root / "folder.md").mkdir()
     os.mkfifo(wiki.root / "pipe.md")
     page = wiki.pages()["recipes/words"]
@@ -194,7 +194,7 @@ def test_facts_refuse_unanswerable_queries(query: str, why: str, made: Path) -> 
 
 
 def test_build_ignores_damaged_cache(control: Control) -> None:
-    wiki = built(control)
+    wiki = build_wiki(control)
     cache = wiki.root / ".perilune" / "facts.json"
     for damage in ("{", "[]", json.dumps({find_run(control, RUN).id: [1, 2]})):
         cache.write_text(damage)
@@ -202,7 +202,7 @@ def test_build_ignores_damaged_cache(control: Control) -> None:
 
 
 def test_search_finds_passages_and_slides_embed_plots(control: Control) -> None:
-    wiki = built(control)
+    wiki = build_wiki(control)
     pages = wiki.pages()
     found = search(list(passages(pages)), "what did the arms reach")
     assert found[0][0].page == "questions/q-0"

@@ -55,7 +55,7 @@ class There:
         return pulled.more or not pulled.ended
 
 
-def seen(root: Path) -> dict[str, bytes]:
+def file_contents(root: Path) -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
     }
@@ -115,7 +115,7 @@ def test_interrupted_pulls_transfer_every_file(steps: list[tuple[str, int, int |
                 assert {file.name for file in path.rglob("*") if file.is_file()} == {"state.json", "weights"}
         while there.pull(Mirror(home)):
             pass
-        assert seen(home) == seen(there.attempt.files)
+        assert file_contents(home) == file_contents(there.attempt.files)
     finally:
         shutil.rmtree(folder)
 
@@ -152,7 +152,7 @@ def test_pull_skips_temporary_and_hidden_files(there: There, home: Path) -> None
     for path in ("artifacts/checkpoints/.step-1.tmp/state", "artifacts/.hidden", "runtime/worker.lock"):
         there.write(path, b"x")
     there.pull(Mirror(home))
-    assert seen(home) == {}
+    assert file_contents(home) == {}
 
 
 def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
@@ -169,10 +169,12 @@ def frame(path: Any, data: bytes = b"x", **changes: Any) -> bytes:
     ],
 )
 def test_mirror_refuses_paths_outside_the_attempt(home: Path, path: Any) -> None:
-    before = seen(home.parents[1])
+    before = file_contents(home.parents[1])
     with pytest.raises(HostRefusedError, match="outside an attempt"):
         Mirror(home).take(io.BytesIO(frame(path)))
-    assert {name for name in seen(home.parents[1]) if not name.endswith(".pulled.json")} == before.keys()
+    assert {
+        name for name in file_contents(home.parents[1]) if not name.endswith(".pulled.json")
+    } == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_mirror_refuses_paths_outside_the_attempt(home: Path, path: Any) -> None
 )
 def test_mirror_drops_damaged_and_misplaced_frames(home: Path, sent: bytes) -> None:
     assert not Mirror(home).take(io.BytesIO(frame("runtime/good.log", b"good") + sent)).ended
-    assert seen(home) == {"runtime/good.log": b"good"}
+    assert file_contents(home) == {"runtime/good.log": b"good"}
 
 
 @pytest.mark.parametrize("length", [1 << 40, -1])
@@ -232,7 +234,7 @@ def test_settle_matches_artifacts_to_manifest_or_pulls_again(there: There, home:
     while there.pull(mirror, last=True):
         pass
     mirror.settle()
-    assert seen(home) == seen(there.attempt.files)
+    assert file_contents(home) == file_contents(there.attempt.files)
 
     after = Mirror(home)  # the previous process was killed before it recorded the settlement
     there.pull(after, last=True)
@@ -240,7 +242,7 @@ def test_settle_matches_artifacts_to_manifest_or_pulls_again(there: There, home:
         after.settle()
     there.pull(after, last=True)
     after.settle()
-    assert seen(home) == seen(there.attempt.files)
+    assert file_contents(home) == file_contents(there.attempt.files)
 
 
 @pytest.mark.parametrize("bring", ["metrics", "final", "all"])

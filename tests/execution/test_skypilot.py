@@ -44,13 +44,13 @@ def cloud(sky: FakeSky, tmp_path: Path) -> Iterator[SkyPilot]:
         yield cloud
 
 
-def running(cloud: SkyPilot, number: int = 1, **request: Any) -> RentedMachine:
+def create_running(cloud: SkyPilot, number: int = 1, **request: Any) -> RentedMachine:
     made = cloud.create(key(number), MachineRequest("spot", 3700.0, **request))
     assert made.status is MachineStatus.RUNNING
     return made
 
 
-def only(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
+def only_machine(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
     (found,) = cloud.list(TAG)
     assert found.status is status, found
     return found
@@ -66,7 +66,7 @@ def until(happened: Callable[[], bool]) -> None:
 def test_machine_lifecycle_from_offer_to_termination(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
     assert cloud.offers()[:2] == [Offer("spot", 0.4, None, True), Offer("plain", 1.2, None, False)]
     assert cloud.find(key(1)).presence is Presence.ABSENT and not cloud.list(TAG)
-    machine = running(cloud)
+    machine = create_running(cloud)
     assert (machine.key, machine.id, machine.kind, machine.price) == (key(1), key(1), "spot", 0.4)
     assert machine.address == "10.0.0.1" and machine.billed_seconds < 60
     assert sky.tasks() == [{
@@ -84,7 +84,7 @@ def test_machine_lifecycle_from_offer_to_termination(cloud: SkyPilot, sky: FakeS
         stranger.terminate(key(1))
     until(lambda: not sky.alive())
     assert sky.made() == [key(1)]
-    assert only(cloud, MachineStatus.ENDED).reason == "preempted"  # as far as this client knows
+    assert only_machine(cloud, MachineStatus.ENDED).reason == "preempted"  # as far as this client knows
     cloud.terminate(key(1))  # no error without a cluster
     cloud.terminate(key(1))
 
@@ -98,7 +98,7 @@ def test_pending_launch_is_listed_unique_and_cancellable(
     with sky.state() as known:  # not started yet: still in SkyPilot's queue
         known["clusters"].clear()
     assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
-    assert only(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
+    assert only_machine(cloud, MachineStatus.PENDING).key == key(1) and len(sky.tasks()) == 1
     cloud.terminate(key(1))
     assert not cloud.list(TAG)
     time.sleep(1.0)
@@ -141,7 +141,7 @@ def test_create_distinguishes_no_capacity_refused_and_unreachable(
         cloud.create(key(2), WANTED)
     with pytest.raises(ProviderUnreachableError, match="setup failed"):  # its remains may cost money
         cloud.create(key(3), WANTED)
-    assert only(cloud, MachineStatus.PENDING).key == key(3)
+    assert only_machine(cloud, MachineStatus.PENDING).key == key(3)
     with pytest.raises(ProviderRefusedError, match="acelerators"):
         cloud.create(key(4), MachineRequest("wrong", 60.0))
     with pytest.raises(ProviderRefusedError, match="no kind 'huge'"):
@@ -149,7 +149,7 @@ def test_create_distinguishes_no_capacity_refused_and_unreachable(
 
 
 def test_failed_call_gives_unknown_presence_or_unreachable_error(cloud: SkyPilot, sky: FakeSky) -> None:
-    running(cloud)
+    create_running(cloud)
     for call in ("status", "api_status"):
         sky.weather(**{f"before_{call}": 1})
         with pytest.raises(ProviderUnreachableError, match="Could not connect"):
@@ -162,17 +162,17 @@ def test_failed_call_gives_unknown_presence_or_unreachable_error(cloud: SkyPilot
     sky.weather(death_status=1)
     with pytest.raises(ProviderUnreachableError, match="no answer"):
         cloud.list(TAG)
-    only(cloud, MachineStatus.RUNNING)  # a new bridge process answers
+    only_machine(cloud, MachineStatus.RUNNING)  # a new bridge process answers
 
 
 def test_stale_record_during_cloud_outage_is_marked_unseen(cloud: SkyPilot, sky: FakeSky) -> None:
-    running(cloud)
+    create_running(cloud)
     sky.weather(cloudy=True)
     sky.change(key(1), updated=stale(), alive=False)
-    assert only(cloud, MachineStatus.RUNNING).unseen == "SkyPilot cannot ask its cloud"
+    assert only_machine(cloud, MachineStatus.RUNNING).unseen == "SkyPilot cannot ask its cloud"
     assert cloud.find(key(1)).presence is Presence.UNKNOWN
     sky.weather(cloudy=False)
-    assert only(cloud, MachineStatus.ENDED).reason == "preempted"
+    assert only_machine(cloud, MachineStatus.ENDED).reason == "preempted"
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_stale_record_during_cloud_outage_is_marked_unseen(cloud: SkyPilot, sky:
 def test_cluster_status_maps_to_machine_status(
     cloud: SkyPilot, sky: FakeSky, befalls: dict[str, Any], status: MachineStatus, reason: str
 ) -> None:
-    running(cloud)
+    create_running(cloud)
     sky.change(key(1), **befalls)
-    assert only(cloud, status).reason == reason
+    assert only_machine(cloud, status).reason == reason
     if befalls["status"] == "STOPPED":  # its disk costs money, and nothing starts it again
         until(lambda: [one.status for one in cloud.list(TAG)] in ([], [MachineStatus.ENDED]))
         assert not sky.alive()
@@ -205,22 +205,22 @@ def test_cluster_status_maps_to_machine_status(
 def test_vanished_machine_reports_reason_to_the_client_that_saw_it_alive(
     cloud: SkyPilot, sky: FakeSky, tmp_path: Path, befalls: dict[str, Any], reason: str
 ) -> None:
-    running(cloud)
+    create_running(cloud)
     sky.change(key(1), **befalls)
-    assert only(cloud, MachineStatus.RUNNING)
+    assert only_machine(cloud, MachineStatus.RUNNING)
     sky.change(key(1), alive=False)
     for _ in range(2):
-        assert only(cloud, MachineStatus.ENDED).reason == reason
+        assert only_machine(cloud, MachineStatus.ENDED).reason == reason
     with sky.provider(tmp_path / "keys") as stranger:
         assert not stranger.list(TAG)
-    running(cloud, 2)
+    create_running(cloud, 2)
     cloud.terminate(key(2))
     until(lambda: not sky.alive())
     assert cloud.find(key(2)).presence is Presence.ABSENT  # an expected end
 
 
 def test_failed_termination_raises_and_is_retried(cloud: SkyPilot, sky: FakeSky) -> None:
-    running(cloud)
+    create_running(cloud)
     sky.weather(down=["stuck", "stuck"], down_seconds=0.2)
     cloud.terminate(key(1))
     cloud.terminate(key(1))  # a termination is in progress
@@ -228,7 +228,7 @@ def test_failed_termination_raises_and_is_retried(cloud: SkyPilot, sky: FakeSky)
     with pytest.raises(ProviderUnreachableError, match="the cloud said 500"):
         cloud.terminate(key(1))
     until(lambda: requests(sky, "sky.down") == ["FAILED", "FAILED"])
-    assert sky.alive() == [key(1)] and only(cloud, MachineStatus.RUNNING)
+    assert sky.alive() == [key(1)] and only_machine(cloud, MachineStatus.RUNNING)
     with pytest.raises(ProviderUnreachableError, match="the cloud said 500"):
         cloud.terminate(key(1))
     until(lambda: not cloud.list(TAG))
@@ -264,20 +264,20 @@ def test_machines_of_an_attempt_form_one_cluster(cloud: SkyPilot, sky: FakeSky, 
 def test_list_caches_status_between_polls_and_expires_it(sky: FakeSky, tmp_path: Path) -> None:
     with sky.provider(tmp_path, look_seconds=0.5, visibility_seconds=2) as cloud:
         assert not cloud.list(TAG)
-        running(cloud)
-        assert only(cloud, MachineStatus.RUNNING)  # own changes are visible at once
+        create_running(cloud)
+        assert only_machine(cloud, MachineStatus.RUNNING)  # own changes are visible at once
         sky.change(key(1), alive=False)
-        assert only(cloud, MachineStatus.RUNNING)  # the cached status
+        assert only_machine(cloud, MachineStatus.RUNNING)  # the cached status
         time.sleep(0.6)
-        assert only(cloud, MachineStatus.RUNNING)  # while a refresh is in progress
+        assert only_machine(cloud, MachineStatus.RUNNING)  # while a refresh is in progress
         until(lambda: cloud.list(TAG)[0].status is MachineStatus.ENDED)
         sky.weather(before_status=10**6)
-        assert only(cloud, MachineStatus.ENDED)
+        assert only_machine(cloud, MachineStatus.ENDED)
         time.sleep(1.1)
         with pytest.raises(ProviderUnreachableError):  # the cached status has expired
             cloud.list(TAG)
         sky.weather(before_status=0)
-        running(cloud, 2)
+        create_running(cloud, 2)
         cloud.terminate(key(2))
         assert [one.key for one in cloud.list(TAG)] == [key(1)]
 

@@ -46,7 +46,7 @@ def tracked() -> list[Path]:
     return [path for path in paths if path.is_file() and path.suffix not in BINARY]
 
 
-def found(pattern: str, paths: list[Path]) -> list[str]:
+def matches(pattern: str, paths: list[Path]) -> list[str]:
     """Matches of a pattern, as "file:line: text"."""
     places = []
     for path in paths:
@@ -58,12 +58,12 @@ def found(pattern: str, paths: list[Path]) -> list[str]:
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_files_contain_no_private_paths_hosts_or_process_notes(what: str) -> None:
-    places = found(FOREIGN[what], tracked())
+    places = matches(FOREIGN[what], tracked())
     assert not places, f"{what}:\n" + "\n".join(places)
 
 
 def test_source_has_no_todo_markers() -> None:
-    places = found(UNDONE, [path for path in tracked() if path.is_relative_to(ROOT / "src")])
+    places = matches(UNDONE, [path for path in tracked() if path.is_relative_to(ROOT / "src")])
     assert not places, "\n".join(places)
 
 

@@ -81,7 +81,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def asked(client: openai.OpenAI, **options: Any) -> Any:
+def complete_chat(client: openai.OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(
         **{"model": "m", "messages": ASKED, "tools": TOOLS, "seed": 3, "max_tokens": 600, "n": 16} | options
     )
@@ -97,7 +97,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 
 
 def test_required_tool_calls_match_their_schemas(client: openai.OpenAI) -> None:
-    choices = asked(client, tool_choice="required").choices
+    choices = complete_chat(client, tool_choice="required").choices
     complete = [choice for choice in choices if choice.finish_reason == "tool_calls"]
     assert len(complete) > 8
     assert {choice.finish_reason for choice in choices} <= {"tool_calls", "length"}
@@ -109,14 +109,14 @@ def test_required_tool_calls_match_their_schemas(client: openai.OpenAI) -> None:
 
 
 def test_parallel_tool_calls_false_gives_one_call(client: openai.OpenAI) -> None:
-    for choice in asked(client, tool_choice="required", parallel_tool_calls=False).choices:
+    for choice in complete_chat(client, tool_choice="required", parallel_tool_calls=False).choices:
         assert choice.finish_reason == "tool_calls"
         assert len(calls_of(choice.message)) == 1
 
 
 def test_named_tool_choice_gives_one_call(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    choices = asked(client, tool_choice=named).choices
+    choices = complete_chat(client, tool_choice=named).choices
     assert {choice.finish_reason for choice in choices} == {"stop"}  # like OpenAI
     calls = [calls_of(choice.message) for choice in choices]
     assert all([name for name, _ in one] == ["weather"] for one in calls)
@@ -125,10 +125,10 @@ def test_named_tool_choice_gives_one_call(client: openai.OpenAI) -> None:
 
 def test_stream_has_the_same_tool_calls(client: openai.OpenAI) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        whole = asked(client, tool_choice=choice, n=2)
+        whole = complete_chat(client, tool_choice=choice, n=2)
         streamed: dict[int, list[tuple[str, str]]] = {0: [], 1: []}
         reasons, pieces = {}, 0
-        for chunk in asked(client, tool_choice=choice, n=2, stream=True):
+        for chunk in complete_chat(client, tool_choice=choice, n=2, stream=True):
             for part in chunk.choices:
                 for call in part.delta.tool_calls or ():
                     pieces += 1
@@ -146,9 +146,9 @@ def test_stream_has_the_same_tool_calls(client: openai.OpenAI) -> None:
 
 def test_truncated_tool_call_keeps_partial_arguments(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "weather"}}
-    whole = asked(client, tool_choice=named, n=1)
+    whole = complete_chat(client, tool_choice=named, n=1)
     most = whole.usage.completion_tokens - 20
-    (choice,) = asked(client, tool_choice=named, n=1, max_tokens=most).choices
+    (choice,) = complete_chat(client, tool_choice=named, n=1, max_tokens=most).choices
     assert (choice.finish_reason, choice.message.content) == ("length", None)
     ((name, arguments),) = [
         (call.function.name, call.function.arguments) for call in choice.message.tool_calls
@@ -163,15 +163,15 @@ def test_allowed_tools_restrict_calls_and_prompt(client: openai.OpenAI) -> None:
         tools = [{"type": "function", "function": {"name": name}} for name in names]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
-    for choice in asked(client, tool_choice=allowed("required", "now")).choices:
+    for choice in complete_chat(client, tool_choice=allowed("required", "now")).choices:
         assert {name for name, _ in calls_of(choice.message)} == {"now"}
     some, all_tools, one = (
-        asked(client, n=1, max_tokens=1, **given).usage.prompt_tokens
+        complete_chat(client, n=1, max_tokens=1, **given).usage.prompt_tokens
         for given in ({"tool_choice": allowed("auto", "now")}, {}, {"tools": TOOLS[1:]})
     )
     assert some == one < all_tools
     with pytest.raises(openai.BadRequestError, match="tool_choice needs a function in tools"):
-        asked(client, tool_choice=allowed("auto", "now", "x"))
+        complete_chat(client, tool_choice=allowed("auto", "now", "x"))
 
 
 def test_responses_api_enforces_tool_choice(client: openai.OpenAI) -> None:
@@ -242,7 +242,7 @@ def test_server_refuses_unenforceable_tool_choice(
 ) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
-            asked(client, stream=stream, tool_choice="required", extra_body=change)
+            complete_chat(client, stream=stream, tool_choice="required", extra_body=change)
         assert message in refused.value.message
         assert param is None or (refused.value.param or "").startswith(param)
 
@@ -250,10 +250,10 @@ def test_server_refuses_unenforceable_tool_choice(
 def test_pythonic_format_refuses_required_tool_choice(tmp_path: Path) -> None:
     with served(make_checkpoint(tmp_path / "m", "pythonic")) as running, running.client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
-            asked(client, tool_choice="required")
+            complete_chat(client, tool_choice="required")
         assert "calls in the format pythonic cannot be constrained" in refused.value.message
         assert "--tool-format hermes" in refused.value.message
-        auto = asked(client, tool_choice="auto", n=1, max_tokens=4)
+        auto = complete_chat(client, tool_choice="auto", n=1, max_tokens=4)
         assert auto.choices[0].finish_reason == "length"
 
 

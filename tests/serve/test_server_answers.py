@@ -412,7 +412,7 @@ def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Serve
             said += chunk.choices[0].text
         return said
 
-    async def dawdle(text: str, seed: int) -> str:
+    async def read_slowly(text: str, seed: int) -> str:
         """Read from the socket in small pieces, long after the server has sent everything."""
         document = {"model": "tiny", "prompt": text, "seed": seed, "max_tokens": 24, "stream": True}
         reader, writer = await raw(document)
@@ -435,7 +435,7 @@ def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Serve
         await writer.drain()
         return reader, writer
 
-    async def leave(place: int) -> None:
+    async def send_and_disconnect(place: int) -> None:
         """Request many tokens and disconnect: at once, during a stream, or before the full answer."""
         reader, writer = await raw(body | {"stream": place % 3 > 0})
         if place % 3 == 1:
@@ -458,10 +458,10 @@ def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Serve
             httpx.AsyncClient(base_url=server.root, timeout=120) as http,
         ):
             readers = asyncio.gather(*(read(client, *one) for one in asked))
-            dawdlers = asyncio.gather(*(dawdle(*one) for one in slow))
+            slow_readers = asyncio.gather(*(read_slowly(*one) for one in slow))
             refused = asyncio.gather(*(nonsense(http, content) for content in bad))
-            await asyncio.gather(*(leave(place) for place in range(60)))
-            return await readers, await dawdlers, await refused
+            await asyncio.gather(*(send_and_disconnect(place) for place in range(60)))
+            return await readers, await slow_readers, await refused
 
     read_texts, slow_texts, statuses = asyncio.run(everything())
     assert read_texts == [one for (one,) in expected[: len(asked)]]

@@ -22,15 +22,15 @@ def evaluation(name: str = "a", **summary: Any) -> Evaluation:
     return found
 
 
-def of_strategies(strategies: dict[str, tuple[float, float | None]]) -> Evaluation:
+def evaluation_of_strategies(strategies: dict[str, tuple[float, float | None]]) -> Evaluation:
     mean = sum(share * (accuracy or 0.0) for share, accuracy in strategies.values())
     rows = {name: {"share": share, "accuracy": accuracy} for name, (share, accuracy) in strategies.items()}
     return evaluation(pass_at_1=mean, strategies=rows)
 
 
 def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
-    before = of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
-    after = of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
+    before = evaluation_of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
+    after = evaluation_of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
     parts = {one.strategy: one for one in decompose(before, after)}
     assert parts["scratchpad"].from_share == pytest.approx(0.593 * (0.673 + 0.800) / 2)
     assert parts["scratchpad"].from_accuracy == pytest.approx(0.127 * (0.40 + 0.993) / 2)
@@ -41,8 +41,8 @@ def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
 
 
 def test_headline_names_the_strategy_with_the_largest_contribution() -> None:
-    before = of_strategies({"direct": (0.01, 0.0), "none": (0.70, 0.0), "scratchpad": (0.29, 0.0)})
-    after = of_strategies({"direct": (0.49, 0.007), "scratchpad": (0.51, 0.49)})
+    before = evaluation_of_strategies({"direct": (0.01, 0.0), "none": (0.70, 0.0), "scratchpad": (0.29, 0.0)})
+    after = evaluation_of_strategies({"direct": (0.49, 0.007), "scratchpad": (0.51, 0.49)})
     _, explained = write_headline([before, after], compare(before, after), None, []).paragraphs
     assert "choosing “scratchpad” more often (29% → 51% of answers)" in explained
 
@@ -57,8 +57,8 @@ accuracies = st.lists(st.floats(0, 1), min_size=3, max_size=3)
 def test_contributions_sum_to_the_difference_and_are_antisymmetric(
     s0: Any, a0: Any, s1: Any, a1: Any
 ) -> None:
-    before = of_strategies(dict(zip("xyz", zip(s0, a0, strict=True), strict=True)))
-    after = of_strategies(dict(zip("xyz", zip(s1, a1, strict=True), strict=True)))
+    before = evaluation_of_strategies(dict(zip("xyz", zip(s0, a0, strict=True), strict=True)))
+    after = evaluation_of_strategies(dict(zip("xyz", zip(s1, a1, strict=True), strict=True)))
     there, back = decompose(before, after), decompose(after, before)
     total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
     assert sum(one.from_share + one.from_accuracy for one in there) == pytest.approx(total, abs=1e-9)
@@ -68,16 +68,16 @@ def test_contributions_sum_to_the_difference_and_are_antisymmetric(
 
 
 def test_new_strategy_contributes_by_share_alone() -> None:
-    before = of_strategies({"direct": (1.0, 0.2)})
-    after = of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
+    before = evaluation_of_strategies({"direct": (1.0, 0.2)})
+    after = evaluation_of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
     new = next(one for one in decompose(before, after) if one.strategy == "scratchpad")
     assert new.accuracy == (None, 0.9)
     assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
 
 
 def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
-    before = of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
-    after = of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
+    before = evaluation_of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
+    after = evaluation_of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
     parts = decompose(before, after)
     assert [one.strategy for one in parts] == ["direct", "2 strategies under 1%"]
     assert parts[1].share == (pytest.approx(0.01), pytest.approx(0.012))
@@ -87,8 +87,8 @@ def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
 
 
 def test_single_rare_strategy_stays_unnamed() -> None:
-    before = of_strategies({"direct": (1.0, 0.2)})
-    after = of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
+    before = evaluation_of_strategies({"direct": (1.0, 0.2)})
+    after = evaluation_of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
     assert [one.strategy for one in decompose(before, after)] == ["direct", "1 strategy under 1%"]
 
 

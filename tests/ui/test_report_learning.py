@@ -15,7 +15,7 @@ def rewrite(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def made_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
+def experiment_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
     made = SyntheticExperiment(tmp_path)
     made.evaluate("before", "sft", AFTER_SFT, 20)
     made.rl(steps=4, prompts=2)
@@ -29,7 +29,7 @@ def made_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment:
 def test_curve_description_shows_stop_recommendation_collapse_and_warnings(tmp_path: Path) -> None:
     gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
     warnings = ["the reward collapsed by step 4."]
-    data = collect(made_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
+    data = collect(experiment_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
     (training,) = [one for one in data.training if one.task == "rl"]
     assert (
         "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)"
@@ -48,7 +48,7 @@ def test_curve_description_shows_self_play_champion_and_alarms(tmp_path: Path) -
         "until": 4,
     }
     for alarms, said in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
-        made = made_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
+        made = experiment_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
         (training,) = [one for one in collect(made.view()).training if one.task == "rl"]
         assert "the champion, the policy of step 2." in training.description
         assert said in training.description
@@ -62,13 +62,13 @@ def test_report_includes_length_dynamics(tmp_path: Path) -> None:
         "after": None,
     }
     found = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
-    data = collect(made_with_rl(tmp_path, length_dynamics=found).view())
+    data = collect(experiment_with_rl(tmp_path, length_dynamics=found).view())
     assert [(one.stage, one.found["behaviour"]) for one in data.length_dynamics] == [("rl", 2.0)]
     assert '"composition":1.0' in render(data).replace(" ", "")
 
 
 def test_report_includes_calibration(tmp_path: Path) -> None:
-    made = made_with_rl(
+    made = experiment_with_rl(
         tmp_path,
         kind="calibration",
         said=["what segments earn and play: Spearman -0.23", "do not trust these"],
@@ -88,7 +88,7 @@ def test_report_includes_forgetting(tmp_path: Path) -> None:
         },
         "warnings": ["the perplexity rose"],
     }
-    data = collect(made_with_rl(tmp_path, forgetting=found).view())
+    data = collect(experiment_with_rl(tmp_path, forgetting=found).view())
     (one,) = data.forgetting
     assert (one.stage, one.note) == ("rl", "Warning: the perplexity rose.")
     assert one.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
@@ -97,7 +97,7 @@ def test_report_includes_forgetting(tmp_path: Path) -> None:
 
 
 def test_report_omits_sections_without_data(tmp_path: Path) -> None:
-    data = collect(made_with_rl(tmp_path).view())
+    data = collect(experiment_with_rl(tmp_path).view())
     assert data.length_dynamics == []
     assert data.calibrations == []
     assert data.forgetting == []
@@ -120,7 +120,7 @@ def test_training_is_compared_with_its_starting_checkpoint(tmp_path: Path) -> No
 
 
 def test_report_includes_pass_at_1_of_each_environment(tmp_path: Path) -> None:
-    made = made_with_rl(tmp_path)
+    made = experiment_with_rl(tmp_path)
     parts = {
         "sums": {"tasks": 10, "pass@1": {"mean": 0.75, "low": 0.5, "high": 0.9}},
         "silent": {"tasks": 0},  # no answer was scored
