@@ -1,4 +1,4 @@
-"""LoRA adapters: each applied to its own requests, exactly as if it were merged, and to nobody else's."""
+"""LoRA adapters in the engine: results equal merged weights, per request; loading and error messages."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
-def test_each_request_gets_its_own_adapter(engine: Engine) -> None:
+def test_engine_applies_each_adapter_only_to_its_own_requests(engine: Engine) -> None:
     requests = [
         request(0, "poet"),
         request(1, None),
@@ -82,7 +82,7 @@ def test_each_request_gets_its_own_adapter(engine: Engine) -> None:
         request(4, None),
     ]
     together = play(engine, requests)
-    assert together == [play(engine, [one])[0] for one in requests]  # in whatever batch, to the last bit
+    assert together == [play(engine, [one])[0] for one in requests]  # bitwise equal in any batch
     decoders = {"poet": merged(random_adapter(1)), "clerk": merged(random_adapter(2)), None: make()}
     for one, (tokens, logprobs) in zip(requests, together, strict=True):
         (expected,) = Engine(decoders[one.adapter], cache_tokens=2048).score([one.token_ids], [tokens])
@@ -92,7 +92,7 @@ def test_each_request_gets_its_own_adapter(engine: Engine) -> None:
     assert together[0][1] != engine.score([requests[0].token_ids], [together[0][0]])[0].tolist()
 
 
-def test_what_one_adapter_computed_is_not_found_by_another(engine: Engine) -> None:
+def test_prefix_cache_is_separate_for_each_adapter(engine: Engine) -> None:
     long = np.random.default_rng(0).integers(98, size=64).tolist()
     for adapter, cached in ((None, 0), ("poet", 0), ("clerk", 0), ("poet", 48), (None, 48)):
         before = engine.counters.cached_tokens
@@ -100,7 +100,7 @@ def test_what_one_adapter_computed_is_not_found_by_another(engine: Engine) -> No
         assert engine.counters.cached_tokens - before == cached
 
 
-def test_new_weights_keep_the_adapters_and_a_name_can_be_given_anew(engine: Engine) -> None:
+def test_adapters_survive_weight_updates_and_can_be_replaced(engine: Engine) -> None:
     asked = [request(0, "poet")]
     first = play(engine, asked)
     engine.update_weights(make().state_dict(), 1)
@@ -120,7 +120,7 @@ def save(folder: Path, adapter: Adapter, **config: Any) -> Path:
     return folder
 
 
-def test_it_is_read_as_peft_writes_it(tmp_path: Path) -> None:
+def test_adapter_loads_files_of_peft(tmp_path: Path) -> None:
     adapter = random_adapter(1)
     read = Adapter.load(save(tmp_path, adapter))
     assert read.scale == 0.5
@@ -139,12 +139,14 @@ def test_it_is_read_as_peft_writes_it(tmp_path: Path) -> None:
         ({"r": 0}, "r is 0"),
     ],
 )
-def test_other_kinds_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_adapter_rejects_unsupported_peft_options(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match=message):
         Adapter.load(save(tmp_path, random_adapter(1), **config))
 
 
-def test_damaged_and_unfitting_ones_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_mismatched_adapters_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no adapter_model\.safetensors"):
         Adapter.load(tmp_path)
     save(tmp_path, random_adapter(1))

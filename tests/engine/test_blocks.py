@@ -1,4 +1,4 @@
-"""The block pool: a hundred thousand random operations leak nothing, and what was recorded is found."""
+"""The block pool: reference counts under random operations, and block digests."""
 
 import random
 
@@ -22,7 +22,7 @@ def digests(tokens: list[int], root: bytes = b"root") -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [9, 200])
-def test_fifty_thousand_random_operations(count: int) -> None:
+def test_random_operations_keep_references_and_free_list_consistent(count: int) -> None:
     rng = random.Random(count)
     pool = BlockPool(count)
     held: list[Blocks] = []
@@ -50,7 +50,7 @@ def test_fifty_thousand_random_operations(count: int) -> None:
             assert pool.used == (references > 0).sum()
 
 
-def test_a_digest_covers_all_before_it_and_the_weights() -> None:
+def test_block_digest_covers_earlier_tokens_and_weights_version() -> None:
     tokens = list(range(40))
     chain = digests(tokens)
     assert len(chain) == 2
@@ -63,5 +63,5 @@ def test_a_digest_covers_all_before_it_and_the_weights() -> None:
     assert longer == digests(list(range(64)))
 
 
-def test_blocks_for_tokens() -> None:
+def test_blocks_for_rounds_up_to_whole_blocks() -> None:
     assert [blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""The paged cache: what is stored comes back in the order of positions, whatever blocks it lies in."""
+"""The paged cache: storing, gathering and copying blocks, and memory use."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ CONFIG = PRESETS["tiny"].replace(num_heads=4, num_kv_heads=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @settings(deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4), seed=st.integers(0, 2**32 - 1))
-def test_what_is_stored_is_gathered_in_order(dtype: torch.dtype, lengths: list[int], seed: int) -> None:
+def test_gather_returns_stored_keys_and_values_in_order(
+    dtype: torch.dtype, lengths: list[int], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     columns = -(-max(lengths) // 16)
     tables = 1 + torch.from_numpy(rng.permutation(columns * len(lengths)).reshape(len(lengths), columns))
@@ -35,7 +37,7 @@ def test_what_is_stored_is_gathered_in_order(dtype: torch.dtype, lengths: list[i
             assert torch.equal(held, mine.to(dtype))
 
 
-def test_blocks_are_copied_in_all_layers() -> None:
+def test_copy_moves_blocks_in_all_layers_of_each_pool() -> None:
     mixed = CONFIG.replace(architecture="gemma3_text", windows=(20, None, 20))
     cache = PagedCache(mixed, (6, 5), torch.float32)
     for part in (*cache.keys, *cache.values):
@@ -52,14 +54,14 @@ def test_blocks_are_copied_in_all_layers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_memory_is_what_its_dtype_takes(dtype: torch.dtype) -> None:
+def test_cache_size_follows_its_dtype(dtype: torch.dtype) -> None:
     cache = PagedCache(CONFIG, (10,), dtype)
     assert cache.nbytes == 10 * 16 * 2 * CONFIG.num_layers * 2 * 32 * dtype.itemsize
     assert {part.dtype for part in cache.keys} == {dtype}
     assert not any(part.any() for part in cache.keys)
 
 
-def test_a_gpu_that_is_too_small_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_error_names_cache_device_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -1,4 +1,4 @@
-"""Constrained output: what comes out fits, and its log-probs are those of the distribution that was left."""
+"""Constrained output: samples match the constraint; log-probs are normalised over the allowed tokens."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from perilune.models.logprobs import log_distribution
 from perilune.models.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.characters()
-VOCABULARY = 110  # more rows than the tokenizer has tokens, as published models do
+VOCABULARY = 110  # more rows than tokens, as in published models
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -58,8 +58,8 @@ def request(constraint: Constraint | None, *, seed: int = 0, n: int = 1, **param
     return Request(TOKENIZER.encode("say it: "), chosen, key=(seed, 0, 0), n=n, constraint=constraint)
 
 
-def whole(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Delta]:
-    """Every sample of every request, by the request's place and the sample's index."""
+def run_requests(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Delta]:
+    """Every sample of every request, keyed by request index and sample index."""
     places = {engine.add(one, stream=False): place for place, one in enumerate(requests)}
     found = {}
     while engine.unfinished:
@@ -67,9 +67,9 @@ def whole(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], 
     return found
 
 
-def test_a_random_model_always_says_what_fits_the_schema() -> None:
+def test_every_sample_of_a_random_model_matches_the_schema() -> None:
     constraint = constraints().json_schema(PERSON)
-    samples = whole(
+    samples = run_requests(
         Engine(decoder()), [request(constraint, n=48), request(constraint, n=16, temperature=2.0)]
     )
     assert len(samples) == 64
@@ -84,9 +84,9 @@ def test_a_random_model_always_says_what_fits_the_schema() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_of_the_distribution_that_is_left(temperature: float) -> None:
+def test_logprobs_are_renormalised_over_allowed_tokens(temperature: float) -> None:
     constraint = constraints().regex(r"[a-f]{2,9}(-\d)?")
-    samples = whole(Engine(decoder()), [request(constraint, n=8, temperature=temperature)])
+    samples = run_requests(Engine(decoder()), [request(constraint, n=8, temperature=temperature)])
     prompt = TOKENIZER.encode("say it: ")
     for delta in samples.values():
         ids = torch.tensor(prompt + delta.token_ids)
@@ -104,32 +104,34 @@ def test_logprobs_are_of_the_distribution_that_is_left(temperature: float) -> No
             )
 
 
-def test_what_is_complete_ends_with_certainty() -> None:
+def test_complete_choice_samples_eos_with_probability_1() -> None:
     constraint = constraints().choice(["yes", "no", "don't know"])
-    samples = whole(Engine(decoder()), [request(constraint, n=32, temperature=1.5)])
+    samples = run_requests(Engine(decoder()), [request(constraint, n=32, temperature=1.5)])
     said = {TOKENIZER.decode(delta.token_ids) for delta in samples.values()}
     assert said == {"yes", "no", "don't know"}
     assert all(delta.token_ids[-1] == 1 and delta.logprobs[-1] == 0 for delta in samples.values())
 
 
-def test_the_likeliest_answer_that_fits() -> None:
+def test_greedy_decoding_follows_the_constraint() -> None:
     constraint = constraints().regex("[01]{12}")
-    samples = whole(Engine(decoder()), [request(constraint, seed=seed, temperature=0) for seed in (1, 2)])
+    samples = run_requests(
+        Engine(decoder()), [request(constraint, seed=seed, temperature=0) for seed in (1, 2)]
+    )
     first, second = (samples[place, 0].token_ids for place in (0, 1))
     assert first == second
     assert re.fullmatch("[01]{12}", TOKENIZER.decode(first))
 
 
-def test_neighbours_and_preemption_change_nothing() -> None:
-    """Alone, in a mixed batch, and where the cache is too small for all, a request gives the same samples."""
+def test_constrained_samples_do_not_depend_on_batch_or_preemption() -> None:
+    """A request gives the same samples alone, in a mixed batch, and with preemption in a small cache."""
     made = [constraints().json_schema(PERSON), constraints().regex("[a-z]{40,60}"), None]
     requests = [request(one, seed=seed, max_tokens=70) for seed in range(4) for one in made]
-    together = whole(Engine(decoder()), requests)
+    together = run_requests(Engine(decoder()), requests)
     crowded = Engine(decoder(), cache_tokens=256)
-    preempted = whole(crowded, requests)
+    preempted = run_requests(crowded, requests)
     assert crowded.counters.preemptions > 0
     for place, one in enumerate(requests):
-        alone = whole(Engine(decoder()), [one])[0, 0]
+        alone = run_requests(Engine(decoder()), [one])[0, 0]
         for other in (together[place, 0], preempted[place, 0]):
             assert other.token_ids == alone.token_ids
             assert other.finish_reason == alone.finish_reason
@@ -137,7 +139,7 @@ def test_neighbours_and_preemption_change_nothing() -> None:
     assert all(re.fullmatch("[a-z]{40,60}", TOKENIZER.decode(preempted[i, 0].token_ids)) for i in (1, 4, 7))
 
 
-def test_groups_are_sampled_under_one_constraint() -> None:
+def test_constraint_applies_to_all_samples_of_all_groups() -> None:
     prompts = [Prompt(TOKENIZER.encode(text), (0, 0, place)) for place, text in enumerate(("a: ", "b: "))]
     constraint = constraints().regex("[0-9]{3}")
     groups = Engine(decoder()).sample(prompts, 8, SamplingParams(max_tokens=9), constraint=constraint)
@@ -147,18 +149,18 @@ def test_groups_are_sampled_under_one_constraint() -> None:
         assert re.fullmatch("[0-9]{3}", TOKENIZER.decode(one.token_ids))
 
 
-def test_a_sample_goes_on_where_it_left_off() -> None:
+def test_constrained_sample_resumes_from_its_tokens() -> None:
     constraint = constraints().json_schema(PERSON)
     full = request(constraint, seed=5)
-    first = whole(Engine(decoder()), [full])[0, 0].token_ids
+    first = run_requests(Engine(decoder()), [full])[0, 0].token_ids
     rest = Request(full.token_ids + first[:9], full.params, key=full.key, position=9, constraint=constraint)
-    assert whole(Engine(decoder()), [rest])[0, 0].token_ids == first[9:]
+    assert run_requests(Engine(decoder()), [rest])[0, 0].token_ids == first[9:]
 
 
-def test_a_dead_end_gives_up_one_sample_and_no_other() -> None:
-    """Characters after "a" are not in the vocabulary, which shows when it has been said."""
+def test_constraint_dead_end_aborts_only_its_own_request() -> None:
+    """The vocabulary lacks the characters after "a", which shows only after "a" has been sampled."""
     dead_end, fine = constraints().regex("aé|aö"), constraints().regex("ab")
-    samples = whole(Engine(decoder()), [request(dead_end, n=2), request(fine, n=2)])
+    samples = run_requests(Engine(decoder()), [request(dead_end, n=2), request(fine, n=2)])
     assert [samples[0, i].finish_reason for i in (0, 1)] == ["aborted"] * 2
     assert [TOKENIZER.decode(samples[1, i].token_ids) for i in (0, 1)] == ["ab"] * 2
     assert [samples[1, i].finish_reason for i in (0, 1)] == ["stop"] * 2
@@ -171,8 +173,8 @@ WORDS = st.lists(st.text('ab"\\ \n{}', min_size=1, max_size=6), min_size=1, max_
 
 @settings(max_examples=40, deadline=None)
 @given(options=WORDS, choice=st.integers(0, 4))
-def test_a_state_allows_exactly_what_can_go_on(options: list[str], choice: int) -> None:
-    """Along one of the options, the mask is the set of next characters, and the end where one ends."""
+def test_choice_mask_allows_exactly_the_possible_continuations(options: list[str], choice: int) -> None:
+    """The mask has the next characters of all matching options, and end-of-sequence where an option ends."""
     option = options[choice % len(options)]
     state = constraints().choice(options).start()
     for place in range(len(option) + 1):
@@ -192,7 +194,7 @@ def test_a_state_allows_exactly_what_can_go_on(options: list[str], choice: int) 
         state.advance(token)
 
 
-def test_states_are_independent_and_can_be_made_anew() -> None:
+def test_constraint_states_are_independent() -> None:
     constraint = constraints().regex("ab|ac")
     a, b = TOKENIZER.encode("ab")
     first, second = constraint.start(), constraint.start([a])
@@ -226,14 +228,14 @@ def test_states_are_independent_and_can_be_made_anew() -> None:
         (lambda: constraints().choice(["é"]), "choice: the vocabulary cannot express"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused(make: Any, message: str) -> None:
+def test_invalid_constraints_are_rejected(make: Any, message: str) -> None:
     with pytest.raises(RequestError) as refused:
         make()
     assert message in str(refused.value)
     assert len(str(refused.value)) < 400
 
 
-def test_forbidden_logits_are_gone() -> None:
+def test_forbid_sets_disallowed_logits_to_minus_infinity() -> None:
     logits = torch.zeros(2, 70)
     masks = np.zeros((2, mask_words(70)), dtype=np.int32)
     masks[0, 0], masks[1, 2] = -(2**31) + 1, 0b100000  # bits 0 and 31; bit 69
@@ -241,7 +243,7 @@ def test_forbidden_logits_are_gone() -> None:
     assert [row.isfinite().nonzero().ravel().tolist() for row in logits] == [[0, 31], [69]]
 
 
-def test_a_schema_with_too_many_alternatives_is_refused_before_or_while_it_is_followed(
+def test_too_complex_schema_is_rejected_or_fails_its_own_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fields = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(600)}}
@@ -252,7 +254,7 @@ def test_a_schema_with_too_many_alternatives_is_refused_before_or_while_it_is_fo
     nested = constraints().json_schema({"type": "array", "minItems": 2, "items": fields})
     engine = Engine(decoder(), slots=4)
     neighbour, bad = request(None, n=2, max_tokens=20), request(nested, n=2)
-    expected = whole(Engine(decoder()), [neighbour])
+    expected = run_requests(Engine(decoder()), [neighbour])
     places = {engine.add(neighbour, stream=False): 0, engine.add(bad, stream=False): 1}
     found = [(places[one.request_id], one) for _ in range(40) for one in engine.step()]
     assert isinstance(next(one.failure for place, one in found if place == 1), RequestError)

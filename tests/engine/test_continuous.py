@@ -1,4 +1,4 @@
-"""Requests that come and go: nothing that happens to one changes what another gets, or what it gets."""
+"""Continuous batching: samples do not depend on other requests, preemption, caching or chunking."""
 
 from collections import defaultdict
 from typing import Any
@@ -47,7 +47,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def finish(engine: Engine, *ids: int) -> list[Samples]:
-    """Tokens and log-probs of every sample of the requests, by index."""
+    """Tokens and log-probs of every sample of each request, keyed by sample index."""
     pieces: dict[int, Samples] = {request_id: defaultdict(lambda: ([], [])) for request_id in ids}
     while engine.unfinished:
         for delta in engine.step():
@@ -58,7 +58,7 @@ def finish(engine: Engine, *ids: int) -> list[Samples]:
     return list(pieces.values())
 
 
-def alone(request: Request) -> Samples:
+def run_alone(request: Request) -> Samples:
     one = engine()
     return finish(one, one.add(request))[0]
 
@@ -93,7 +93,7 @@ requests = st.builds(
     st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 3}, {"slots": 2, "token_budget": 5}]),
     st.integers(0, 2),
 )
-def test_a_sample_is_the_same_alone_and_among_others(
+def test_samples_do_not_depend_on_other_requests(
     asked: list[Request], room: dict[str, int], between: int
 ) -> None:
     crowded = engine(**room)
@@ -116,34 +116,34 @@ def test_a_sample_is_the_same_alone_and_among_others(
             )
             for sample in {*first, *later}
         }
-        assert whole == alone(request)
+        assert whole == run_alone(request)
     assert crowded.cache_use == 0
-    assert not _remembers(crowded)
+    assert not _has_request_state(crowded)
 
 
 @exact
-def test_preemption_changes_nothing() -> None:
+def test_preemption_does_not_change_samples() -> None:
     asked = [Request(prompt(20, seed), SamplingParams(50), (seed, 0, 0), 2) for seed in range(4)]
     crowded = engine(cache_tokens=256)
     found = finish(crowded, *(crowded.add(request) for request in asked))
     assert crowded.counters.preemptions > 0
-    assert found == [alone(request) for request in asked]
+    assert found == [run_alone(request) for request in asked]
 
 
 @exact
-def test_a_prefix_that_is_found_changes_nothing() -> None:
+def test_prefix_cache_hit_does_not_change_samples() -> None:
     request = Request(prompt(70), SamplingParams(20), (3, 0, 0), 3)
     one = engine()
     first, *_ = finish(one, one.add(request))
     assert one.counters.cached_tokens == 0
     again, *_ = finish(one, one.add(request))
     assert one.counters.cached_tokens == 64
-    assert again == first == alone(request)
+    assert again == first == run_alone(request)
 
 
 @exact
 @pytest.mark.parametrize("how", ["sample", "in pieces", "whole"])
-def test_an_answer_is_found_when_it_becomes_part_of_the_next_prompt(how: str) -> None:
+def test_prefix_cache_finds_answers_of_earlier_turns(how: str) -> None:
     one, first = engine(), Request(prompt(20), SamplingParams(30))
     if how == "sample":
         answer = one.sample([Prompt(first.token_ids, first.key)], 1, first.params)[0][0].token_ids.tolist()
@@ -152,20 +152,20 @@ def test_an_answer_is_found_when_it_becomes_part_of_the_next_prompt(how: str) ->
     longer = Request(prompt(20) + answer + [5], SamplingParams(20), (1, 0, 0))
     deltas = list(one.stream(longer))
     assert deltas[0].cached_tokens == 48
-    assert [token for delta in deltas for token in delta.token_ids] == alone(longer)[0][0]
+    assert [token for delta in deltas for token in delta.token_ids] == run_alone(longer)[0][0]
 
 
 @exact
-def test_penalties_count_what_a_sample_said_before_it_was_interrupted() -> None:
+def test_penalties_count_tokens_sampled_before_a_resume() -> None:
     penalties = {"frequency_penalty": 2.0, "presence_penalty": 1.0}
-    tokens, logprobs = alone(Request(prompt(9), SamplingParams(20, **penalties)))[0]
+    tokens, logprobs = run_alone(Request(prompt(9), SamplingParams(20, **penalties)))[0]
     rest = Request(prompt(9) + tokens[:8], SamplingParams(12, **penalties), position=8)
-    assert alone(rest)[0] == (tokens[8:], logprobs[8:])
-    assert tokens != alone(Request(prompt(9), SamplingParams(20)))[0][0]
+    assert run_alone(rest)[0] == (tokens[8:], logprobs[8:])
+    assert tokens != run_alone(Request(prompt(9), SamplingParams(20)))[0][0]
 
 
 @exact
-def test_a_long_prompt_is_fed_in_chunks_and_nothing_changes() -> None:
+def test_chunked_prefill_does_not_change_samples_or_scores() -> None:
     request = Request(prompt(400), SamplingParams(8), n=2)
     whole, pieces = engine(slots=2), engine(slots=2, token_budget=7)
     expected, found = (finish(one, one.add(request))[0] for one in (whole, pieces))
@@ -177,7 +177,7 @@ def test_a_long_prompt_is_fed_in_chunks_and_nothing_changes() -> None:
 
 @exact
 @pytest.mark.parametrize("swapped_at", [1, 7, 19])
-def test_new_weights_at_a_token_equal_beginning_anew_with_what_was_said(swapped_at: int) -> None:
+def test_weight_update_in_flight_equals_resuming_with_new_weights(swapped_at: int) -> None:
     decoder = make(1)
     one = Engine(decoder, slots=4, cache_tokens=1024)
     request = Request(prompt(21), SamplingParams(20), (5, 6, 7), 2)
@@ -197,10 +197,10 @@ def test_new_weights_at_a_token_equal_beginning_anew_with_what_was_said(swapped_
             position=swapped_at,
             first_sample=sample,
         )
-        assert after[sample] == alone(anew)[0]
+        assert after[sample] == run_alone(anew)[0]
 
 
-def test_without_computing_again_it_goes_on_at_once() -> None:
+def test_weight_update_without_recompute_feeds_no_prompt_again() -> None:
     decoder = make(1)
     one = Engine(decoder, slots=4, cache_tokens=1024)
     one.add(Request(prompt(40), SamplingParams(8), n=2))
@@ -215,10 +215,10 @@ def test_without_computing_again_it_goes_on_at_once() -> None:
         one.step()
     one.add(Request(prompt(40), SamplingParams(2)))
     one.step()
-    assert one.counters.cached_tokens == 0  # what old weights computed is not found
+    assert one.counters.cached_tokens == 0  # blocks of the old weights are not reused
 
 
-def test_aborting_frees_everything_at_once() -> None:
+def test_abort_frees_all_blocks_of_a_request() -> None:
     one = engine(slots=4)
     ids = [one.add(Request(prompt(30, seed), SamplingParams(40), n=3)) for seed in range(3)]
     for _ in range(5):
@@ -231,20 +231,20 @@ def test_aborting_frees_everything_at_once() -> None:
         one.abort(request_id)
     assert (one.running, one.waiting, one.cache_use, one.unfinished) == (0, 0, 0, False)
     assert one.step() == []
-    assert not _remembers(one)
+    assert not _has_request_state(one)
 
 
-def test_a_stream_that_is_left_is_aborted_and_others_lose_nothing() -> None:
+def test_closing_a_stream_aborts_only_its_request() -> None:
     one = engine()
     other = one.add(Request(prompt(10), SamplingParams(6), (1, 0, 0)))
     for delta in one.stream(Request(prompt(8), SamplingParams(30))):
         assert delta.request_id != other
         break
     assert one.running == 1
-    assert finish(one, other) == [alone(Request(prompt(10), SamplingParams(6), (1, 0, 0)))]
+    assert finish(one, other) == [run_alone(Request(prompt(10), SamplingParams(6), (1, 0, 0)))]
 
 
-def test_whole_samples_instead_of_pieces() -> None:
+def test_unstreamed_request_returns_whole_samples() -> None:
     request = Request(prompt(10), SamplingParams(12, stop_token_ids=tuple(range(30))), n=4)
     one = engine()
     one.add(request, stream=False)
@@ -252,14 +252,14 @@ def test_whole_samples_instead_of_pieces() -> None:
     while one.unfinished:
         deltas += one.step()
     assert len(deltas) == 4
-    assert {delta.sample: (delta.token_ids, delta.logprobs) for delta in deltas} == alone(request)
+    assert {delta.sample: (delta.token_ids, delta.logprobs) for delta in deltas} == run_alone(request)
     for delta in deltas:
         assert delta.finish_reason in {"stop", "length"}
         shown = delta.token_ids[: len(delta.token_ids) - (delta.finish_reason == "stop")]
         assert delta.text == TOKENIZER.decode(shown)
 
 
-def test_sampling_while_requests_are_in_flight() -> None:
+def test_sample_works_while_requests_are_in_flight() -> None:
     from perilune.engine.request import Prompt
 
     one = engine()
@@ -267,10 +267,10 @@ def test_sampling_while_requests_are_in_flight() -> None:
     request_id = one.add(request)
     groups = one.sample([Prompt(prompt(5), (0, 0, 0))], 2, SamplingParams(5))
     assert [len(sample.token_ids) for sample in groups[0]] == [5, 5]
-    assert finish(one, request_id) == [alone(request)]
+    assert finish(one, request_id) == [run_alone(request)]
 
 
-def test_options_show_in_what_comes_out() -> None:
+def test_deltas_have_raw_logprobs_and_top_logprobs() -> None:
     params = SamplingParams(10, temperature=0.5, top_k=4, raw_logprobs=True, top_logprobs=2)
     one = engine()
     request = Request(prompt(10), params)
@@ -288,10 +288,12 @@ def test_options_show_in_what_comes_out() -> None:
             assert dict(best).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
     (scored,) = one.score([request.token_ids], [tokens])
     np.testing.assert_allclose(raw, scored, atol=1e-6)
-    assert all(a > b for a, b in zip(logprobs, raw, strict=True))  # four tokens share all that there is
+    assert all(
+        a > b for a, b in zip(logprobs, raw, strict=True)
+    )  # with top_k 4, the probability is divided among four tokens
 
 
-def test_a_failure_leaves_an_engine_that_works() -> None:
+def test_engine_works_after_weights_with_nan_are_replaced() -> None:
     decoder = make()
     one = Engine(decoder, slots=4, cache_tokens=1024)
     state = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
@@ -305,7 +307,7 @@ def test_a_failure_leaves_an_engine_that_works() -> None:
     assert (one.running, one.cache_use, one.unfinished) == (0, 0, False)
     one.update_weights(state, 2)
     request = Request(prompt(30), SamplingParams(8))
-    assert finish(one, one.add(request)) == [alone(request)]
+    assert finish(one, one.add(request)) == [run_alone(request)]
 
 
 @pytest.mark.parametrize(
@@ -318,14 +320,14 @@ def test_a_failure_leaves_an_engine_that_works() -> None:
         (Request([1], SamplingParams(3), first_sample=2**32), "key"),
     ],
 )
-def test_requests_that_cannot_be_met_are_refused(request_: Request, message: str) -> None:
+def test_add_rejects_impossible_requests(request_: Request, message: str) -> None:
     one = Engine(DECODER, slots=2, cache_tokens=64)
     with pytest.raises(RequestError, match=message):
         one.add(request_)
     assert not one.unfinished
 
 
-def test_a_completion_has_what_was_asked_for() -> None:
+def test_completion_has_raw_logprobs_and_top_logprobs() -> None:
     from perilune.engine.request import Prompt
 
     params = SamplingParams(6, raw_logprobs=True, top_logprobs=1)
@@ -349,10 +351,8 @@ WINDOWS = {
 @exact
 @pytest.mark.parametrize("runner", [fastest_runner, TorchRunner])
 @pytest.mark.parametrize("config", WINDOWS.values(), ids=WINDOWS)
-def test_layers_with_a_window_keep_what_they_see_and_nothing_changes(
-    config: DecoderConfig, runner: Any
-) -> None:
-    """Of sequences that are five windows long: found, shared, computed again, fed in chunks, and scored."""
+def test_sliding_window_caching_does_not_change_samples_or_scores(config: DecoderConfig, runner: Any) -> None:
+    """Sequences of five windows: prefix hits, sharing, preemption, chunked prefill and scoring."""
     decoder = Decoder(config)
     decoder.initialize(0)
 
@@ -366,7 +366,9 @@ def test_layers_with_a_window_keep_what_they_see_and_nothing_changes(
     roomy, crowded = made(), made(cache_tokens=224, token_budget=48)
     expected = sampled(roomy)
     assert sampled(crowded) == expected
-    assert crowded.counters.preemptions > 0 or config.architecture == "mistral"  # which needs no more room
+    assert (
+        crowded.counters.preemptions > 0 or config.architecture == "mistral"
+    )  # mistral fits without preemption
     cached = roomy.counters.cached_tokens
     assert sampled(roomy) == expected
     assert roomy.counters.cached_tokens - cached == 2 * 128
@@ -376,11 +378,11 @@ def test_layers_with_a_window_keep_what_they_see_and_nothing_changes(
             scored = scoring.score([prompt(130, seed)] * 2, answers)
             assert [one.tolist() for one in scored] == [logprobs for _, logprobs in samples.values()]
         for tokens, logprobs in samples.values():
-            assert learned(decoder, prompt(130, seed), tokens) == logprobs
+            assert learner_logprobs(decoder, prompt(130, seed), tokens) == logprobs
 
 
-def learned(decoder: Decoder, prompt: list[int], answer: list[int]) -> list[float]:
-    """Log-probs as the learner finds them, without a cache."""
+def learner_logprobs(decoder: Decoder, prompt: list[int], answer: list[int]) -> list[float]:
+    """Log-probs as the learner computes them, without a cache."""
     tokens = torch.tensor(prompt + answer)
     with torch.inference_mode():
         hidden = decoder(tokens, torch.arange(len(tokens)), PackedAttention(torch.tensor([0, len(tokens)])))
@@ -389,7 +391,7 @@ def learned(decoder: Decoder, prompt: list[int], answer: list[int]) -> list[floa
 
 
 @exact
-def test_logits_of_a_long_answer_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_computes_logits_of_long_answers_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [prompt(40), prompt(5, 1), prompt(9, 2)], [prompt(100, 3), prompt(7, 4), []]
     expected = engine().score(*asked)
     monkeypatch.setattr("perilune.engine.engine.MOST_LOGITS", CONFIG.vocab_size * 12)
@@ -402,12 +404,12 @@ def test_logits_of_a_long_answer_are_computed_in_parts(monkeypatch: pytest.Monke
     assert one.cache_use == 0
 
 
-def test_answers_are_looked_at_before_they_are_scored() -> None:
+def test_score_rejects_tokens_outside_the_vocabulary() -> None:
     with pytest.raises(RequestError, match="outside"):
         engine().score([[1]], [[2, CONFIG.vocab_size]])
 
 
-def test_blocks_in_use_are_bounded_by_the_window() -> None:
+def test_sliding_window_bounds_the_blocks_in_use() -> None:
     decoder = Decoder(WINDOWS["gemma3_text"])
     decoder.initialize(0)
     one = Engine(decoder, slots=4, cache_tokens=4096)
@@ -416,14 +418,14 @@ def test_blocks_in_use_are_bounded_by_the_window() -> None:
     while one.unfinished:
         one.step()
         used.append([pool.used for pool in one._pools.pools])
-    whole, of_window = np.array(used)[1:].max(axis=0)  # the prompt is fed at once, in the first step
+    whole, of_window = np.array(used)[1:].max(axis=0)  # without the first step, which feeds the whole prompt
     assert of_window <= 4 * blocks_in(40)
     assert whole >= 4 * (480 - 130) // 16
     assert one._runner.cache.keys[0].shape[0] == window_blocks(40, 257, slots=4) < 257 + 40
 
 
 @exact
-def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
+def test_bfloat16_cache_rounds_samples_and_scores_equally() -> None:
     def half(decoder: Decoder, num_blocks: tuple[int, ...]) -> TorchRunner:
         return TorchRunner(decoder, num_blocks, torch.bfloat16)
 
@@ -441,7 +443,7 @@ def test_a_cache_of_half_the_size_rounds_everybody_alike() -> None:
             assert 0 < np.abs(rounded - exactly).max() < 0.05
 
 
-def _remembers(engine: Engine) -> bool:
-    """Whether anything is kept of requests that are gone."""
+def _has_request_state(engine: Engine) -> bool:
+    """Whether the engine keeps any state of finished requests."""
     kept = vars(engine._outputs)
     return any(kept[name] for name in ("entries", "_streams", "_tracked", "_collections"))

@@ -1,4 +1,4 @@
-"""The engine: what it samples, that nothing else in the batch changes it, and that scoring agrees exactly."""
+"""The engine: sampling, independence from the batch, and exact agreement with scoring and the learner."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -53,7 +53,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_shapes_and_reasons() -> None:
+def test_sample_returns_expected_shapes_dtypes_and_finish_reasons() -> None:
     params = SamplingParams(max_tokens=20, stop_token_ids=STOP)
     groups = Engine(DECODER).sample(prompts([3, 9, 1, 5]), 6, params)
     assert [len(group) for group in groups] == [6] * 4
@@ -73,7 +73,7 @@ def test_shapes_and_reasons() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 110}, {"temperature": 0.0, "min_p": 0.01}], ids=str)
-def test_rows_of_the_embedding_that_are_no_tokens_are_not_sampled(more: dict[str, Any]) -> None:
+def test_limit_tokens_excludes_padding_rows_of_the_embedding(more: dict[str, Any]) -> None:
     params = SamplingParams(**{"max_tokens": 12, "temperature": 9.0} | more)
     asked = prompts([3, 9])
     assert {int(t) for group in Engine(DECODER).sample(asked, 20, SamplingParams(12, 9.0)) for one in group
@@ -92,15 +92,15 @@ def test_rows_of_the_embedding_that_are_no_tokens_are_not_sampled(more: dict[str
     assert set(likely) <= set(range(50)) and bool(likely) == ("top_logprobs" in more)
 
 
-def test_no_prompts_and_no_samples() -> None:
+def test_sample_with_no_prompts_or_no_samples() -> None:
     params = SamplingParams(max_tokens=3)
     assert Engine(DECODER).sample([], 4, params) == []
     assert Engine(DECODER).sample(prompts([3]), 0, params) == [[]]
 
 
 @torch.no_grad()
-def one_by_one(prompt: Prompt, sample: int, params: SamplingParams) -> list[int]:
-    """The same draws by the whole sequence's forward pass for every token, without a cache."""
+def sample_without_cache(prompt: Prompt, sample: int, params: SamplingParams) -> list[int]:
+    """Sample tokens with one forward pass over the whole sequence per token, without a cache."""
     from perilune.engine.random import uniforms
     from perilune.engine.sampler import draw
 
@@ -120,13 +120,13 @@ def one_by_one(prompt: Prompt, sample: int, params: SamplingParams) -> list[int]
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_tokens_are_those_of_a_loop_without_a_cache(temperature: float) -> None:
+def test_tokens_equal_those_of_a_loop_without_cache(temperature: float) -> None:
     params = SamplingParams(max_tokens=24, temperature=temperature, stop_token_ids=STOP)
     asked = prompts([4, 11], seed=2**63, step=5)
     groups = Engine(DECODER).sample(asked, 3, params)
     for prompt, group in zip(asked, groups, strict=True):
         for sample, one in enumerate(group):
-            assert one.token_ids.tolist() == one_by_one(prompt, sample, params)
+            assert one.token_ids.tolist() == sample_without_cache(prompt, sample, params)
 
 
 @exact
@@ -138,7 +138,7 @@ def test_tokens_are_those_of_a_loop_without_a_cache(temperature: float) -> None:
     max_tokens=st.integers(1, 80),
     temperature=st.sampled_from([0.6, 1.0, 1.3]),
 )
-def test_a_sample_does_not_depend_on_the_batch(
+def test_samples_do_not_depend_on_the_batch(
     lengths: list[int], n: int, slots: int, max_tokens: int, temperature: float
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=STOP)
@@ -178,7 +178,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.thorough), 0.8])
 @pytest.mark.parametrize("model", MODELS)
-def test_logprobs_are_the_learners_to_the_last_bit(model: str, temperature: float) -> None:
+def test_logprobs_are_bitwise_equal_to_the_learners(model: str, temperature: float) -> None:
     decoder = make(**MODELS[model])
     params = SamplingParams(max_tokens=64, temperature=temperature, stop_token_ids=STOP)
     asked = prompts([2, 30, 7])
@@ -209,7 +209,7 @@ def test_logprobs_are_the_learners_to_the_last_bit(model: str, temperature: floa
 
 @exact
 @pytest.mark.usefixtures("two_threads")
-def test_logprobs_are_the_same_on_two_threads() -> None:
+def test_logprobs_do_not_depend_on_the_number_of_threads() -> None:
     asked, params = prompts([2, 30, 7]), SamplingParams(max_tokens=20)
     groups = Engine(DECODER).sample(asked, 4, params)
     torch.set_num_threads(1)
@@ -217,7 +217,7 @@ def test_logprobs_are_the_same_on_two_threads() -> None:
 
 
 @exact
-def test_long_contexts_agree_exactly() -> None:
+def test_sampled_and_scored_logprobs_of_long_contexts_are_equal() -> None:
     decoder = make(num_layers=1)
     asked = prompts([180, 700])
     groups = Engine(decoder).sample(asked, 2, SamplingParams(max_tokens=40))
@@ -227,7 +227,7 @@ def test_long_contexts_agree_exactly() -> None:
             assert np.array_equal(one.logprobs, scored)
 
 
-def test_other_dtypes_agree_to_rounding() -> None:
+def test_bfloat16_logprobs_agree_with_scores_within_rounding() -> None:
     decoder = make().to(torch.bfloat16)
     asked = prompts([5, 8])
     groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20))
@@ -237,7 +237,7 @@ def test_other_dtypes_agree_to_rounding() -> None:
             np.testing.assert_allclose(one.logprobs, again, atol=0.15)
 
 
-def test_scoring_in_small_batches_changes_nothing() -> None:
+def test_score_does_not_depend_on_the_batch_size() -> None:
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(98, size=p).tolist(), rng.integers(98, size=t).tolist())
              for p, t in [(3, 5), (1, 1), (9, 0), (4, 30), (2, 2)]]  # fmt: skip
@@ -252,10 +252,10 @@ def test_scoring_in_small_batches_changes_nothing() -> None:
         Engine(DECODER).score([[]], [[1]])
 
 
-def test_the_most_likely_tokens_of_each_place_of_a_text() -> None:
+def test_prompt_logprobs_returns_the_top_tokens_of_each_position() -> None:
     texts = [prompt.token_ids for prompt in prompts([40, 2, 9])]
     expected = Engine(DECODER).score([text[:1] for text in texts], [text[1:] for text in texts])
-    for budget in (4096, 10):  # together, and in batches
+    for budget in (4096, 10):  # in one batch and in several batches
         pieces = Engine(DECODER, score_tokens=budget).prompt_logprobs(texts, top=3)
         found = [one for batch in pieces for one in batch]
         for text, scores, (logprobs, likely) in zip(texts, expected, found, strict=True):
@@ -269,7 +269,7 @@ def test_the_most_likely_tokens_of_each_place_of_a_text() -> None:
             )
 
 
-def test_training_does_not_reach_the_engine_before_update_weights() -> None:
+def test_engine_keeps_its_weights_until_update_weights() -> None:
     decoder = make()
     engine = Engine(decoder)
     params = SamplingParams(max_tokens=10)
@@ -287,7 +287,7 @@ def test_training_does_not_reach_the_engine_before_update_weights() -> None:
     assert flat(engine.sample(prompts([4]), 2, params)) == flat(before)
 
 
-def test_weights_may_change_in_flight_and_every_token_says_which_sampled_it() -> None:
+def test_policy_version_of_each_token_follows_weight_updates_in_flight() -> None:
     decoder = make()
     engine = Engine(decoder)
     calls: list[tuple[int, int]] = []
@@ -305,7 +305,7 @@ def test_weights_may_change_in_flight_and_every_token_says_which_sampled_it() ->
     assert calls[-1] == (4, 4)
 
 
-def test_a_group_larger_than_the_slots_computes_its_prompt_again_and_agrees() -> None:
+def test_group_larger_than_the_slots_gets_the_same_tokens() -> None:
     params = SamplingParams(max_tokens=12, stop_token_ids=STOP)
     few = Engine(DECODER, slots=3).sample(prompts([5]), 10, params)
     assert [x for x, _, _ in flat(few)] == [
@@ -313,7 +313,7 @@ def test_a_group_larger_than_the_slots_computes_its_prompt_again_and_agrees() ->
     ]
 
 
-def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_samples_use_no_further_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     engine = Engine(DECODER, slots=16)
     run = engine._runner.run
@@ -325,7 +325,7 @@ def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine._runner, "run", count)
     groups = engine.sample(prompts([4] * 8), 8, SamplingParams(50, stop_token_ids=STOP))
     sampled = sum(len(one.token_ids) for group in groups for one in group)
-    assert sum(rows) == sampled - 64  # every token but a sample's last is fed once
+    assert sum(rows) == sampled - 64  # every token except the last of a sample is fed once
     assert len(rows) < 64 * 50 / 16
 
 
@@ -340,13 +340,13 @@ def test_finished_samples_do_not_cost_further_steps(monkeypatch: pytest.MonkeyPa
         (Prompt([1] * 4090, (0, 0, 0)), "exceed the model's 4096 positions"),
     ],
 )
-def test_impossible_prompts_are_refused_before_anything_is_sampled(prompt: Prompt, message: str) -> None:
+def test_sample_rejects_invalid_prompts(prompt: Prompt, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Engine(DECODER).sample([Prompt([1], (0, 0, 0)), prompt], 1, SamplingParams(max_tokens=10))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_diverged_weights_are_a_failure_not_a_token(temperature: float) -> None:
+def test_sampling_from_nan_weights_raises_work_failed_error(temperature: float) -> None:
     decoder = make()
     with torch.no_grad():
         decoder.model.norm.weight[0] = torch.nan
@@ -354,7 +354,7 @@ def test_diverged_weights_are_a_failure_not_a_token(temperature: float) -> None:
         Engine(decoder).sample(prompts([3]), 2, SamplingParams(max_tokens=4, temperature=temperature))
 
 
-def test_after_a_failure_nothing_of_it_is_left() -> None:
+def test_failed_sample_call_leaves_no_state_in_the_engine() -> None:
     decoder = make()
     engine, params = Engine(decoder), SamplingParams(max_tokens=30)
     expected = flat(engine.sample(prompts([5, 20]), 3, params))
@@ -368,7 +368,7 @@ def test_after_a_failure_nothing_of_it_is_left() -> None:
     assert flat(engine.sample(prompts([5, 20]), 3, params)) == expected
 
 
-def test_an_interrupted_call_leaves_the_engine_usable() -> None:
+def test_interrupted_sample_call_leaves_the_engine_usable() -> None:
     engine, params = Engine(DECODER), SamplingParams(max_tokens=30)
 
     def interrupt(finished: int, total: int) -> None:
@@ -383,7 +383,7 @@ def test_an_interrupted_call_leaves_the_engine_usable() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_it_samples_on_a_gpu() -> None:
+def test_sampled_and_scored_logprobs_agree_on_a_gpu() -> None:
     decoder = make().to("cuda")
     asked = prompts([5, 8])
     groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20, stop_token_ids=STOP))

@@ -1,4 +1,4 @@
-"""What fails one request leaves the others alone; what fails a step leaves an engine that works."""
+"""Failure isolation: failing requests do not affect others; failing steps do not break the engine."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ NEIGHBOUR = Request([5, 6, 7], SamplingParams(12, top_k=20), (7, 0, 0), n=2)
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise it."""
+    """A panic, as raised by Rust extensions."""
 
 
 class Faulty:
-    """A runner whose probabilities after token `POISON` are no numbers, and that fails while `broken`."""
+    """A runner that returns NaN logits after token `POISON` and raises MemoryError while `broken`."""
 
     def __init__(self, decoder: Any, num_blocks: Sequence[int]) -> None:
         self._inner = fastest_runner(decoder, num_blocks)
@@ -59,7 +59,7 @@ class Faulty:
         return getattr(self._inner, name)
 
 
-def faulty() -> tuple[Engine, Faulty]:
+def faulty_engine() -> tuple[Engine, Faulty]:
     made: list[Faulty] = []
 
     def runner(decoder: Any, num_blocks: Sequence[int]) -> Faulty:
@@ -73,7 +73,7 @@ Samples = dict[int, tuple[list[int], list[float]]]
 
 
 def finish(engine: Engine) -> tuple[dict[int, Samples], dict[int, Delta]]:
-    """All samples by request, and the deltas of requests that failed."""
+    """All samples and all failed deltas, keyed by request."""
     samples: dict[int, Samples] = {}
     failed = {}
     while engine.unfinished:
@@ -86,14 +86,14 @@ def finish(engine: Engine) -> tuple[dict[int, Samples], dict[int, Delta]]:
     return samples, failed
 
 
-def alone(request: Request) -> Samples:
+def run_alone(request: Request) -> Samples:
     engine = Engine(DECODER)
     engine.add(request)
     (samples,) = finish(engine)[0].values()
     return samples
 
 
-EXPECTED = alone(NEIGHBOUR)
+EXPECTED = run_alone(NEIGHBOUR)
 numbers = st.one_of(
     st.sampled_from([0.0, 1e-45, 1e-38, 1e-30, 1e-9, 1e-6, 0.5, 1.0, 1.5, 2.0, 100.0, 1e30, 1e38, 1e300]),
     st.floats(allow_nan=True, allow_infinity=True),
@@ -115,7 +115,7 @@ tokens = st.lists(integers, max_size=3).map(tuple) | st.just(tuple(range(V)))
         },
     )
 )  # fmt: skip
-def test_any_number_is_refused_or_served_and_no_neighbour_notices(options: dict[str, Any]) -> None:
+def test_any_sampling_options_are_rejected_or_served_in_isolation(options: dict[str, Any]) -> None:
     engine = Engine(DECODER, slots=4)
     neighbour = engine.add(NEIGHBOUR)
     engine.step()
@@ -164,7 +164,7 @@ class Broken:
 
 @pytest.mark.parametrize("where", ["start", "fill_mask", "advance"])
 @pytest.mark.parametrize("error", [RequestError("too complex"), WorkFailedError("no"), ValueError(), Panic()])
-def test_a_constraint_that_fails_fails_its_request(where: str, error: BaseException) -> None:
+def test_failing_constraint_fails_only_its_own_request(where: str, error: BaseException) -> None:
     engine = Engine(DECODER, slots=8)
     bad = engine.add(Request([5], SamplingParams(9), n=3, constraint=Broken(where, error)))
     neighbour = engine.add(NEIGHBOUR)
@@ -183,7 +183,7 @@ def test_a_constraint_that_fails_fails_its_request(where: str, error: BaseExcept
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_text_that_cannot_be_decoded_fails_its_request(stream: bool) -> None:
+def test_failing_detokenizer_fails_only_its_own_request(stream: bool) -> None:
     class Undecodable(Tokenizer):
         def decode(self, token_ids: Sequence[int]) -> str:
             raise Panic
@@ -192,15 +192,15 @@ def test_a_text_that_cannot_be_decoded_fails_its_request(stream: bool) -> None:
     engine = Engine(DECODER, tokenizer=tokenizer)
     neighbour = Request([5, 6, 7], SamplingParams(24), (7, 0, 0))
     bad = engine.add(neighbour, stream=stream)
-    # Whoever collects samples and asks for no text gets no text.
+    # sample() returns no text unless asked, so it does not decode.
     completion = engine.sample([Prompt(neighbour.token_ids, neighbour.key)], 1, neighbour.params)[0][0]
-    assert completion.token_ids.tolist() == alone(neighbour)[0][0]
+    assert completion.token_ids.tolist() == run_alone(neighbour)[0][0]
     assert list(finish(engine)[1]) == [bad]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}])
-def test_probabilities_that_are_no_numbers_fail_their_request(options: dict[str, Any]) -> None:
-    engine, _ = faulty()
+def test_non_finite_logits_fail_only_their_own_request(options: dict[str, Any]) -> None:
+    engine, _ = faulty_engine()
     early = engine.add(NEIGHBOUR)
     engine.step()
     bad = engine.add(Request([5, POISON], SamplingParams(9, **options), n=2))
@@ -215,8 +215,8 @@ def test_probabilities_that_are_no_numbers_fail_their_request(options: dict[str,
     assert engine.cache_use == 0
 
 
-def test_an_engine_whose_step_failed_is_restarted_once_it_can_sample() -> None:
-    engine, runner = faulty()
+def test_restart_after_a_failed_step_works_once_the_runner_recovers() -> None:
+    engine, runner = faulty_engine()
     engine.add(NEIGHBOUR)
     engine.step()
     runner.broken = True

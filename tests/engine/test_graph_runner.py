@@ -1,4 +1,4 @@
-"""The runner for GPUs without a GPU: its step over fixed buffers, and what a graph of it would replay."""
+"""GraphRunner on a CPU: steps over fixed buffers, and a recorded graph in place of a CUDA graph."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ EXPERTS = TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32, norma
 
 @pytest.fixture(scope="module", autouse=True)
 def by_torch_in_small_buckets() -> Iterator[None]:
-    """A GPU knows nothing of the C kernels, and a table of a few columns has all that a wide one has."""
+    """Disable the C kernels, as on a GPU; small buckets test the same code as large ones."""
     with (
         mock.patch.object(ops, "available", lambda: False),
         mock.patch.object(graph_runner, "_FEWEST_COLUMNS", 2),
@@ -48,7 +48,7 @@ def make(config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float3
 
 
 def gathered_product(x: Tensor, weight: StackedWeight, groups: Groups) -> Tensor:
-    """A `GroupedProduct` in torch, which gathers the matrix of each pair."""
+    """A `GroupedProduct` in torch that gathers the matrix of each pair."""
     pairs = len(groups.order)
     experts = torch.searchsorted(groups.ends, torch.arange(pairs), right=True)
     rows = x[groups.order // (pairs // len(x))]
@@ -72,7 +72,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def play(
     engine: Engine, moves: list[tuple[str, int]]
 ) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
-    """Tokens and log-probs of every sample, after requests have come and gone as `moves` say."""
+    """Tokens and log-probs of every sample after the engine has executed `moves`."""
     found: dict[tuple[int, int], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
 
     def step() -> None:
@@ -108,10 +108,10 @@ moves = st.lists(
 @pytest.mark.parametrize("config", [TINY, GEMMA, EXPERTS], ids=["dense", "windows", "experts"])
 @settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(moves=moves, room=st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 3, "token_budget": 12}]))
-def test_a_step_over_buffers_is_the_step(
+def test_graph_runner_samples_equal_those_of_torch_runner(
     config: DecoderConfig, moves: list[tuple[str, int]], room: dict[str, int]
 ) -> None:
-    """In float64 weights are plain tensors, as on a GPU."""
+    """Float64 keeps weights as plain tensors, as on a GPU."""
 
     def played(runner: Any) -> Any:
         options = {"slots": 8, "cache_tokens": 2048, **room}
@@ -125,7 +125,7 @@ def test_a_step_over_buffers_is_the_step(
 
 
 class RecordedGraph:
-    """What a CUDA graph does, on a CPU: operations recorded with the tensors they were called with."""
+    """A CUDA graph on a CPU: records operations with their tensors and replays them."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -142,7 +142,7 @@ class RecordedGraph:
 
 
 class Recording(TorchDispatchMode):
-    """Takes the place of `torch.cuda.graph`."""
+    """Replaces `torch.cuda.graph`."""
 
     def __init__(self, graph: RecordedGraph, pool: Any, capture_error_mode: str) -> None:
         super().__init__()
@@ -158,10 +158,10 @@ class Recording(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [TINY, GEMMA, EXPERTS], ids=["dense", "windows", "experts"])
 @pytest.mark.parametrize("weights", [None, "bfloat16", "int8"])
-def test_a_captured_step_reads_nothing_but_its_buffers(
+def test_captured_steps_replay_correctly_with_new_inputs_and_weights(
     config: DecoderConfig, weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And reads weights where new ones come to lie. In float64 they are plain tensors, as on a GPU."""
+    """A replay reads only its buffers and the weights in place. Float64 keeps weights as plain tensors."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)
     captured = []
@@ -191,7 +191,7 @@ def test_a_captured_step_reads_nothing_but_its_buffers(
         np.testing.assert_allclose(found[sample][1], logprobs, atol=1e-6)
 
 
-def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
+def test_adapters_are_exact_when_replaced_and_after_weight_updates() -> None:
     name = "model.layers.0.self_attn.q_proj"
     generator = torch.Generator().manual_seed(0)
     shape = make(TINY).get_submodule(name).weight.shape
@@ -201,7 +201,7 @@ def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
     text, key, params = prompt(20, 0), (0, 0, 0), SamplingParams(20)
 
     def adapted(engine: Engine) -> list[tuple[int, int, list[int]]]:
-        """Of a request with the adapter, and of one without beside it."""
+        """The deltas of a request with the adapter and of a concurrent one without."""
         first = engine.add(Request(text, params, key, 2, adapter="own"))
         engine.add(Request(text, SamplingParams(30), key, 2))
         deltas = []
@@ -213,13 +213,13 @@ def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
     for runner in (TorchRunner, graphed):
         engine = Engine(make(TINY), runner=runner, slots=8, cache_tokens=2048)
         plain = engine.sample([Prompt(text, key)], 2, params)[0]
-        for index in range(2):  # laid over the first, the second must not apply it twice
+        for index in range(2):  # the second replaces the first and must not add to it
             engine.add_adapter("own", Adapter(pairs, 1.0 + index))
         found.append(adapted(engine))
         again = engine.sample([Prompt(text, key)], 2, params)[0]
         assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in plain]
 
-        engine.update_weights(make(TINY, seed=7).state_dict(), 1)  # which lie under the adapters
+        engine.update_weights(make(TINY, seed=7).state_dict(), 1)  # the weights below the adapters
         fresh = Engine(make(TINY, seed=7), runner=runner, slots=8, cache_tokens=2048)
         fresh.add_adapter("own", Adapter(pairs, 2.0))
         assert adapted(engine) == adapted(fresh) != found[0]
@@ -228,7 +228,7 @@ def test_adapters_are_computed_as_they_come_and_leave_no_trace() -> None:
     assert by_request[0] != by_request[1][: len(by_request[0])]
 
 
-def test_buckets() -> None:
+def test_bucket_rounds_rows_and_columns_up() -> None:
     rows = [bucket(count, 1)[0] for count in (1, 2, 3, 5, 8, 9, 17, 33, 49, 65, 193, 256, 257, 385)]
     assert rows == [1, 2, 4, 8, 8, 16, 24, 48, 64, 96, 256, 256, 384, 512]
     assert len({bucket(count, 1) for count in range(1, 513)}) == 15
@@ -240,8 +240,8 @@ def test_buckets() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("config", [TINY, GEMMA, EXPERTS], ids=["dense", "windows", "experts"])
 @pytest.mark.parametrize("cache", [None, "int8"])
-def test_captured_graphs_sample_what_torch_does(config: DecoderConfig, cache: Any) -> None:
-    """On the GPU itself, with Triton, to the rounding of other orders of summation."""
+def test_cuda_graph_samples_agree_with_torch_runner(config: DecoderConfig, cache: Any) -> None:
+    """On a GPU with Triton, within the rounding of a different summation order."""
     runners: list[GraphRunner] = []
 
     def captured(decoder: Decoder, num_blocks: Any) -> GraphRunner:
@@ -266,7 +266,7 @@ def test_captured_graphs_sample_what_torch_does(config: DecoderConfig, cache: An
             np.testing.assert_allclose(found[sample][1], logprobs, atol=5e-3)
 
 
-def test_with_bfloat16_products_the_cache_of_a_gpu_is_bfloat16() -> None:
+def test_graph_runner_cache_is_bfloat16_with_bfloat16_products() -> None:
     decoder = make(TINY)
     assert graphed(decoder, (4,)).cache.dtype == torch.float32
     decoder.compute_in("bfloat16")

@@ -1,4 +1,4 @@
-"""KV offloading: samples are the same, hits come from memory and disk, and damage is noticed."""
+"""KV cache offloading to memory and disk: equal samples, hits, and detection of damaged blocks."""
 
 import resource
 from pathlib import Path
@@ -43,7 +43,7 @@ def engine(model: Decoder, offload: OffloadSettings | None, **options: Any) -> E
 
 
 def converse(one: Engine) -> list[Completion]:
-    """Sessions that take turns, so that each is given up before it returns."""
+    """Sample the sessions in turns, so that each is evicted before its next turn."""
     histories = [np.random.default_rng(seed).integers(98, size=40).tolist() for seed in range(SESSIONS)]
     answers = []
     for turn in range(TURNS):
@@ -63,7 +63,7 @@ def same(left: list[Completion], right: list[Completion]) -> bool:
 
 @pytest.mark.parametrize("runner", [fastest_runner, TorchRunner])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_samples_are_the_same_with_blocks_from_memory_and_disk(kind: str, runner: Any) -> None:
+def test_offloading_to_memory_and_disk_does_not_change_samples(kind: str, runner: Any) -> None:
     model = decoder(kind)
     without = engine(model, None, runner=runner)
     answers = converse(without)
@@ -76,7 +76,7 @@ def test_samples_are_the_same_with_blocks_from_memory_and_disk(kind: str, runner
     assert with_store.counters.prompt_tokens < 0.5 * without.counters.prompt_tokens
 
 
-def test_int8_blocks_and_their_scales_come_back() -> None:
+def test_offloading_restores_int8_blocks_with_their_scales() -> None:
     model = decoder("full")
 
     def runner(of: Decoder, blocks: tuple[int, ...]) -> TorchRunner:
@@ -86,7 +86,7 @@ def test_int8_blocks_and_their_scales_come_back() -> None:
     assert same(converse(engine(model, OffloadSettings(1 << 24, always=True), runner=runner)), answers)
 
 
-def test_routes_come_back_with_their_blocks() -> None:
+def test_offloading_restores_routes_with_their_blocks() -> None:
     config = CONFIG.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32))
     model = Decoder(config)
     model.initialize(0)
@@ -102,7 +102,7 @@ def test_routes_come_back_with_their_blocks() -> None:
 
 
 @pytest.mark.parametrize("disk", [0, 1 << 24])
-def test_a_damaged_block_is_computed_anew(disk: int) -> None:
+def test_damaged_offloaded_block_is_recomputed(disk: int) -> None:
     model = decoder("full")
     answers = converse(engine(model, None))
     one = engine(model, OffloadSettings(0 if disk else 1 << 24, disk, always=True))
@@ -118,7 +118,7 @@ def test_a_damaged_block_is_computed_anew(disk: int) -> None:
     assert one.offloaded.corrupt > 0
 
 
-def test_a_full_disk_costs_the_blocks_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_loses_only_offloaded_blocks(tmp_path: Path) -> None:
     model = decoder("full")
     answers = converse(engine(model, None))
     one = engine(model, OffloadSettings(0, 1 << 24, tmp_path, always=True))
@@ -133,10 +133,10 @@ def test_a_full_disk_costs_the_blocks_and_nothing_else(tmp_path: Path) -> None:
     assert store.disk_failure
     assert one.offloaded.disk_failures == 1
     assert 0 < store.disk_bytes <= 100_000
-    assert list(tmp_path.iterdir()) == []  # the file has no name
+    assert list(tmp_path.iterdir()) == []  # the file is unlinked while open
 
 
-def test_new_weights_empty_the_store() -> None:
+def test_weight_update_empties_the_offload_store() -> None:
     model = decoder("full")
     one = engine(model, OffloadSettings(1 << 24, always=True))
     converse(one)
@@ -148,7 +148,7 @@ def test_new_weights_empty_the_store() -> None:
     assert same(converse(one), converse(engine(model, None)))
 
 
-def test_blocks_are_computed_where_that_is_faster() -> None:
+def test_blocks_are_recomputed_when_that_is_faster_than_loading() -> None:
     model = decoder("full")
     one = engine(model, OffloadSettings(1 << 24))
     store = one._offload
@@ -160,7 +160,7 @@ def test_blocks_are_computed_where_that_is_faster() -> None:
     assert one.offloaded.loaded_from_memory == 0
 
 
-def test_a_runner_without_a_paged_cache_is_refused() -> None:
+def test_offload_rejects_runner_without_paged_cache() -> None:
     class Bare:
         def __init__(self, model: Decoder, blocks: tuple[int, ...]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""OpenVINO computes the steps of the engine, on the engine's block tables."""
+"""OpenVINO as a runner of the engine, with the engine's block tables."""
 
 import copy
 import sys
@@ -73,7 +73,7 @@ def gap(completions: list[Completion], judge: Engine) -> float:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_and_logprobs_are_those_of_our_own_engine(name: str) -> None:
+def test_openvino_tokens_and_logprobs_agree_with_native_engine(name: str) -> None:
     decoder = new(name)
     other, ours = engine(decoder, OpenVino()), engine(decoder)
     for temperature in (0.0, 1.0):
@@ -81,11 +81,11 @@ def test_tokens_and_logprobs_are_those_of_our_own_engine(name: str) -> None:
         assert [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in expected]
     assert 0 < gap(found, ours) < 1e-4
     assert gap(found, other) < 1e-4  # scoring computes whole sequences at once
-    assert other.counters.cached_tokens == 32 + 64  # of the second round, in blocks of 32
+    assert other.counters.cached_tokens == 32 + 64  # hits of the second round, in blocks of 32
 
 
 @pytest.mark.thorough
-def test_new_weights_replace_the_old_and_memory_stays_flat() -> None:
+def test_openvino_weight_updates_take_effect_without_memory_growth() -> None:
     decoder = new("llama")
     other = engine(decoder, OpenVino())
     process, sizes = psutil.Process(), []
@@ -105,7 +105,7 @@ def test_new_weights_replace_the_old_and_memory_stays_flat() -> None:
     ]
 
 
-def test_int8_weights_are_rounded_as_ours_and_the_u8_cache_is_close() -> None:
+def test_openvino_int8_weights_and_u8_cache_are_close_to_native() -> None:
     decoder = new("llama")
     rounded = copy.deepcopy(decoder)
     with torch.no_grad():
@@ -121,7 +121,9 @@ def test_int8_weights_are_rounded_as_ours_and_the_u8_cache_is_close() -> None:
     assert 1e-4 < gap(u8, exact) < 0.1
 
 
-def test_what_cannot_be_computed_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openvino_rejects_unsupported_model_device_and_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experts = Decoder(DecoderConfig("qwen3_moe", num_layers=1, experts=Experts(4, 2, 32), **SMALL))
     with pytest.raises(RequestError, match="cannot compute this model: it is a mixture of experts"):
         engine(experts, OpenVino())
@@ -138,7 +140,7 @@ def test_importing_openvino_does_not_start_its_telemetry() -> None:
     assert sys.modules["openvino_telemetry"] is None
 
 
-def test_serve_chooses_the_backend() -> None:
+def test_serve_settings_select_the_openvino_backend() -> None:
     chosen = Settings(Path(), backend="openvino", device="gpu.1", weights="int8", kv_cache="u8")
     assert _openvino(chosen) == OpenVino("GPU.1", "int8", "u8")
     assert _openvino(Settings(Path(), device="cpu")) is None
@@ -148,7 +150,7 @@ def test_serve_chooses_the_backend() -> None:
         Settings(Path(), device="NPU")
 
 
-def test_recipes_choose_the_engine() -> None:
+def test_recipe_engine_section_selects_openvino_or_a_server() -> None:
     checkpoint = {"checkpoint": "model"}
     evaluated = EvaluateSpec.model_validate({**checkpoint, "engine": "openvino"})
     assert evaluated.engine == OpenVinoSpec()

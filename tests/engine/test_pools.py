@@ -1,4 +1,4 @@
-"""Pools of layers with and without a window: nothing leaks, and what is found is all that is seen."""
+"""Block pools of full-attention and sliding-window layers: no leaks, and complete prefix hits."""
 
 import random
 from collections import Counter
@@ -20,7 +20,7 @@ def name(position: int) -> bytes:
 
 
 class Contents:
-    """What blocks were last filled with, four bytes each."""
+    """The content of each block, four bytes per block."""
 
     def __init__(self, of_pools: list[dict[int, bytes]]) -> None:
         self.of_pools = of_pools
@@ -34,17 +34,19 @@ class Contents:
 
 @pytest.mark.parametrize("windows", [(None, WINDOW), (16, WINDOW), (None,)])
 @pytest.mark.parametrize(("count", "offload"), [(12, 0), (80, 0), (12, 40), (24, 200)])
-def test_ten_thousand_random_operations(windows: tuple[Any, ...], count: int, offload: int) -> None:
-    """Samples that begin with what is known, grow, let go of what lies behind, fork, and end."""
+def test_random_operations_leak_no_block_and_find_correct_prefixes(
+    windows: tuple[Any, ...], count: int, offload: int
+) -> None:
+    """Samples start with a cached prefix, grow, free blocks outside the window, fork and end."""
     rng = random.Random(count)
     content: list[dict[int, bytes]] = [{} for _ in windows]
     store = (
         OffloadStore(OffloadSettings(offload, offload, always=True), Contents(content)) if offload else None
     )
     pools = BlockPools([count] * len(windows), windows, store=store)
-    samples: list[tuple[int, Blocks, int]] = []  # which text it is, its table, and how many columns are full
+    samples: list[tuple[int, Blocks, int]] = []  # (text, block table, full columns)
     for operation in range(10_000):
-        if offload and len(samples) > 4:  # so that blocks are given up
+        if offload and len(samples) > 4:  # force evictions
             pools.release(samples.pop(rng.randrange(len(samples)))[1])
         kind = rng.random()
         if kind < 0.2:
@@ -115,7 +117,7 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
 
 
 def check_tree(pools: BlockPools) -> None:
-    """Ends need their last windows, and from every cached block without a window an end can be reached."""
+    """Every end keeps its last windows; every cached full-attention block leads to an end."""
     tree = pools.tree
     ends = [*(node for node in tree._nodes.values() if node.entry), *tree._forks]
     for index, window in enumerate(pools.windows):
@@ -135,13 +137,13 @@ def check_tree(pools: BlockPools) -> None:
         assert node.children == sum(child.parent is node for child in tree._nodes.values())
 
 
-def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
+def test_prefix_is_found_only_when_its_last_window_is_cached() -> None:
     pools = BlockPools([20, 20], [None, WINDOW])
     table = pools.allocate(8)
     chain = [name(column) for column in range(8)]
     pools.record(table, chain)
     pools.tree.release(1, table[1, :3])
-    while pools.pools[1].available > 1:  # what was let go of is given to others
+    while pools.pools[1].available > 1:  # reuse the freed blocks
         pools.tree.allocate(1, 1)
     assert [pools.tree._nodes[digest].blocks[1] > 0 for digest in chain[:4]] == [True, False, False, True]
     # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
@@ -151,7 +153,7 @@ def test_a_beginning_is_found_where_its_last_window_is_left() -> None:
     assert found[1].tolist() == [0] * 5 + table[1, 5:].tolist()
 
 
-def test_room_is_counted_for_what_a_window_keeps() -> None:
+def test_has_room_counts_only_blocks_within_the_window() -> None:
     pools = BlockPools([65, 9], [None, WINDOW])
     assert pools.has_room([], 64 * BLOCK, 4 * BLOCK, 0)  # 104 tokens, in at most 8 blocks
     assert not pools.has_room([], 64 * BLOCK, 4 * BLOCK, 1)

@@ -1,4 +1,4 @@
-"""Which blocks the prefix cache gives up first: ends of what was used least recently, and whole branches."""
+"""Eviction order of the prefix cache: least recently used first, from the end, in whole branches."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ class Cache:
         self.pools = BlockPools(counts, (None, WINDOW)[: len(counts)], lambda: self.now)
 
     def run(self, text: str, returns_in: float = 0.0) -> int:
-        """Compute `text` after what is cached of it, and return the number of columns that were."""
+        """Compute `text` after its cached prefix; return the number of cached columns."""
         table, chain = self.begin(text)
         cached = table.shape[1]
         for column in range(cached, len(text)):
@@ -44,18 +44,18 @@ class Cache:
         return [text[: column + 1].encode() for column in range(len(text))]
 
 
-def test_the_least_recently_used_goes_first_and_the_end_of_a_sequence_before_its_beginning() -> None:
+def test_eviction_is_least_recently_used_from_the_end_of_a_sequence() -> None:
     cache = Cache(1 + 8)
     cache.run("abcd")
     cache.run("wxyz")
-    cache.run("ab")  # used again, without its end
+    cache.run("ab")  # refreshes the first two blocks only
     assert cache.run("mn") == 0
     assert [cache.cached(text) for text in ("abcd", "wxyz", "mn")] == [2, 4, 2]
     cache.run("opq")
     assert [cache.cached(text) for text in ("abcd", "wxyz", "mn", "opq")] == [2, 1, 2, 3]
 
 
-def test_a_referenced_block_is_never_given_away() -> None:
+def test_referenced_blocks_are_never_evicted() -> None:
     cache = Cache(1 + 4)
     cache.run("abc")
     table, _ = cache.begin("ab")
@@ -64,7 +64,7 @@ def test_a_referenced_block_is_never_given_away() -> None:
     assert cache.pools.available == 0
 
 
-def test_equal_blocks_are_kept_once() -> None:
+def test_equal_blocks_are_stored_once() -> None:
     cache = Cache(1 + 8)
     tables = [cache.pools.allocate(3) for _ in range(2)]
     for table in tables:
@@ -73,8 +73,8 @@ def test_equal_blocks_are_kept_once() -> None:
     assert cache.pools.pools[0].used == 3
 
 
-def test_a_window_gives_up_what_no_request_continues_first() -> None:
-    """Plain LRU would give up the last window of the older session for the beginning of the newer one."""
+def test_windowed_pool_evicts_blocks_that_no_request_can_reuse_first() -> None:
+    """Plain LRU would evict the last window of the older session to keep the start of the newer one."""
     cache = Cache(1 + 40, 1 + 7)
     cache.run("abcdef")
     cache.run("ABCDEFGHIJ")
@@ -82,23 +82,23 @@ def test_a_window_gives_up_what_no_request_continues_first() -> None:
     assert cache.run("ABCDEFGHIJK") == 10
 
 
-def test_a_branch_goes_with_its_last_window() -> None:
+def test_evicting_the_last_window_evicts_its_whole_branch() -> None:
     cache = Cache(1 + 40, 1 + 7)
     for name in "abcd":
         cache.run(name * 8)
     assert [cache.cached(name * 8) for name in "abcd"] == [0, 8, 8, 8]
-    assert cache.pools.pools[0].cached == 24  # nothing is left of the first one
+    assert cache.pools.pools[0].cached == 24  # the first sequence is gone
     assert cache.pools.pools[0].free == 16
 
 
-def test_a_common_beginning_stays_while_sessions_continue_it() -> None:
+def test_shared_prefix_stays_cached_while_sessions_extend_its_branches() -> None:
     cache = Cache(1 + 80, 1 + 10)
     cache.run("system" + "a" * 8)
     found = [cache.run("system" + name * 8) for name in "bcdef"]
-    assert found[1:] == [6] * 4  # the second request shows where requests part
+    assert found[1:] == [6] * 4  # the second request shows where the shared prefix ends
 
 
-def test_an_announced_session_stays_until_it_is_late() -> None:
+def test_session_with_expected_return_is_kept_until_overdue() -> None:
     cache = Cache(1 + 8)
     cache.run("abcd", returns_in=30)
     cache.run("wxyz")
@@ -109,7 +109,7 @@ def test_an_announced_session_stays_until_it_is_late() -> None:
     assert [cache.cached(text) for text in ("abcd", "wxyz", "mn", "op")] == [2, 2, 2, 2]
 
 
-def test_of_announced_sessions_the_one_that_returns_last_goes_first() -> None:
+def test_session_with_latest_expected_return_is_evicted_first() -> None:
     cache = Cache(1 + 6)
     cache.run("ab", returns_in=5)
     cache.run("cd", returns_in=50)

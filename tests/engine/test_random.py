@@ -1,4 +1,4 @@
-"""Counter-based random numbers: known answers, and independence of everything but their counters."""
+"""Counter-based random numbers: published test vectors, and dependence on their counters alone."""
 
 import numpy as np
 import pytest
@@ -26,12 +26,14 @@ words = st.integers(0, 2**32 - 1)
         ),
     ],
 )
-def test_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_matches_published_test_vectors(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
     drawn = philox4x32(np.array(counter, dtype=np.uint64), np.array(key, dtype=np.uint64))
     assert drawn.tolist() == expected
 
 
-def test_golden_uniforms() -> None:
+def test_uniforms_combine_two_philox_words() -> None:
     drawn = uniforms(np.array([[0, 0, 0, 0]], dtype=np.uint64), np.array([[0]]))
     assert drawn[0, 0] == ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
 
@@ -40,7 +42,7 @@ keys = st.tuples(st.integers(0, 2**64 - 1), words, words, words)
 
 
 @given(rows=st.lists(keys, min_size=1, max_size=5), start=st.integers(0, 2**31), count=st.integers(1, 9))
-def test_a_number_depends_on_its_own_counters_only(
+def test_uniforms_depend_only_on_their_own_key_and_position(
     rows: list[tuple[int, int, int, int]], start: int, count: int
 ) -> None:
     positions = np.arange(start, start + count) + np.zeros((len(rows), 1), dtype=np.int64)
@@ -53,7 +55,9 @@ def test_a_number_depends_on_its_own_counters_only(
 
 
 @given(keys, words, st.integers(0, 4))
-def test_every_counter_matters(key: tuple[int, int, int, int], position: int, field: int) -> None:
+def test_uniforms_change_with_every_field_of_key_and_position(
+    key: tuple[int, int, int, int], position: int, field: int
+) -> None:
     counters = [*key, position]
     other = counters.copy()
     other[field] ^= 1
@@ -63,7 +67,7 @@ def test_every_counter_matters(key: tuple[int, int, int, int], position: int, fi
     assert drawn[0] != drawn[1]
 
 
-def test_they_are_uniform() -> None:
+def test_uniforms_pass_chi_squared_and_correlation_tests() -> None:
     rows = np.array([[5, 1, task, sample] for task in range(50) for sample in range(20)], dtype=np.uint64)
     drawn = uniforms(rows, np.tile(np.arange(100), (1000, 1)))
     counts, _ = np.histogram(drawn, bins=100, range=(0, 1))

@@ -1,4 +1,4 @@
-"""Linear attention: a state per sequence in the engine and in the learner, through prefixes and chunks."""
+"""Linear attention in engine and learner: recurrent state with prefix caching, chunks and shared prompts."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def decoder() -> Decoder:
 
 
 def prompts(*lengths: int, shared: int = 0) -> list[Prompt]:
-    """Random prompts of which the first `shared` tokens are equal."""
+    """Random prompts whose first `shared` tokens are equal."""
     begin = np.random.default_rng(99).integers(0, 98, shared).tolist()
     drawn = [np.random.default_rng(length).integers(0, 98, length).tolist() for length in lengths]
     return [Prompt([*begin, *tokens], (0, 0, index)) for index, tokens in enumerate(drawn)]
@@ -41,7 +41,7 @@ def samples(engine: Engine, of: list[Prompt], n: int = 3) -> list[Any]:
     return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in out for one in group]
 
 
-def test_chunks_preemption_and_forks_change_nothing(decoder: Decoder) -> None:
+def test_chunks_preemption_and_forks_do_not_change_samples(decoder: Decoder) -> None:
     of = prompts(5, 16, 48, 83)
     expected = samples(Engine(decoder, slots=16), of)
     small = Engine(decoder, slots=4, cache_tokens=176, token_budget=24)
@@ -49,7 +49,7 @@ def test_chunks_preemption_and_forks_change_nothing(decoder: Decoder) -> None:
     assert small.counters.preemptions
 
 
-def test_a_prefix_is_found_at_a_border(decoder: Decoder) -> None:
+def test_recurrent_state_is_reused_at_a_block_boundary(decoder: Decoder) -> None:
     of = prompts(7, 20, shared=70)
     alone = [samples(Engine(decoder, slots=4), [one], 2) for one in of]
     engine = Engine(decoder, slots=4)
@@ -59,7 +59,7 @@ def test_a_prefix_is_found_at_a_border(decoder: Decoder) -> None:
     np.testing.assert_array_equal(scored[0], np.array(alone[0][0][1], dtype=np.float32))
 
 
-def test_an_evicted_state_is_loaded(decoder: Decoder) -> None:
+def test_evicted_recurrent_state_is_loaded_from_offload_store(decoder: Decoder) -> None:
     of = prompts(40, 41, 42)
     expected = [samples(Engine(decoder, slots=2), [one], 1) for one in of]
     engine = Engine(decoder, slots=2, cache_tokens=128)
@@ -69,12 +69,12 @@ def test_an_evicted_state_is_loaded(decoder: Decoder) -> None:
     assert engine.offloaded.loaded_from_memory
 
 
-def test_the_cache_takes_what_is_planned(decoder: Decoder) -> None:
+def test_cache_size_equals_the_memory_plan(decoder: Decoder) -> None:
     engine = Engine(decoder, slots=4, cache_tokens=512, token_budget=64)
     assert engine._runner.cache.nbytes == blocks_bytes(CONFIG, 33, 4, token_budget=64)  # type: ignore[attr-defined]
 
 
-def test_a_guess_cannot_be_taken_back(decoder: Decoder) -> None:
+def test_speculation_is_rejected_with_linear_attention(decoder: Decoder) -> None:
     engine = Engine(decoder, slots=2)
     assert not engine.speculates_exactly
     with pytest.raises(RequestError, match="linear attention"):
@@ -82,7 +82,7 @@ def test_a_guess_cannot_be_taken_back(decoder: Decoder) -> None:
 
 
 def rule(inputs: DeltaInputs) -> torch.Tensor:
-    """The gated delta rule by its definition, for one sequence of two heads that share a key."""
+    """The gated delta rule from its definition, for one sequence with two heads that share a key."""
     state = torch.zeros(2, *inputs.q.shape[2:], inputs.v.shape[2], dtype=inputs.v.dtype)
     outs = []
     for q, k, v, decay, strength in zip(*inputs, strict=True):
@@ -96,8 +96,8 @@ def rule(inputs: DeltaInputs) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.float32, 1e-4), (torch.float64, 1e-9)], ids=["C", "torch"]
 )
-def test_packed_sequences_follow_the_rule_from_their_prefix(dtype: torch.dtype, most: float) -> None:
-    """Two completions leave a prompt at different tokens; a third sequence stands alone."""
+def test_packed_scan_equals_the_gated_delta_rule(dtype: torch.dtype, most: float) -> None:
+    """Two completions branch from a prompt at different tokens; a third sequence has no prompt."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 84, 1, 20, dtype=dtype)
     k = k / k.norm(dim=-1, keepdim=True)
@@ -122,7 +122,7 @@ def test_packed_sequences_follow_the_rule_from_their_prefix(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["C", "torch"])
-def test_a_convolution_sees_its_tokens_and_those_before(dtype: torch.dtype) -> None:
+def test_convolve_equals_causal_conv1d(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(40, 300, dtype=dtype), torch.randn(300, 4, dtype=dtype)
     x.requires_grad_(), weight.requires_grad_()
@@ -138,7 +138,7 @@ def test_a_convolution_sees_its_tokens_and_those_before(dtype: torch.dtype) -> N
 
 
 @torch.no_grad()
-def test_a_completion_has_the_same_bits_after_a_shared_prompt(decoder: Decoder) -> None:
+def test_shared_prompt_completions_are_bitwise_equal_to_separate_sequences(decoder: Decoder) -> None:
     prompt, answers = torch.randint(98, (37,)), [torch.randint(98, (n,)) for n in (21, 3)]
     tokens = torch.cat([prompt, *answers])
     at = torch.cat([torch.arange(37), 37 + torch.arange(21), 30 + torch.arange(3)])

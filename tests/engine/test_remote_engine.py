@@ -1,8 +1,7 @@
-"""The remote engine against servers that speak as vLLM and SGLang do, and against ones that misbehave.
+"""The remote engine against scripted servers: vLLM and SGLang protocols, and malformed responses.
 
-The documents are of the shapes that these servers' own code gives (vLLM: /v1/completions with
-`return_token_ids`; SGLang: /generate with `return_logprob`). Against a real server of ours it is tested with
-`perilune serve`.
+The responses have the format of the servers' own code (vLLM: /v1/completions with `return_token_ids`;
+SGLang: /generate with `return_logprob`). The tests of `perilune serve` use a real server.
 """
 
 import json
@@ -29,7 +28,7 @@ TOKEN = "never-shown-anywhere"
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers POSTs with `reply`, and lists models."""
+    """A server that answers POST requests with `reply` and lists models."""
 
     daemon_threads = True
 
@@ -79,7 +78,7 @@ def scripted(
 def choice(
     index: int = 0, tokens: Any = (9, 2), logprobs: Any = (-0.5, -0.25), **more: Any
 ) -> dict[str, Any]:
-    """One choice of vLLM's."""
+    """One choice of a vLLM response."""
     return {
         "index": index, "text": "ab", "finish_reason": "stop", "stop_reason": 2, "token_ids": list(tokens),
         "logprobs": {"tokens": ["a", "b"], "token_logprobs": list(logprobs), "top_logprobs": None},
@@ -108,7 +107,9 @@ def of_sglang(body: Any) -> Reply:
     ("owner", "reply"), [("vllm", of_vllm), ("sglang", of_sglang), ("llamacpp", of_vllm)]
 )
 @pytest.mark.parametrize("n", [1, 3])
-def test_completions_of_either_kind(owner: str, reply: Callable[[Any], Reply], n: int) -> None:
+def test_completions_of_vllm_sglang_and_llamacpp_are_read(
+    owner: str, reply: Callable[[Any], Reply], n: int
+) -> None:
     with scripted(owner, reply) as server, RemoteEngine(server.url + "/v1/", token=TOKEN) as engine:
         groups = engine.sample([PROMPT] * 5, n, PLAIN)
     assert [len(group) for group in groups] == [n] * 5
@@ -126,7 +127,7 @@ FULL = SamplingParams(
 )  # fmt: skip
 
 
-def test_what_vllm_is_asked() -> None:
+def test_vllm_request_sets_every_sampling_option() -> None:
     with scripted("vllm", of_vllm) as server, RemoteEngine(server.url, reported="processed") as engine:
         engine.sample([PROMPT], 2, FULL)
         engine.sample([PROMPT], 2, SamplingParams(max_tokens=4))
@@ -141,7 +142,7 @@ def test_what_vllm_is_asked() -> None:
         "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "logit_bias": {"4": 1.5},
         "presence_penalty": 0.5, "frequency_penalty": -1.5,
     }  # fmt: skip
-    # What is left unsaid would come from the model's generation_config.json there.
+    # vLLM takes omitted options from the model's generation_config.json.
     assert plain == common | {
         "max_tokens": 4, "temperature": 1.0, "stop_token_ids": [], "stop": [], "min_tokens": 0,
         "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
@@ -149,7 +150,7 @@ def test_what_vllm_is_asked() -> None:
     }  # fmt: skip
 
 
-def test_what_sglang_is_asked() -> None:
+def test_sglang_request_sets_every_sampling_option() -> None:
     with scripted("sglang", of_sglang) as server, RemoteEngine(server.url, reported="processed") as engine:
         engine.sample([PROMPT], 2, FULL)
         engine.sample([PROMPT], 2, PLAIN)
@@ -161,7 +162,7 @@ def test_what_sglang_is_asked() -> None:
         "repetition_penalty": 1.2, "logit_bias": {"4": 1.5},
         "presence_penalty": 0.5, "frequency_penalty": -1.5,
     }  # fmt: skip
-    assert plain["sampling_params"]["top_k"] == -1  # 0 is refused there
+    assert plain["sampling_params"]["top_k"] == -1  # SGLang rejects 0
 
 
 WARM = SamplingParams(max_tokens=4, temperature=0.7)
@@ -178,7 +179,7 @@ GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
         ("somebody", None, WARM, False),
     ],
 )  # fmt: skip
-def test_log_probs_are_of_the_distribution_sampled_from(
+def test_sampling_is_rejected_when_server_logprobs_are_of_another_distribution(
     owner: str, reported: Any, params: SamplingParams, fits: bool
 ) -> None:
     reply = of_sglang if owner == "sglang" else of_vllm
@@ -218,7 +219,7 @@ MALFORMED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("document", "told"), MALFORMED, ids=range(len(MALFORMED)))
-def test_answers_that_do_not_fit_are_refused(document: Any, told: str) -> None:
+def test_malformed_responses_are_rejected(document: Any, told: str) -> None:
     with (
         scripted("vllm", lambda body: (200, {}, document)) as server,
         RemoteEngine(server.url) as engine,
@@ -236,7 +237,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-def test_a_busy_server_is_asked_again(waits: list[float]) -> None:
+def test_busy_server_is_retried_after_the_requested_delay(waits: list[float]) -> None:
     replies = iter([(429, {"Retry-After": "7"}, {}), (503, {}, b"later"), (429, {"Retry-After": "9999"}, {})])
     with (
         scripted("vllm", lambda body: next(replies, None) or of_vllm(body)) as server,
@@ -247,7 +248,7 @@ def test_a_busy_server_is_asked_again(waits: list[float]) -> None:
     assert waits == [7.0, 1.0, 30.0]
 
 
-def test_a_server_that_stays_busy_is_given_up(waits: list[float]) -> None:
+def test_busy_server_fails_after_six_attempts(waits: list[float]) -> None:
     with (
         scripted("vllm", lambda body: (503, {}, {"error": {"message": "no room"}})) as server,
         RemoteEngine(server.url, token=TOKEN) as engine,
@@ -268,7 +269,9 @@ def test_a_server_that_stays_busy_is_given_up(waits: list[float]) -> None:
         (301, b"", RequestError, "301"),
     ],
 )
-def test_a_refusal_is_passed_on(status: int, document: Any, kind: type[Exception], told: str) -> None:
+def test_http_error_is_reported_without_the_token(
+    status: int, document: Any, kind: type[Exception], told: str
+) -> None:
     with (
         scripted("vllm", lambda body: (status, {"Location": "http://evil.example/"}, document)) as server,
         RemoteEngine(server.url, token=TOKEN) as engine,
@@ -280,7 +283,7 @@ def test_a_refusal_is_passed_on(status: int, document: Any, kind: type[Exception
     assert TOKEN not in str(failure.value)
 
 
-def test_the_model_is_found() -> None:
+def test_model_must_be_named_when_server_has_several() -> None:
     with scripted("vllm", of_vllm, ("a", "b")) as server:
         with RemoteEngine(server.url, "b") as engine:
             assert (engine.model, engine.server) == ("b", "vllm")
@@ -291,7 +294,7 @@ def test_the_model_is_found() -> None:
             RemoteEngine(server.url, "c")
 
 
-def test_nobody_there(waits: list[float]) -> None:
+def test_unreachable_server_raises_work_failed_error(waits: list[float]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -300,18 +303,18 @@ def test_nobody_there(waits: list[float]) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host/?a=1", "/v1", ""])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_server_url_is_rejected(url: str) -> None:
     with pytest.raises(RequestError, match="not the URL of a server"):
         RemoteEngine(url)
 
 
-def test_a_password_has_no_place_in_a_url() -> None:
+def test_url_with_password_is_rejected_without_printing_the_password() -> None:
     with pytest.raises(RequestError, match="contains a password") as failure:
         RemoteEngine("http://me:hunter2@host:8000/v1")
     assert "hunter2" not in str(failure.value)
 
 
-def test_what_a_server_is_not_asked_for() -> None:
+def test_empty_and_unsupported_requests_are_not_sent() -> None:
     with scripted("perilune", of_vllm) as server, RemoteEngine(server.url) as engine:
         assert engine.sample([], 3, PLAIN) == []
         assert engine.sample([PROMPT], 0, PLAIN) == [[]]

@@ -1,4 +1,4 @@
-"""Routes are recorded beside the cache: however a token gets there, its row is that of a cold run."""
+"""Recorded routes equal those of a run without cache, with prefix hits, preemption and weight updates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,13 +30,13 @@ RUNNERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def made(config: DecoderConfig = MIXTURE, seed: int = 0) -> Decoder:
+def make_decoder(config: DecoderConfig = MIXTURE, seed: int = 0) -> Decoder:
     decoder = Decoder(config)
     decoder.initialize(seed)
     return decoder
 
 
-def recording(decoder: Decoder, **options: Any) -> Engine:
+def recording_engine(decoder: Decoder, **options: Any) -> Engine:
     engine = Engine(decoder, **options)
     engine.record_routes()
     return engine
@@ -47,7 +47,7 @@ def sequence(prompt: Prompt, one: Completion) -> list[int]:
 
 
 class Recorder:
-    """The router's own choices in one forward pass of a whole sequence, by the decoder that learns."""
+    """The routes of the learner's decoder in one forward pass over a whole sequence."""
 
     def __init__(self, decoder: Decoder, tokens: list[int]) -> None:
         self.layers: list[np.ndarray] = []
@@ -63,14 +63,14 @@ class Recorder:
         self.layers.append(chosen.numpy())
 
 
-def cold(decoder: Decoder, tokens: list[int]) -> np.ndarray:
-    """[T - 1, layers, K] of a whole sequence."""
+def expected_routes(decoder: Decoder, tokens: list[int]) -> np.ndarray:
+    """Routes [T - 1, layers, K] of a whole sequence, computed without cache."""
     return np.stack(Recorder(decoder, tokens[:-1]).layers, axis=1)
 
 
-def check(decoder: Decoder, prompt: Prompt, one: Completion) -> None:
+def check_routes(decoder: Decoder, prompt: Prompt, one: Completion) -> None:
     assert one.routed_experts is not None and one.routed_experts.dtype == np.uint8
-    np.testing.assert_array_equal(one.routed_experts, cold(decoder, sequence(prompt, one)))
+    np.testing.assert_array_equal(one.routed_experts, expected_routes(decoder, sequence(prompt, one)))
 
 
 def prompts(count: int, length: int = 21) -> list[Prompt]:
@@ -78,62 +78,62 @@ def prompts(count: int, length: int = 21) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_sample_has_the_routes_of_every_token_but_its_last(runner: str) -> None:
-    decoder = made()
-    engine = recording(decoder, slots=8, runner=RUNNERS[runner])
+def test_sample_has_routes_of_every_token_but_its_last(runner: str) -> None:
+    decoder = make_decoder()
+    engine = recording_engine(decoder, slots=8, runner=RUNNERS[runner])
     few = prompts(2)
     for prompt, group in zip(few, engine.sample(few, 3, PARAMS), strict=True):
-        for one in group:  # samples 1 and 2 got a copy of the prompt's half-full second block
-            check(decoder, prompt, one)
+        for one in group:  # samples 1 and 2 have a copy of the prompt's partial second block
+            check_routes(decoder, prompt, one)
 
 
-def test_a_prefix_that_is_not_computed_again_has_its_routes() -> None:
-    decoder = made()
-    engine = recording(decoder, slots=8)
+def test_cached_prefix_keeps_its_routes() -> None:
+    decoder = make_decoder()
+    engine = recording_engine(decoder, slots=8)
     (prompt,) = prompts(1, 40)
     for _ in range(2):
         ((one,),) = engine.sample([prompt], 1, PARAMS)
-        check(decoder, prompt, one)
+        check_routes(decoder, prompt, one)
     assert engine.counters.cached_tokens == 32
 
 
 def test_preempted_samples_have_all_routes() -> None:
-    decoder = made()
-    engine = recording(decoder, slots=6, cache_tokens=160)
+    decoder = make_decoder()
+    engine = recording_engine(decoder, slots=6, cache_tokens=160)
     many = prompts(6)
     for prompt, (one,) in zip(many, engine.sample(many, 1, PARAMS), strict=True):
-        check(decoder, prompt, one)
+        check_routes(decoder, prompt, one)
     assert engine.counters.preemptions
 
 
-def test_more_than_255_experts_take_two_bytes() -> None:
-    decoder = made(MIXTURE.replace(experts=Experts(256, 2, 16)))
+def test_routes_use_uint16_with_more_than_255_experts() -> None:
+    decoder = make_decoder(MIXTURE.replace(experts=Experts(256, 2, 16)))
     for runner in (NativeRunner, TorchRunner):
-        engine = recording(decoder, slots=4, runner=runner)
+        engine = recording_engine(decoder, slots=4, runner=runner)
         (prompt,) = prompts(1)
         ((one,),) = engine.sample([prompt], 1, PARAMS)
         assert one.routed_experts is not None and one.routed_experts.dtype == np.uint16
-        np.testing.assert_array_equal(one.routed_experts, cold(decoder, sequence(prompt, one)))
+        np.testing.assert_array_equal(one.routed_experts, expected_routes(decoder, sequence(prompt, one)))
         assert not missing_rows(one.routed_experts).any()
 
 
-def test_rows_behind_the_windows_of_all_layers_are_missing() -> None:
-    decoder = made(MIXTURE.replace(windows=(16,) * MIXTURE.num_layers))
+def test_routes_outside_the_windows_of_all_layers_are_missing() -> None:
+    decoder = make_decoder(MIXTURE.replace(windows=(16,) * MIXTURE.num_layers))
     # This runner writes padding into the null block.
-    engine = recording(decoder, slots=2, runner=TorchRunner)
+    engine = recording_engine(decoder, slots=2, runner=TorchRunner)
     (prompt,) = prompts(1, 70)
     ((one,),) = engine.sample([prompt], 1, PARAMS)
     assert one.routed_experts is not None
-    expected, missing = cold(decoder, sequence(prompt, one)), missing_rows(one.routed_experts)
+    expected, missing = expected_routes(decoder, sequence(prompt, one)), missing_rows(one.routed_experts)
     assert missing[:48].all() and not missing[-16:].any()
     np.testing.assert_array_equal(one.routed_experts[~missing], expected[~missing])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_swap_of_weights_in_flight(recompute: bool) -> None:
-    """Recomputed, all rows are the new weights'. Kept, the prompt's rows are missing."""
-    decoder = made()
-    engine = recording(decoder, slots=2)
+def test_routes_after_a_weight_update_in_flight(recompute: bool) -> None:
+    """With recompute, all routes are those of the new weights. Without, the prompt's routes are missing."""
+    decoder = make_decoder()
+    engine = recording_engine(decoder, slots=2)
     (prompt,) = prompts(1)
     engine.add(Request(prompt.token_ids, PARAMS), stream=False)
     for _ in range(10):
@@ -145,17 +145,17 @@ def test_a_swap_of_weights_in_flight(recompute: bool) -> None:
     routes, tokens = deltas[0].routed_experts, [*prompt.token_ids, *deltas[0].token_ids]
     assert routes is not None
     if recompute:
-        np.testing.assert_array_equal(routes, cold(decoder, tokens))
+        np.testing.assert_array_equal(routes, expected_routes(decoder, tokens))
     else:
         missing = missing_rows(routes)
         assert missing[: len(prompt.token_ids) - 1].all() and not missing[len(prompt.token_ids) - 1 :].any()
 
 
-def test_without_recording_nothing_is_returned() -> None:
-    ((one,),) = Engine(made(), slots=2).sample(prompts(1), 1, PARAMS)
+def test_completions_have_no_routes_without_record_routes() -> None:
+    ((one,),) = Engine(make_decoder(), slots=2).sample(prompts(1), 1, PARAMS)
     assert one.routed_experts is None
 
 
-def test_a_dense_model_has_no_routes() -> None:
+def test_record_routes_rejects_dense_models() -> None:
     with pytest.raises(RequestError, match="no experts"):
-        recording(made(PRESETS["tiny"]), slots=2)
+        recording_engine(make_decoder(PRESETS["tiny"]), slots=2)

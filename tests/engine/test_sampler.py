@@ -1,4 +1,4 @@
-"""What options do to a distribution, each held to its definition by a slower way of writing it."""
+"""Sampling options against a plain definition in float64."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PROMPT = [3, 5, 3]
 
 
 def drawn(logits: np.ndarray, params: list[SamplingParams], tokens: tuple[int, ...] = ()) -> Drawn:  # type: ignore[type-arg]
-    """One token of a sample each, all of which have said `tokens` so far."""
+    """One token for each sample, after the sampled tokens `tokens`."""
     sequences = Sequences(len(params), V)
     rows = np.arange(len(params))
     for row, its in enumerate(params):
@@ -30,7 +30,7 @@ def drawn(logits: np.ndarray, params: list[SamplingParams], tokens: tuple[int, .
 
 
 def distribution(logits: np.ndarray, params: SamplingParams, tokens: tuple[int, ...] = ()) -> np.ndarray:  # type: ignore[type-arg]
-    """Log-probs in float64, by the definitions."""
+    """Log-probs in float64 from the definitions."""
     x = logits.astype(np.float64).copy()
     for token in {*PROMPT, *tokens}:
         x[token] = (
@@ -77,7 +77,7 @@ options = st.fixed_dictionaries(
     st.integers(0, 2**31),
     st.sampled_from([(), (9,), (9, 3), (9, 3, 9)]),
 )
-def test_tokens_come_from_the_distribution_that_the_options_leave(
+def test_sampled_logprobs_equal_the_definition_of_each_option(
     chosen: list[dict[str, Any]], seed: int, tokens: tuple[int, ...]
 ) -> None:
     logits = np.random.default_rng(seed).normal(size=(len(chosen), V)).astype(np.float32) * 2
@@ -93,7 +93,7 @@ def test_tokens_come_from_the_distribution_that_the_options_leave(
         assert found.raw_logprobs[index] == pytest.approx(raw[token], abs=1e-4)
 
 
-def test_what_others_ask_for_changes_nothing() -> None:
+def test_options_of_other_rows_do_not_change_a_sample() -> None:
     logits = np.random.default_rng(0).normal(size=(4, V))
     params = [
         SamplingParams(9),
@@ -108,7 +108,7 @@ def test_what_others_ask_for_changes_nothing() -> None:
         assert mixed.logprobs[index] == plain.logprobs[index]
 
 
-def test_the_min_p_of_others_removes_no_likely_token() -> None:
+def test_min_p_of_other_rows_does_not_change_top_logprobs() -> None:
     logits = np.random.default_rng(0).normal(size=(2, V))
     params = [SamplingParams(9, logit_bias={4: 100.0}, top_logprobs=5), SamplingParams(9, min_p=0.1)]
     alone = drawn(logits[:1].copy(), params[:1]).top_logprobs[0]
@@ -116,7 +116,7 @@ def test_the_min_p_of_others_removes_no_likely_token() -> None:
     assert drawn(logits.copy(), params).top_logprobs[0] == alone
 
 
-def test_a_nucleus_larger_than_the_first_look_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_p_works_when_nucleus_exceeds_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     from perilune.engine import sampler
 
     monkeypatch.setattr(sampler, "_NUCLEUS", 4)
@@ -137,7 +137,7 @@ def test_a_nucleus_larger_than_the_first_look_is_found(monkeypatch: pytest.Monke
         {"stop": ("",)}, {"top_logprobs": -1}, {"top_p": float("nan")},
     ],
 )  # fmt: skip
-def test_impossible_options(wrong: dict[str, Any]) -> None:
+def test_sampling_params_reject_invalid_options(wrong: dict[str, Any]) -> None:
     from perilune.errors import RequestError
 
     with pytest.raises(RequestError):
@@ -146,8 +146,8 @@ def test_impossible_options(wrong: dict[str, Any]) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 700), st.integers(0, 2**32 - 1))
-def test_a_gpu_draws_the_same_tokens_in_two_steps(vocab_size: int, seed: int) -> None:
-    """Without a cumulative sum of all tokens; with impossible tokens, and with the largest numbers drawn."""
+def test_two_step_draw_equals_draw(vocab_size: int, seed: int) -> None:
+    """GPUs draw without a cumulative sum over all tokens. Covers zero probabilities and extreme uniforms."""
     random = np.random.default_rng(seed)
     logits = random.normal(0, 4, (40, vocab_size)).astype(np.float32)
     logits[random.random(logits.shape) < 0.3] = -np.inf

@@ -1,4 +1,4 @@
-"""The scheduler by itself: random lives of requests, in which no block leaks and nobody is forgotten."""
+"""The scheduler with a simulated model: no leaked blocks, no starved requests, scheduling order."""
 
 import random
 
@@ -15,7 +15,7 @@ from perilune.models.memory import blocks_in, window_blocks
 
 
 class Life:
-    """A scheduler whose model draws random tokens, and what must be true of it after every step."""
+    """A scheduler with a simulated model that samples random tokens, and checks of its invariants."""
 
     def __init__(
         self, rows: int, blocks: int, budget: int, seed: int, windows: tuple[int | None, ...] = (None,)
@@ -27,7 +27,7 @@ class Life:
         self.scheduler = Scheduler(self.sequences, self.pools, budget, Counters())
         self.entries: dict[int, Entry] = {}
         self.finished: dict[int, list[int]] = {}
-        self.stored: list[dict[tuple[int, int], int]] = [{} for _ in windows]  # token by block and place
+        self.stored: list[dict[tuple[int, int], int]] = [{} for _ in windows]  # token by block and offset
 
     def add(self, prompt: list[int], n: int, max_tokens: int) -> Entry:
         entry = Entry(len(self.entries), Request(prompt, SamplingParams(max_tokens), n=n),
@@ -60,7 +60,7 @@ class Life:
         return step
 
     def run(self, step: Step) -> None:
-        """Store what is fed; each sequence must then find all of its tokens in its blocks."""
+        """Store the fed tokens; then each sequence must find all of its tokens in its blocks."""
         batch = step.batch
         assert len(batch.token_ids) <= self.scheduler.token_budget
         chunked = [row for row, _ in step.chunks]
@@ -82,7 +82,7 @@ class Life:
                     assert held == self.sequences.tokens[row, position]
 
     def check(self) -> None:
-        """Blocks are held as often as they are counted, and no sample holds more than it needs."""
+        """Reference counts match the block tables, and no sample holds more blocks than it needs."""
         sequences, decoding = self.sequences, self.scheduler.decoding.tolist()
         for index, (window, pool) in enumerate(zip(self.pools.windows, self.pools.pools, strict=True)):
             references = np.zeros(pool.count, dtype=np.int64)
@@ -100,7 +100,9 @@ class Life:
 
 @pytest.mark.parametrize("windows", [(None,), (20,), (None, 20)])
 @pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
-def test_random_lives(rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]) -> None:
+def test_random_requests_leak_no_block_and_all_finish(
+    rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]
+) -> None:
     life = Life(rows, blocks, budget, seed=rows, windows=windows)
     rng = life.rng
     prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
@@ -145,25 +147,25 @@ def drain(life: Life) -> list[Step]:
     return steps
 
 
-def never_ending(life: Life) -> None:
+def never_stop_early(life: Life) -> None:
     life.rng.random = lambda: 1.0  # type: ignore[method-assign]
 
 
-def test_who_came_first_is_first_to_begin_and_last_to_give_way() -> None:
+def test_oldest_request_is_never_preempted() -> None:
     life = Life(4, 8, 64, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     first, second = life.add([1] * 30, 1, 60), life.add([2] * 30, 1, 60)
     seen: list[int] = []
     while (step := life.step()) is not None:
         seen += [int(life.sequences.length[row]) for row in step.rows if life.sequences.entries[row] is first]
-    assert seen == list(range(31, 90))  # never interrupted; the step that ends it is not seen
+    assert seen == list(range(31, 90))  # never preempted; the row is already released after its last step
     assert life.finished == {first.id: [0], second.id: [0]}
     assert life.scheduler.counters.preemptions >= 1
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks() -> None:
+def test_decoding_continues_during_chunked_prefill() -> None:
     life = Life(4, 100, 32, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     short = life.add([1] * 4, 2, 60)
     life.step()
     life.add([3] * 200, 1, 5)
@@ -179,30 +181,32 @@ def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks() -> None:
     assert short.unfinished == 2
 
 
-def test_a_groups_prompt_is_fed_once_and_its_full_blocks_are_shared() -> None:
+def test_group_feeds_its_prompt_once_and_shares_full_blocks() -> None:
     life = Life(16, 100, 100, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     life.add(list(range(37)), 16, 20)
     step = life.step()
     assert step is not None
     assert len(step.batch.token_ids) == 37
     assert len(step.rows) == 16
     assert len(step.batch.logit_rows) == 1
-    assert life.pools.pools[0].used == 2 + 16  # two full blocks shared, and a copy each of the third
+    assert (
+        life.pools.pools[0].used == 2 + 16
+    )  # two shared full blocks, and a copy of the third for each sample
     drain(life)
     assert life.scheduler.counters.prompt_tokens == 37
 
 
-def test_a_request_with_a_known_beginning_is_fed_the_rest_only() -> None:
+def test_cached_prefix_is_not_fed_again() -> None:
     life = Life(16, 100, 100, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     life.add([7] * 50, 1, 20)
     drain(life)
     life.add([7] * 50 + [8], 1, 2)
     step = life.step()
     assert step is not None
     assert len(step.batch.token_ids) == 51 - 48
-    life.add([7] * 48, 1, 2)  # the last token is fed in any case: its logits are wanted
+    life.add([7] * 48, 1, 2)  # the last token is always fed, because its logits are needed
     step = life.step()
     assert step is not None
     assert step.chunks[0][1] == 16
@@ -214,12 +218,12 @@ def test_a_request_with_a_known_beginning_is_fed_the_rest_only() -> None:
     assert len(step.batch.token_ids) == 50
 
 
-def test_of_equal_prompts_that_come_together_one_is_fed() -> None:
+def test_equal_prompts_wait_for_the_first_to_be_computed() -> None:
     life = Life(16, 100, 400, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     for ending in ([8], [9], [8]):
         life.add([7] * 100 + ending, 1, 20)
-    life.add([1] * 5, 1, 20)  # and who came later is not overtaken, nor does it come before
+    life.add([1] * 5, 1, 20)  # a later request keeps its place in the queue
     fed = []
     for _ in range(3):
         step = life.step()
@@ -232,13 +236,13 @@ def test_of_equal_prompts_that_come_together_one_is_fed() -> None:
         short.add([7] * 63 + ending, 1, 2)
     step = short.step()
     assert step is not None
-    assert [count for _, count in step.chunks] == [64, 64]  # less than it is worth to wait for
+    assert [count for _, count in step.chunks] == [64, 64]  # the shared prefix is too short to wait for
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
-def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
+def test_sample_wastes_less_than_one_block(length: int) -> None:
     life = Life(8, 200, 400, seed=0)
-    never_ending(life)
+    never_stop_early(life)
     for index in range(8):
         life.add([index] * length, 1, 70)
     wasted = []
@@ -249,9 +253,9 @@ def test_less_than_a_block_of_a_sample_is_wasted(length: int) -> None:
     assert max(wasted) == 15
 
 
-def test_behind_a_window_nothing_is_kept() -> None:
+def test_blocks_outside_the_window_are_freed() -> None:
     life = Life(4, 100, 64, seed=0, windows=(None, 32))
-    never_ending(life)
+    never_stop_early(life)
     life.add([1] * 150, 4, 200)
     held = []
     while (step := life.step()) is not None:
@@ -259,6 +263,6 @@ def test_behind_a_window_nothing_is_kept() -> None:
         if not step.chunks:
             held.append([pool.used for pool in life.pools.pools])
     whole, of_window = np.array(held[:-1]).T
-    # A query sees 32 tokens, which lie in three blocks at most; the one being written is the last of them.
+    # A query sees 32 tokens in at most three blocks, including the one being written.
     assert max(of_window) <= 4 * 3
     assert max(whole) == 9 + 4 * (blocks_for(349) - 9)  # the prompt's full blocks once

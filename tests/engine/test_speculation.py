@@ -1,4 +1,4 @@
-"""Speculation changes no bit of any sample."""
+"""Speculative decoding gives bitwise equal samples."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 TOKENIZER = Tokenizer.characters()
-# Confident enough that it repeats itself at a low temperature.
+# Confident enough to repeat itself at a low temperature.
 CONFIG = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
 
 
@@ -63,7 +63,7 @@ def repeating(seed: int, length: int) -> list[int]:
 def finish(
     engine: Engine, requests: list[Request], between: int = 0, *, stream: bool = True
 ) -> dict[tuple[int, int], list[Delta]]:
-    """The deltas of every sample, of requests that arrive `between` steps apart."""
+    """The deltas of every sample; the requests arrive `between` steps apart."""
     found: dict[tuple[int, int], list[Delta]] = {}
     numbers: dict[int, int] = {}
     waiting = list(enumerate(requests))
@@ -116,7 +116,7 @@ requests = st.builds(
 
 
 class Oracle:
-    """Guesses the tokens of earlier samples, and errs in every fourth."""
+    """A proposer that drafts the tokens of earlier samples, with every fourth token wrong."""
 
     cost = 0.0
 
@@ -140,7 +140,7 @@ class Oracle:
 def check(
     slow: Engine, fast: Engine, asked: list[Request], between: int = 0, *, stream: bool = True
 ) -> dict[tuple[int, int], list[Delta]]:
-    """Guesses that are mostly right change nothing; the deltas."""
+    """Assert that mostly right drafts do not change samples; return the deltas."""
     expected = finish(slow, asked, between, stream=stream)
     fast.speculate(ALWAYS)
     fast._scheduler.speculation._proposer = Oracle(fast, expected)  # type: ignore[union-attr]
@@ -155,7 +155,7 @@ def check(
     st.sampled_from([{}, {"cache_tokens": 160}, {"slots": 2, "token_budget": 5}]),
     st.integers(1, 3),
 )
-def test_samples_are_the_same_whatever_is_proposed(
+def test_samples_do_not_depend_on_proposed_tokens(
     asked: list[Request], room: dict[str, int], between: int
 ) -> None:
     plain = check(engine(None, **room), engine(None, **room), asked, between)
@@ -179,8 +179,8 @@ BACKENDS: dict[str, tuple[DecoderConfig, Any]] = {
 
 @exact
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_cache(name: str) -> None:
-    """With prefixes found in the cache, forks, preemption and experts recorded."""
+def test_speculation_is_exact_with_every_runner_and_cache(name: str) -> None:
+    """Covers prefix hits, forks, preemption and recorded routes."""
     config, runner = BACKENDS[name]
     decoder = Decoder(config)
     decoder.initialize(0)
@@ -206,7 +206,9 @@ def test_every_cache(name: str) -> None:
 @exact
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("speculation", [INT8, replace(INT8, draft=OTHER)])
-def test_weights_change_between_two_tokens(speculation: SpeculationSettings, recompute: bool) -> None:
+def test_speculation_is_exact_across_weight_updates(
+    speculation: SpeculationSettings, recompute: bool
+) -> None:
     request = Request(repeating(0, 30), SamplingParams(30, 0.3))
     fast, slow = (engine(of, make()) for of in (speculation, None))
     fast.add(request)
@@ -222,7 +224,7 @@ def test_weights_change_between_two_tokens(speculation: SpeculationSettings, rec
 
 
 @exact
-def test_adapters() -> None:
+def test_speculation_is_exact_with_adapters() -> None:
     generator = torch.Generator().manual_seed(0)
     name = "model.layers.0.mlp.down_proj"
     out, inner = DECODER.get_submodule(name).weight.shape
@@ -239,7 +241,7 @@ def test_adapters() -> None:
 
 
 @exact
-def test_a_constraint_and_resumed_samples() -> None:
+def test_speculation_is_exact_with_constraints_and_resumed_samples() -> None:
     pytest.importorskip("llguidance")
     from perilune.engine.constraints import Constraints
 
@@ -252,8 +254,8 @@ def test_a_constraint_and_resumed_samples() -> None:
 
 
 @exact
-def test_a_draft_with_the_same_weights_is_always_right() -> None:
-    """Which holds only if its cache has every token: of prompts, forks, preempted samples and later turns."""
+def test_draft_model_with_equal_weights_is_always_accepted() -> None:
+    """Requires every token of prompts, forks, preempted samples and later turns in the draft's cache."""
     one = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=448)
     for turn in range(2):
         asked = [
@@ -265,7 +267,7 @@ def test_a_draft_with_the_same_weights_is_always_right() -> None:
 
 
 @exact
-def test_an_engine_that_sleeps_speculates_afterwards() -> None:
+def test_speculation_continues_after_sleep_and_wake_up() -> None:
     request = Request(repeating(0, 30), SamplingParams(30), n=2)
     one = engine(INT8)
     one.add(request)
@@ -280,7 +282,7 @@ def test_an_engine_that_sleeps_speculates_afterwards() -> None:
 
 
 @exact
-def test_it_stops_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> None:
+def test_adaptive_speculation_stops_only_when_drafts_are_rejected() -> None:
     one = engine(SpeculationSettings("draft", draft=OTHER))
     finish(one, [Request(repeating(0, 30), SamplingParams(200))])
     assert one.counters.proposed_tokens < 100
@@ -293,7 +295,7 @@ def test_it_stops_where_drafts_are_wrong_and_goes_on_where_they_are_right() -> N
     assert one.counters.proposed_tokens - alone < alone
 
 
-def test_a_lookup_takes_the_longest_match_and_then_the_latest() -> None:
+def test_look_up_takes_the_longest_match_then_the_latest() -> None:
     text = np.array([1, 2, 3, 9, 2, 3, 8, 7, 3, 6, 1, 2, 3], dtype=np.int32)
     assert look_up(text, 3, 2).tolist() == [9, 2, 3]
     assert look_up(text[4:], 2, 2).tolist() == [8, 7]
@@ -303,8 +305,8 @@ def test_a_lookup_takes_the_longest_match_and_then_the_latest() -> None:
     assert look_up(np.array([5], dtype=np.int32), 5, 1).tolist() == []
 
 
-def test_a_draft_token_that_breaks_the_model_breaks_no_sample() -> None:
-    """The embedding of a token is not a number; it is proposed, and never drawn."""
+def test_draft_token_with_nan_logits_does_not_change_samples() -> None:
+    """A token whose embedding is NaN is proposed but never sampled."""
     asked = [Request([5, 6, 7], SamplingParams(20, logit_bias={9: -100.0}), n=2)]
     decoder = make(tie_word_embeddings=False)
     with torch.no_grad():
@@ -330,12 +332,12 @@ def test_a_draft_token_that_breaks_the_model_breaks_no_sample() -> None:
         ({"method": "draft", "draft": make(max_position_embeddings=64)}, "has 64 positions, the engine 512"),
     ],
 )
-def test_impossible_settings(options: dict[str, Any], message: str) -> None:
+def test_speculate_rejects_invalid_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         engine(SpeculationSettings(**options))
 
 
-def test_runners_that_cannot_speculate_exactly() -> None:
+def test_speculate_rejects_runners_that_are_not_exact() -> None:
     graphs = partial(GraphRunner, attention=GatheredAttention)
     with pytest.raises(RequestError, match="with GraphRunner, the logits of a token depend"):
         engine(ALWAYS, runner=graphs)

@@ -1,4 +1,4 @@
-"""A decoder in its files: an engine made from it is the same engine, and nothing else holds the weights."""
+"""Stored decoders: engines read weights straight from checkpoint files, with equal samples."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from perilune.models.text.tokenizer import Tokenizer
 TINY = PRESETS["tiny"].replace(num_layers=2, initializer_range=0.15)
 CONFIGS = {
     "tied": TINY,
-    "untied": TINY.replace(tie_word_embeddings=False, architecture="qwen2"),  # which has biases
+    "untied": TINY.replace(tie_word_embeddings=False, architecture="qwen2"),  # qwen2 has biases
     "experts": TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 64)),
 }
 PROMPTS = [
@@ -45,14 +45,14 @@ def sampled(engine: Engine) -> list[Any]:
 
 
 def held(decoder: Decoder) -> set[str]:
-    """Which of its matrices are in memory."""
+    """Names of the decoder's matrices that are in memory."""
     matrices = {name: parameter for name, parameter in decoder.named_parameters() if parameter.dim() > 1}
     return {name for name, parameter in matrices.items() if not parameter.is_meta}
 
 
 @pytest.mark.parametrize("runner", [fastest_runner, TorchRunner])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_samples_as_the_decoder_that_was_read(name: str, runner: Any, tmp_path: Path) -> None:
+def test_stored_decoder_samples_equal_those_of_loaded_decoder(name: str, runner: Any, tmp_path: Path) -> None:
     path = folder(tmp_path, CONFIGS[name])
     stored, read = open_decoder(path), load_decoder(path)
     engines = [Engine(decoder, slots=4, cache_tokens=512, runner=runner) for decoder in (stored, read)]
@@ -61,7 +61,7 @@ def test_it_samples_as_the_decoder_that_was_read(name: str, runner: Any, tmp_pat
     assert stored.dtype == torch.float32
 
 
-def test_other_weights_and_then_those_in_the_files_again(tmp_path: Path) -> None:
+def test_engine_of_stored_decoder_reloads_files_and_takes_other_weights(tmp_path: Path) -> None:
     path, other = folder(tmp_path / "a"), load_decoder(folder(tmp_path / "b", seed=1))
     stored = open_decoder(path)
     engine = Engine(stored, slots=4, cache_tokens=512)
@@ -75,7 +75,7 @@ def test_other_weights_and_then_those_in_the_files_again(tmp_path: Path) -> None
     assert sampled(engine) == sampled(Engine(other, slots=4, cache_tokens=512)) != first
 
 
-def test_an_adapter_over_it(tmp_path: Path) -> None:
+def test_adapter_on_stored_decoder_equals_adapter_on_loaded_decoder(tmp_path: Path) -> None:
     path = folder(tmp_path)
     a, b = torch.randn(2, 96), torch.randn(128, 2)
     adapter = Adapter({"model.layers.0.self_attn.q_proj": (a, b)}, 0.5)
@@ -88,7 +88,7 @@ def test_an_adapter_over_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_table_read_from_the_packed_head_is_the_table(dtype: torch.dtype) -> None:
+def test_embedding_read_from_packed_head_equals_untied_embedding(dtype: torch.dtype) -> None:
     tied, untied = Decoder(TINY), Decoder(TINY.replace(tie_word_embeddings=False))
     tied.initialize(0)
     untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.model.embed_tokens.weight})
@@ -96,7 +96,7 @@ def test_a_table_read_from_the_packed_head_is_the_table(dtype: torch.dtype) -> N
     assert first == second
 
 
-def test_in_bfloat16(tmp_path: Path) -> None:
+def test_stored_decoder_samples_equal_those_of_loaded_decoder_in_bfloat16(tmp_path: Path) -> None:
     path = folder(tmp_path)
     engines = [
         Engine(make(path, dtype=torch.bfloat16), slots=4, cache_tokens=512)
@@ -105,7 +105,7 @@ def test_in_bfloat16(tmp_path: Path) -> None:
     assert sampled(engines[0]) == sampled(engines[1])
 
 
-def test_files_that_change_meanwhile_are_noticed(tmp_path: Path) -> None:
+def test_changed_files_of_stored_decoder_are_detected(tmp_path: Path) -> None:
     stored = open_decoder(folder(tmp_path))
     folder(tmp_path, TINY.replace(intermediate_size=128))
     with pytest.raises(RequestError, match="changed while it was being read"):

@@ -1,4 +1,4 @@
-"""Log-probs at every temperature: sampling, scoring and learning agree in every bit, and with float64."""
+"""Log-probs at every temperature: bitwise equal in sampling, scoring and learning, and close to float64."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ DECODER = make()
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("options", [{}, {"raw_logprobs": True}, {"repetition_penalty": 1.5}])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-def test_sampled_scored_and_learned_logprobs_are_equal(temperature: float, options: dict[str, Any]) -> None:
+def test_sampled_scored_and_learner_logprobs_are_equal(temperature: float, options: dict[str, Any]) -> None:
     params = SamplingParams(30, temperature=temperature, **options)
     groups = Engine(DECODER).sample(PROMPTS, 3, params)
     samples = [(p.token_ids, one) for p, group in zip(PROMPTS, groups, strict=True) for one in group]
@@ -55,7 +55,7 @@ def test_sampled_scored_and_learned_logprobs_are_equal(temperature: float, optio
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.7, 1.0, 3.0])
-def test_gradients_are_those_in_float64(temperature: float) -> None:
+def test_token_logprobs_gradients_equal_those_in_float64(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 50, generator=generator) * 5
     targets = torch.randint(50, (6,), generator=generator)
@@ -71,8 +71,8 @@ def test_gradients_are_those_in_float64(temperature: float) -> None:
 
 
 @pytest.mark.usefixtures("arithmetic")
-def test_tokens_that_tie_share_the_probability_at_the_smallest_temperature() -> None:
+def test_tied_tokens_share_the_probability_at_the_lowest_temperature() -> None:
     picked = torch.tensor([0])
     assert token_logprobs(FEW, picked, 1e-30)[0].item() == pytest.approx(np.log(0.5))
     assert log_distribution(FEW, 1e-30).exp().tolist() == [[0.5, 0.0, 0.0, 0.5]]
-    assert apply_temperature(FEW, 1.0) is FEW  # bits at temperature 1 are those of the logits as they are
+    assert apply_temperature(FEW, 1.0) is FEW  # temperature 1 returns the logits unchanged

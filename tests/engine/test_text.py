@@ -1,4 +1,4 @@
-"""Text that comes token by token: whole characters, and nothing of a stop text, wherever tokens are cut."""
+"""Streaming detokenisation: whole characters, and no part of a stop text, at any token boundary."""
 
 import copy
 import time
@@ -15,7 +15,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """A token a byte, and one for each of a few common pairs of letters."""
+    """A tokenizer with one token per byte and a few letter pairs."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = ["ab", "ba", "aa", "bb"]
     vocabulary = {token: index for index, token in enumerate([*alphabet, *pairs, "<eos>"])}
@@ -43,7 +43,7 @@ def stream(tokens: list[int], stops: list[str]) -> tuple[TextStream, list[str]]:
 
 
 def fallback_tokenizer(*steps: decoders.Decoder) -> Tokenizer:
-    """As sentencepiece makes it: a token a byte for what has none of its own."""
+    """A sentencepiece-style tokenizer with byte fallback."""
     pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b", "é", "漢"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -69,13 +69,13 @@ TOKENIZERS = {
     "word pieces": word_tokenizer(),
     "characters": Tokenizer.characters(),
 }
-# Bytes of whole characters, beginnings and ends of them, and bytes that UTF-8 does not have.
+# Whole characters, truncated characters, and bytes that are invalid in UTF-8.
 WHOLE = [character.encode() for character in "é漢🙂"]
 PIECES = [*WHOLE, *(data[:-1] for data in WHOLE), b"\x80", b"\xe0\x80", b"\xed\xa0", b"\xff"]
 
 
 def tokens_of(kind: str) -> st.SearchStrategy[list[int]]:
-    """Any tokens, and often the bytes of characters, whole or not."""
+    """Random tokens, mixed with the bytes of whole and truncated characters."""
     tokenizer = TOKENIZERS[kind]
     anything = st.integers(0, tokenizer.vocab_size + 2)
     if kind not in {"byte-level", "byte fallback"}:
@@ -89,7 +89,7 @@ def tokens_of(kind: str) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_pieces_of_any_tokens_are_their_text(kind: str, data: st.DataObject) -> None:
+def test_streamed_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.DataObject) -> None:
     tokenizer, tokens = TOKENIZERS[kind], data.draw(tokens_of(kind))
     one = TextStream(tokenizer, [])
     whole, shown = tokenizer.decode(tokens), ""
@@ -104,7 +104,7 @@ def test_pieces_of_any_tokens_are_their_text(kind: str, data: st.DataObject) -> 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_a_continued_text_keeps_its_first_space(kind: str, data: st.DataObject) -> None:
+def test_continuing_tokenizer_keeps_the_first_space(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind].continuing()
     if kind != "byte fallback":
         assert tokenizer is TOKENIZERS[kind]
@@ -119,7 +119,7 @@ def test_a_continued_text_keeps_its_first_space(kind: str, data: st.DataObject) 
     assert one.text == text
 
 
-def test_a_token_that_begins_a_word_has_a_space() -> None:
+def test_text_of_a_word_initial_token_starts_with_a_space() -> None:
     metaspace = copy.deepcopy(fallback_tokenizer(decoders.Replace("▁", " "))._backend)
     metaspace.decoder = decoders.Metaspace()
     for tokenizer in (TOKENIZERS["byte fallback"], Tokenizer(metaspace, {"eos_token": "<eos>"})):
@@ -128,7 +128,7 @@ def test_a_token_that_begins_a_word_has_a_space() -> None:
         assert tokenizer.continuing().decode([token, token]) == " a a"
 
 
-def test_characters_come_as_soon_as_they_are_whole() -> None:
+def test_stream_emits_characters_once_their_bytes_are_complete() -> None:
     one = TextStream(TOKENIZER, [])
     for character in "é漢🙂\ufffd":
         for token in TOKENIZER.encode(character):
@@ -138,11 +138,11 @@ def test_characters_come_as_soon_as_they_are_whole() -> None:
 
 @settings(deadline=None)
 @given(texts, st.lists(st.text(alphabet="ab é漢", min_size=1, max_size=4), max_size=3))
-def test_pieces_are_the_text_up_to_the_first_stop_text(text: str, stops: list[str]) -> None:
+def test_streamed_pieces_equal_text_before_the_first_stop(text: str, stops: list[str]) -> None:
     one, pieces = stream(TOKENIZER.encode(text), stops)
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if ends:
-        # Tokens may hold several characters, so that what comes with one is searched as a whole.
+        # A token may have several characters; the search covers all of them at once.
         assert one.stopped
         assert any(text.startswith("".join(pieces) + stop) for stop in stops)
         assert not any(stop in "".join(pieces) for stop in stops)
@@ -153,7 +153,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_text(text: str, stops: list[st
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_what_may_become_a_stop_text_is_held_back_until_it_cannot() -> None:
+def test_stream_holds_back_possible_stop_prefixes() -> None:
     one = TextStream(TOKENIZER, ["abb b"])
     shown = []
     for token in TOKENIZER.encode("b abb abb b a"):
@@ -166,14 +166,14 @@ def test_what_may_become_a_stop_text_is_held_back_until_it_cannot() -> None:
     assert not "".join(shown[:4]).endswith("ab")
 
 
-def test_bytes_that_never_become_a_character_are_shown_in_the_end() -> None:
+def test_finish_emits_incomplete_bytes_as_replacement_characters() -> None:
     tokens = TOKENIZER.encode("a🙂")[:3]
     one, pieces = stream(tokens, [])
     assert "".join(pieces) == one.text == "a\ufffd"
     assert stream(TOKENIZER.encode("🙂")[:1] * 9, [])[0].text.count("\ufffd") == 9
 
 
-def test_stop_texts_do_not_count_before_they_may() -> None:
+def test_stop_texts_are_ignored_while_may_stop_is_false() -> None:
     one = TextStream(TOKENIZER, ["b"])
     for token in TOKENIZER.encode("a b"):
         one.push(token, may_stop=False)
@@ -185,14 +185,14 @@ def test_stop_texts_do_not_count_before_they_may() -> None:
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
-def test_without_a_chance_of_a_stop_text_nothing_is_held_back(stops: list[str]) -> None:
+def test_stream_holds_back_no_text_without_a_possible_stop(stops: list[str]) -> None:
     one = TextStream(TOKENIZER, stops)
     for token in TOKENIZER.encode("a b"):
         one.push(token)
         assert one.take(last=False)
 
 
-def test_long_stop_texts_cost_little_for_each_token() -> None:
+def test_long_stop_texts_are_fast() -> None:
     text = TextStream(TOKENIZER, ["b" * 9000] * 16)
     text.text = "a" * 8000
     began = time.process_time()

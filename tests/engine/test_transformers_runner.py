@@ -1,4 +1,4 @@
-"""Architectures that the decoder does not compute: sampled and scored as transformers itself would."""
+"""The transformers runner for architectures outside our decoder: samples and scores equal transformers."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def logprobs(model: TransformersModel, prompt: list[int], answer: Any) -> np.nda
 
 
 @torch.no_grad()
-def test_samples_and_scores_are_the_models(model: TransformersModel) -> None:
+def test_sampled_and_scored_logprobs_equal_the_models(model: TransformersModel) -> None:
     engine = Engine(model, slots=5, cache_tokens=400, token_budget=24)
     groups = engine.sample(PROMPTS, 3, SamplingParams(max_tokens=14))
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -82,7 +82,7 @@ def test_samples_and_scores_are_the_models(model: TransformersModel) -> None:
 
 
 @torch.no_grad()
-def test_greedy_is_what_generate_gives(model: TransformersModel) -> None:
+def test_greedy_tokens_equal_those_of_generate(model: TransformersModel) -> None:
     engine = Engine(model, slots=4, cache_tokens=400, runner=TransformersRunner)
     prompt = PROMPTS[1].token_ids
     [[sample]] = engine.sample(PROMPTS[1:2], 1, SamplingParams(max_tokens=8, temperature=0))
@@ -93,8 +93,8 @@ def test_greedy_is_what_generate_gives(model: TransformersModel) -> None:
 
 
 @torch.no_grad()
-def test_a_small_cache_changes_nothing(tmp_path: Path) -> None:
-    """Samples are thrown out of the cache, and their blocks used by others."""
+def test_small_cache_with_preemption_does_not_change_samples(tmp_path: Path) -> None:
+    """Preempted samples lose their blocks to others."""
     model = load_transformers_model(save(tmp_path, *MODELS["gpt_neox"]))
     params = SamplingParams(max_tokens=24)
     engines = [
@@ -108,7 +108,7 @@ def test_a_small_cache_changes_nothing(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_it_agrees_with_the_decoder(tmp_path: Path) -> None:
+def test_transformers_runner_agrees_with_the_decoder(tmp_path: Path) -> None:
     decoder = Decoder(PRESETS["tiny"])
     decoder.initialize(0)
     save_checkpoint(tmp_path, decoder, Tokenizer.characters())
@@ -125,14 +125,14 @@ def test_it_agrees_with_the_decoder(tmp_path: Path) -> None:
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
-def test_a_model_the_decoder_computes_is_given_to_it(tmp_path: Path) -> None:
+def test_load_for_inference_prefers_the_decoder(tmp_path: Path) -> None:
     decoder = Decoder(PRESETS["tiny"])
     decoder.initialize(0)
     save_checkpoint(tmp_path, decoder, Tokenizer.characters())
     assert isinstance(load_for_inference(tmp_path)[0], Decoder)
 
 
-def test_an_option_the_decoder_has_not(tmp_path: Path) -> None:
+def test_unsupported_option_falls_back_to_transformers(tmp_path: Path) -> None:
     sizes = {**SIZES, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2}
     path = save(tmp_path, "Qwen3", {**sizes, "hidden_act": "gelu"})
     model, _ = load_for_inference(path)
@@ -141,7 +141,7 @@ def test_an_option_the_decoder_has_not(tmp_path: Path) -> None:
     Engine(model, slots=2).sample(PROMPTS, 1, SamplingParams(max_tokens=2))
 
 
-def test_a_model_without_attention(tmp_path: Path) -> None:
+def test_model_without_attention_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, "Mamba", {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2})
     with pytest.raises(RequestError, match="a mamba model has no attention heads"):
         load_transformers_model(path)
@@ -182,7 +182,7 @@ GROUPED = {**SIZES, "num_hidden_layers": 4, "intermediate_size": 64, "num_key_va
         ),
     ],
 )
-def test_a_recurrent_state_is_refused_by_its_name(
+def test_recurrent_layers_are_rejected_by_name(
     tmp_path: Path, kind: str, changes: dict[str, Any], message: str
 ) -> None:
     path = save(tmp_path, kind, {**GROUPED, **changes})
@@ -191,7 +191,7 @@ def test_a_recurrent_state_is_refused_by_its_name(
 
 
 @torch.no_grad()
-def test_layers_whose_heads_differ_in_size(tmp_path: Path) -> None:
+def test_layers_with_different_head_sizes_are_supported(tmp_path: Path) -> None:
     model, _ = load_for_inference(save(tmp_path, "Gemma4Text", GROUPED))
     assert isinstance(model, TransformersModel)
     [[sample]] = Engine(model, slots=2).sample(PROMPTS[1:2], 1, SamplingParams(max_tokens=6))
@@ -200,8 +200,8 @@ def test_layers_whose_heads_differ_in_size(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_longrope_stops_at_the_original_length(tmp_path: Path) -> None:
-    """Past it every position is turned differently, and the keys in the cache are wrong."""
+def test_longrope_is_limited_to_the_original_length(tmp_path: Path) -> None:
+    """Beyond that length every rotary angle changes, which invalidates the cached keys."""
     rope = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 4,
@@ -225,10 +225,10 @@ def test_longrope_stops_at_the_original_length(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_sequences_of_different_lengths_are_computed_together(
+def test_sequences_of_different_lengths_share_one_forward_pass(
     model: TransformersModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One forward pass a step, whatever the lengths; and the same samples as without padding."""
+    """One forward pass per step at any lengths, and the same samples as without padding."""
     params = SamplingParams(max_tokens=12)
     prompts = [Prompt(list(range(5, 5 + length)), (0, length, 0)) for length in (9, 12, 15)]
     found = []
@@ -269,7 +269,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda raw: raw.update(text_config={"text_config": {}}), "transformers cannot load this model"),
     ],
 )
-def test_a_config_that_is_not_the_models(
+def test_mismatched_or_invalid_config_is_rejected(
     tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     path = save(tmp_path, *MODELS["gpt_neox"])
@@ -278,7 +278,7 @@ def test_a_config_that_is_not_the_models(
         load_for_inference(path)
 
 
-def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+def test_remote_code_of_a_checkpoint_is_not_executed(tmp_path: Path) -> None:
     path = save(tmp_path, *MODELS["gpt_neox"])
     (path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nclass Trap: pass\n")
     entries = {"AutoConfig": "trap.Trap", "AutoModelForCausalLM": "trap.Trap"}
@@ -288,7 +288,7 @@ def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+def test_pickle_checkpoint_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, *MODELS["gpt_neox"])
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(RequestError, match="is a pickle"):

@@ -1,4 +1,4 @@
-"""Weight updates between two steps."""
+"""Weight updates between two steps of the engine."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def make(seed: int) -> Decoder:
     return decoder
 
 
-def test_weights_change_between_two_tokens() -> None:
+def test_tokens_after_a_weight_update_come_from_the_new_weights() -> None:
     engine = Engine(make(0), slots=2, cache_tokens=512)
     engine.add(Request([5, 6, 7], SamplingParams(6)))
     deltas = [delta for _ in range(3) for delta in engine.step()]
@@ -31,7 +31,7 @@ def test_weights_change_between_two_tokens() -> None:
     assert [logprob for delta in deltas for logprob in delta.logprobs][3:] == expected.tolist()
 
 
-def test_weights_of_another_model_change_nothing() -> None:
+def test_update_weights_rejects_state_of_another_model() -> None:
     decoder = make(0)
     engine = Engine(decoder, cache_tokens=256)
     state = make(1).state_dict()

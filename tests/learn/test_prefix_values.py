@@ -17,7 +17,7 @@ def probe(seed: int, prefixes: list[int], endings=(LEAD + ANSWER,), answers=(3,)
     return Probe(made, prefixes, endings, answers)
 
 
-def alone(decoder, one: Probe, prefix: int) -> list[float]:
+def plain_values(decoder, one: Probe, prefix: int) -> list[float]:
     """Summed log-probs of the answer tokens of each form, from a forward pass over its whole sequence."""
     totals = []
     for ending, answer in zip(one.endings, one.answers, strict=True):
@@ -34,7 +34,7 @@ def test_packed_prefix_values_equal_those_of_each_prefix_alone(token_budget: int
     probes = [probe(0, [0, 4, 9]), probe(1, [0]), probe(2, [0, 1, 11])]
     found = prefix_values(decoder, probes, token_budget=token_budget)
     for one, values in zip(probes, found, strict=True):
-        expected = [alone(decoder, one, prefix)[0] / len(ANSWER) for prefix in one.prefixes]
+        expected = [plain_values(decoder, one, prefix)[0] / len(ANSWER) for prefix in one.prefixes]
         np.testing.assert_allclose(values, expected, rtol=0, atol=2e-6)
 
 
@@ -44,10 +44,10 @@ def test_prefix_values_score_answer_tokens_with_or_without_lead() -> None:
         prefix_values(decoder, [probe(0, [3], (ending,))], token_budget=999)[0][0]
         for ending in (LEAD + ANSWER, ANSWER)
     )
-    assert led == pytest.approx(alone(decoder, probe(0, [3]), 3)[0] / 3, abs=2e-6)
-    assert bare == pytest.approx(alone(decoder, probe(0, [3], (ANSWER,)), 3)[0] / 3, abs=2e-6)
+    assert led == pytest.approx(plain_values(decoder, probe(0, [3]), 3)[0] / 3, abs=2e-6)
+    assert bare == pytest.approx(plain_values(decoder, probe(0, [3], (ANSWER,)), 3)[0] / 3, abs=2e-6)
     single = prefix_values(decoder, [probe(0, [3], ([5],), (1,))], token_budget=999)[0][0]
-    assert single == pytest.approx(alone(decoder, probe(0, [3], ([5],), (1,)), 3)[0], abs=2e-6)
+    assert single == pytest.approx(plain_values(decoder, probe(0, [3], ([5],), (1,)), 3)[0], abs=2e-6)
 
 
 def test_prefix_values_sum_probabilities_of_all_answer_forms() -> None:
@@ -55,7 +55,7 @@ def test_prefix_values_sum_probabilities_of_all_answer_forms() -> None:
     forms = probe(0, [0, 5], (LEAD + ANSWER, [*LEAD, 9, 12]), (3, 2))
     found = prefix_values(decoder, [forms], token_budget=999)[0]
     for value, prefix in zip(found, forms.prefixes, strict=True):
-        probability = np.exp(alone(decoder, forms, prefix)).sum()
+        probability = np.exp(plain_values(decoder, forms, prefix)).sum()
         assert value == pytest.approx(np.log(probability) / 3, abs=2e-6)
     first = prefix_values(decoder, [probe(0, [0, 5])], token_budget=999)[0]
     assert (found > first).all()

@@ -27,18 +27,18 @@ MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 3
 ROUTERS = tuple(f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2))
 
 
-def made(seed: int = 3) -> Decoder:
+def make_decoder(seed: int = 3) -> Decoder:
     return new_model(MIXTURE, TOKENIZER, seed=seed)
 
 
-def recording(decoder: Decoder) -> Engine:
+def recording_engine(decoder: Decoder) -> Engine:
     engine = Engine(decoder, slots=8)
     engine.record_routes()
     return engine
 
 
 def sampled(decoder: Decoder, texts: Sequence[str] = ("12+7=", "what is 1?")) -> list[list[Episode]]:
-    engine = recording(decoder)
+    engine = recording_engine(decoder)
     prompts = [Prompt(TOKENIZER.encode(text), (0, 1, i)) for i, text in enumerate(texts)]
     answers = engine.sample(prompts, 4, SamplingParams(20, 0.8, stop_token_ids=tuple(range(5))))
     return [
@@ -80,7 +80,7 @@ def shift_routes(episode: Episode, shift: int) -> Episode:
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("token_budget", [100_000, 60])
 def test_replay_on_equal_weights_is_bitwise_identical(token_budget: int) -> None:
-    decoder = made()
+    decoder = make_decoder()
     groups = sampled(decoder)
     learner = Learner(decoder)
     figures = learner.forward_backward(packed(groups, token_budget))
@@ -122,7 +122,7 @@ def test_route_computes_router_weights_for_given_experts(normalised: bool) -> No
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_replay_after_router_change_narrows_logprob_gap_and_trains_router(recompute: bool) -> None:
-    decoder = made()
+    decoder = make_decoder()
     groups = sampled(decoder)
     disturb_routers(decoder)
     learner = Learner(decoder)
@@ -139,7 +139,7 @@ def test_replay_after_router_change_narrows_logprob_gap_and_trains_router(recomp
 
 
 def test_activation_checkpointing_replays_the_same_routes() -> None:
-    decoder = made()
+    decoder = make_decoder()
     batches = packed([[shift_routes(one, 3) for one in group] for group in sampled(decoder)])
     gradients = []
     for recompute in (False, True):
@@ -151,7 +151,7 @@ def test_activation_checkpointing_replays_the_same_routes() -> None:
 
 
 def test_missing_routes_fall_back_to_the_router_and_are_counted() -> None:
-    decoder = made()
+    decoder = make_decoder()
     groups = sampled(decoder, ["12+7="])
     fed = sum(len(one.token_ids) - 1 for one in groups[0]) + len(groups[0][0].prompt_ids)
     wrong = [[shift_routes(one, 3) for one in group] for group in groups]
@@ -173,7 +173,7 @@ def test_missing_routes_fall_back_to_the_router_and_are_counted() -> None:
 
 
 def test_shared_prompt_routes_are_replayed_only_when_episodes_agree() -> None:
-    decoder = made()
+    decoder = make_decoder()
     groups = sampled(decoder, ["12+7="])
     groups[0][1] = shift_routes(groups[0][1], 1)
     (batch,) = packed(groups)
@@ -183,8 +183,8 @@ def test_shared_prompt_routes_are_replayed_only_when_episodes_agree() -> None:
 
 
 def test_reference_logprobs_ignore_recorded_routes() -> None:
-    reference = made(4)
-    wrong = [[shift_routes(one, 3) for one in group] for group in sampled(made())]
+    reference = make_decoder(4)
+    wrong = [[shift_routes(one, 3) for one in group] for group in sampled(make_decoder())]
     (batch,) = packed(wrong)
     batch = replace(batch, reference_kl=torch.ones(len(batch.targets)))
     (with_logprobs,) = with_reference([batch], reference)
@@ -195,7 +195,7 @@ def test_reference_logprobs_ignore_recorded_routes() -> None:
 
 
 def test_routes_to_nonexistent_experts_are_rejected() -> None:
-    decoder = made()
+    decoder = make_decoder()
     (batch,) = packed([[shift_routes(one, 0) for one in group] for group in sampled(decoder)])
     assert batch.routes is not None
     with pytest.raises((ValueError, RuntimeError), match=r"8 experts|size 8"), torch.no_grad():
@@ -204,8 +204,8 @@ def test_routes_to_nonexistent_experts_are_rejected() -> None:
 
 def test_routes_of_three_turns_equal_those_of_one_forward_pass() -> None:
     """Each turn continues all earlier tokens; the next turn computes the last token of a turn."""
-    decoder = made()
-    engine = recording(decoder)
+    decoder = make_decoder()
+    engine = recording_engine(decoder)
     trajectory = Trajectory()
     trajectory.begin([], TOKENIZER.encode("12+7="))
     for turn in range(3):
@@ -223,8 +223,8 @@ def test_routes_of_three_turns_equal_those_of_one_forward_pass() -> None:
 
 
 def test_routes_of_tokens_sampled_by_older_weights_are_missing() -> None:
-    decoder = made()
-    engine = recording(decoder)
+    decoder = make_decoder()
+    engine = recording_engine(decoder)
     trajectory = Trajectory()
     prompt = TOKENIZER.encode("12+7=")
     trajectory.begin([], prompt)
@@ -238,7 +238,7 @@ def test_routes_of_tokens_sampled_by_older_weights_are_missing() -> None:
 
 
 def test_routes_round_trip_through_json() -> None:
-    (episode, *_), *_ = sampled(made())
+    (episode, *_), *_ = sampled(make_decoder())
     assert episode.routed_experts is not None
     again = routes_from_json(routes_to_json(episode.routed_experts))
     assert again.dtype == np.uint8
