@@ -1,6 +1,6 @@
-"""In continuous integration everything is installed, so a skipped test there is a failed one.
+"""Shared fixtures and hooks.
 
-A test marked `gpu` may skip anywhere; no other may where CI is set.
+In continuous integration everything is installed, so a skipped test counts as failed unless marked `gpu`.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from processor_time import pytest_runtest_setup, pytest_runtest_teardown, pytest
 
 __all__ = ["pytest_runtest_setup", "pytest_runtest_teardown", "pytest_terminal_summary"]
 
-# A shell has the jobs that it starts in the background ignore Ctrl-C, and their children inherit that; the
-# commands that tests interrupt must not.
+# A shell makes its background jobs ignore SIGINT, and their children inherit that. Tests interrupt commands,
+# so restore the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
@@ -29,7 +29,7 @@ IN_CI = os.environ.get("CI", "").lower() not in {"", "0", "false"}
 
 @pytest.fixture(scope="module", params=["native", "torch"])
 def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways to compute on a CPU: the C kernels, and torch alone."""
+    """Both CPU backends: the C kernels and plain torch."""
     from perilune.models.native import ops
 
     if request.param == "native" and not ops.available():
@@ -51,13 +51,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def no_secrets_of_other_tests() -> None:
-    """A process keeps the secrets that it has read out of all it writes; each test begins without any."""
+    """Reset the secrets that redaction has collected in this process."""
     redaction.KNOWN.__dict__.update(redaction.Redactor().__dict__)
 
 
 @pytest.fixture(autouse=True)
 def orphans_go_to_init() -> Iterator[None]:
-    """A worker that ran in this process made it adopt orphans, which would stay zombies in later tests."""
+    """Stop adopting orphans: a worker in this process enables it, and later tests would see zombies."""
     yield
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -65,7 +65,7 @@ def orphans_go_to_init() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def walls() -> None:
-    """All walls of the sandbox, which a container may forbid; what is missing is named."""
+    """Require all walls of the sandbox; xfail with the missing ones, because a container may forbid them."""
     from perilune.sandbox import WALLS, Sandbox
 
     with Sandbox(allow_missing=tuple(WALLS)) as one:
@@ -76,7 +76,7 @@ def walls() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """What collecting makes lives to the end: the garbage collector would look through it in vain."""
+    """Disable garbage collection: objects created by collection live until the end."""
     gc.disable()
 
 
@@ -87,14 +87,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker is left alone with one of them at the end."""
+    """Run files with slow tests first, so that none of them is the last to finish."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Turn the skip of a test into its failure."""
+    """Report a skipped test as failed in CI."""
     report = yield
     if IN_CI and report.skipped and not hasattr(report, "wasxfail") and "gpu" not in item.keywords:
         _fail(report)
@@ -103,7 +103,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Turn the skip of a whole module into its failure."""
+    """Report a skipped module as failed in CI."""
     report = yield
     if IN_CI and report.skipped:
         _fail(report)

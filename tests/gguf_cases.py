@@ -1,4 +1,4 @@
-"""Small models in GGUF files, and what transformers reads from them."""
+"""Small GGUF models, and how transformers reads them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -141,7 +141,7 @@ def stored(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         draw = np.random.default_rng(tensor.size)
         data = draw.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // size * block), dtype=np.uint8)
         blocks = data.reshape(-1, block)
-        # Where the half-precision scales lie, which random bytes would make infinite.
+        # Offsets of the half-precision scales, which random bytes could make infinite.
         places = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}[kind.name]
         for place in places:
             scales = draw.uniform(0.001, 0.01, len(blocks)).astype("<f2")

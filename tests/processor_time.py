@@ -1,7 +1,7 @@
-"""The processor time of each test file, with the processes that its tests started and waited for.
+"""Processor time of each test file, including the processes that its tests started and waited for.
 
-The whole suite has a budget of twenty minutes on two cores. Wall time says little about a test that runs
-beside others, so the summary lists the files that use the processor most.
+The whole suite has a budget of twenty minutes on two cores. Wall time is misleading for tests that run in
+parallel, so the summary lists the files with the most processor time.
 """
 
 import os
@@ -31,7 +31,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """List the files that used most, if all tests were run."""
+    """List the files with the most processor time, if more than SHOWN files ran."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

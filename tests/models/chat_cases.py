@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with ChatML's control tokens: text has many spellings in its tokens."""
+"""A byte-level BPE tokenizer with ChatML control tokens, in which a text has many tokenisations."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers

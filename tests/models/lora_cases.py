@@ -1,4 +1,4 @@
-"""Adapted decoders that the tests of LoRA share."""
+"""Decoders with LoRA adapters for the tests of LoRA."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ TOKENS = torch.arange(40) * 7 % 98
 
 
 def make(config: DecoderConfig = TINY, base: BaseKind = "float32", rank: int = 4, seed: int = 0) -> Decoder:
-    """An adapted decoder that has learned something: B is not zero."""
+    """A decoder with a trained adapter: B is not zero."""
     decoder = Decoder(config)
     decoder.initialize(seed)
     narrow_base(decoder, base)

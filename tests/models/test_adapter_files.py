@@ -1,4 +1,4 @@
-"""Adapters as files: PEFT reads ours, we read PEFT's, and a hostile one is refused by name."""
+"""Adapter files: compatibility with PEFT in both directions, and rejection of malformed adapters."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(base: Path, kind: BaseKind = "float32") -> Decoder:
-    """The base with an adapter that has learned something."""
+    """The base with a trained adapter: B is not zero."""
     decoder, _ = load_checkpoint(base, base=kind)
     attach(decoder, TARGETS, 4, alpha=8.0, seed=0)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def theirs(model: Any) -> torch.Tensor:
     return found
 
 
-def test_peft_reads_ours(base: Path, tmp_path: Path) -> None:
+def test_peft_loads_our_adapter(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,7 @@ def test_peft_reads_ours(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank_stabilised", [False, True])
-def test_we_read_what_peft_writes(base: Path, tmp_path: Path, rank_stabilised: bool) -> None:
+def test_adapter_of_peft_loads_merges_and_attaches(base: Path, tmp_path: Path, rank_stabilised: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -78,13 +78,15 @@ def test_we_read_what_peft_writes(base: Path, tmp_path: Path, rank_stabilised: b
     model.save_pretrained(tmp_path)
     adapter, decoder = Adapter.load(tmp_path), load_decoder(base)
     torch.testing.assert_close(ours(adapter.merge(decoder)), theirs(model), rtol=1e-5, atol=1e-5)
-    adapter.attach(decoder)  # and learning goes on from it
+    adapter.attach(decoder)  # to continue training
     torch.testing.assert_close(ours(decoder), theirs(model), rtol=1e-5, atol=1e-5)
     assert {name.rpartition(".")[2] for name in pairs_of(decoder)} == {"q_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_base_and_adapter_are_the_merged_policy(base: Path, tmp_path: Path, kind: BaseKind) -> None:
+def test_saved_base_with_adapter_equals_the_trained_policy(
+    base: Path, tmp_path: Path, kind: BaseKind
+) -> None:
     decoder = learned(base, kind)
     save_policy(tmp_path, decoder, TOKENIZER)
     with torch.no_grad():
@@ -93,11 +95,11 @@ def test_base_and_adapter_are_the_merged_policy(base: Path, tmp_path: Path, kind
         assert torch.equal(logits(again), expected)
         plain = load_decoder(base)
         assert torch.equal(logits(Adapter.load(tmp_path / FOLDER).merge(plain)), expected)
-    assert all(p.requires_grad for p in plain.parameters())  # merging leaves what it is given alone
+    assert all(p.requires_grad for p in plain.parameters())  # merging does not change its input
 
 
 @pytest.mark.parametrize("adapted", [False, True])
-def test_a_policy_with_bfloat16_products_is_written_in_bfloat16_and_stays_the_same(
+def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
     base: Path, tmp_path: Path, adapted: bool
 ) -> None:
     decoder = learned(base) if adapted else load_decoder(base)
@@ -115,7 +117,7 @@ def test_a_policy_with_bfloat16_products_is_written_in_bfloat16_and_stays_the_sa
         assert torch.equal(logits(again), logits(decoder))
 
 
-def test_a_base_may_be_narrowed_as_it_is_read(base: Path) -> None:
+def test_base_can_be_quantised_to_int8_while_loading(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
     narrowed = load_decoder(base)
     narrow_base(narrowed, "int8")
@@ -126,7 +128,7 @@ def test_a_base_may_be_narrowed_as_it_is_read(base: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-def test_another_base_is_named(base: Path, tmp_path: Path, kind: BaseKind) -> None:
+def test_adapter_rejects_another_base(base: Path, tmp_path: Path, kind: BaseKind) -> None:
     Adapter.of(learned(base, kind)).save(tmp_path)
     adapter, other = Adapter.load(tmp_path), new_model(TINY, TOKENIZER, seed=4)
     with pytest.raises(
@@ -169,7 +171,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
         (lambda f: edit_tensors(f, lambda t: t.update(x=torch.zeros(1))), "x is not part of a LoRA pair"),
     ],
 )
-def test_a_hostile_adapter_is_refused(
+def test_malformed_adapters_are_rejected(
     base: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
 ) -> None:
     Adapter.of(learned(base)).save(tmp_path)
@@ -178,7 +180,7 @@ def test_a_hostile_adapter_is_refused(
         Adapter.load(tmp_path).check(load_decoder(base))
 
 
-def test_a_router_and_a_head_have_no_adapter() -> None:
+def test_adapter_rejects_head_embedding_and_norm() -> None:
     decoder = make()
     for name in ("lm_head", "model.embed_tokens", "model.norm"):
         with pytest.raises(RequestError, match="no linear map of this name"):

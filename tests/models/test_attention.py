@@ -1,4 +1,4 @@
-"""Packed attention against one sequence at a time in float64, and a query alone against one among many."""
+"""Packed attention against a plain definition in float64, and bitwise equality of single queries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def plain(
     window: int | None = None,
     options: ScoreOptions = PLAIN,
 ) -> Tensor:
-    """Causal attention of the last queries of one sequence, head by head."""
+    """Causal attention of the last queries of one sequence, one head at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for row in range(len(q)):
@@ -103,15 +103,13 @@ def check(
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_sequences_can_continue_only_the_beginning_of_another(
-    heads: tuple[int, int], window: int | None
-) -> None:
+def test_sequences_can_share_part_of_a_prefix(heads: tuple[int, int], window: int | None) -> None:
     check([20, 3, 5, 7, 1], [-1, 0, 0, -1, 3], heads, window, prefix_lengths=[0, 17, 1, 0, 6])
 
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(("has_sinks", "cap"), [(True, None), (False, 1.5), (True, 1.5)])
-def test_sinks_and_bounds_on_scores(
+def test_attention_with_sinks_and_score_caps_equals_the_definition(
     has_sinks: bool, cap: float | None, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
@@ -125,13 +123,13 @@ def test_sinks_and_bounds_on_scores(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     heads=st.sampled_from([(3, 1), (4, 2), (2, 2), (8, 1)]),
 )
-def test_packed_sequences_do_not_see_each_other(lengths: list[int], heads: tuple[int, int]) -> None:
+def test_packed_sequences_do_not_attend_to_each_other(lengths: list[int], heads: tuple[int, int]) -> None:
     check(lengths, None, heads)
 
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), heads=st.sampled_from([(3, 1), (4, 2), (2, 2)]))
-def test_completions_see_their_shared_prompt(data: st.DataObject, heads: tuple[int, int]) -> None:
+def test_completions_attend_to_their_shared_prompt(data: st.DataObject, heads: tuple[int, int]) -> None:
     prompts = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
     completions = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=4))
     of = data.draw(
@@ -141,7 +139,7 @@ def test_completions_see_their_shared_prompt(data: st.DataObject, heads: tuple[i
 
 
 @pytest.mark.parametrize("prefix_of", [None, [-1, 0, 0]])
-def test_many_queries_are_taken_in_turns(
+def test_attention_in_query_blocks_equals_the_definition(
     prefix_of: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
@@ -150,7 +148,7 @@ def test_many_queries_are_taken_in_turns(
 
 @pytest.mark.parametrize("window", [None, 6, 40])
 @pytest.mark.parametrize("lengths", [[35, 50, 7], [20, 3, 33, 0, 1]])
-def test_long_sequences_are_computed_one_by_one_on_a_gpu(
+def test_per_sequence_attention_for_gpus_equals_the_definition(
     lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
@@ -161,7 +159,7 @@ def test_long_sequences_are_computed_one_by_one_on_a_gpu(
 
 
 def packed_reference(q, k, v, starts_q, starts_k, *longest, window_size):
-    """`varlen_attn` of torch: queries are the last of their keys, heads are equally many."""
+    """Torch's `varlen_attn`: queries align with the last keys; queries and keys have equally many heads."""
     outs = []
     left, right = window_size
     assert right == 0 and longest == (int(starts_q.diff().max()), int(starts_k.diff().max()))
@@ -178,10 +176,10 @@ def packed_reference(q, k, v, starts_q, starts_k, *longest, window_size):
 
 @pytest.mark.parametrize("window", [None, 6, 40])
 @pytest.mark.parametrize("lengths", [[35, 50, 7], [20, 3, 33, 0, 1]])
-def test_sequences_of_all_lengths_are_computed_in_one_kernel_on_a_gpu(
+def test_flash_attention_with_varlen_kernel_equals_the_definition(
     lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prefixes and windows; the kernel itself needs a GPU."""
+    """Covers prefixes and windows; a reference replaces the kernel, which needs a GPU."""
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "varlen_attn", lambda: packed_reference)
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
@@ -197,7 +195,7 @@ def test_sequences_of_all_lengths_are_computed_in_one_kernel_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 100])
-def test_that_kernel_gives_the_numbers_of_float32(window: int | None) -> None:
+def test_flash_attention_on_a_gpu_is_close_to_float32(window: int | None) -> None:
     spans = torch.tensor([[0, 300, 0, 0], [300, 70, 0, 300], [370, 1, 0, 200], [371, 700, 0, 0]])
     wide = [x.cuda().bfloat16().float().requires_grad_() for x in random_qkv(1071, 4, 2, 64)]
     narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
@@ -212,7 +210,7 @@ def test_that_kernel_gives_the_numbers_of_float32(window: int | None) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements of the largest new tensor."""
+    """Records the number of elements of the largest tensor created."""
 
     elements = 0
 
@@ -224,7 +222,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_long_sequence_needs_no_mask_of_its_square(window: int | None) -> None:
+def test_attention_over_long_sequence_needs_no_quadratic_memory(window: int | None) -> None:
     length = 4000
     q, k, v = (x.requires_grad_() for x in random_qkv(length, 4, 2))
     with Largest() as largest:
@@ -239,27 +237,25 @@ def test_a_long_sequence_needs_no_mask_of_its_square(window: int | None) -> None
     completions=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     window=st.integers(1, 40),
 )
-def test_a_window_hides_what_lies_further_back(
-    prompts: list[int], completions: list[int], window: int
-) -> None:
+def test_sliding_window_hides_earlier_tokens(prompts: list[int], completions: list[int], window: int) -> None:
     of = [index % len(prompts) for index in range(len(completions))]
     check([*prompts, *completions], [-1] * len(prompts) + of, (4, 2), window)
 
 
-def test_turns_behind_a_window_skip_what_none_of_their_queries_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_query_blocks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 64)
     check([400, 20, 300], [-1, 0, 0], (2, 1), 50)
 
 
-def test_more_terms_than_are_summed_at_once() -> None:
+def test_attention_over_more_keys_than_one_block_equals_the_definition() -> None:
     check([450], None, (2, 1))
 
 
 @pytest.mark.parametrize("window", [None, 25])
-def test_a_library_s_fused_kernel_computes_the_same(
+def test_fused_kernel_of_torch_equals_the_definition(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is what a GPU takes."""
+    """GPUs use this kernel."""
     monkeypatch.setattr(attention, "is_native", lambda *_: False)
     monkeypatch.setattr(attention, "attend", lambda *tensors: attention.fused(*tensors[:4]))
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
@@ -270,7 +266,7 @@ def test_a_library_s_fused_kernel_computes_the_same(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("heads", [(3, 1), (8, 2), (4, 4)])
 @pytest.mark.parametrize(("size", "window"), [(16, None), (32, None), (64, None), (128, None), (32, 90)])
-def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
+def test_decoded_query_is_bitwise_equal_to_packed_attention(
     heads: tuple[int, int], size: int, window: int | None, threads: int
 ) -> None:
     before = torch.get_num_threads()
@@ -279,10 +275,10 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
         lengths = [1, 3, 17, 64, 100, 191, 230, 600]
         cu = bounds(lengths)
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
-        with mock.patch.object(ops, "available", lambda: False):  # the kernels' own are in test_native.py
+        with mock.patch.object(ops, "available", lambda: False):  # test_native.py tests the C kernels
             packed = PackedAttention(cu)(q, k, v, AttentionLayer(0, window))
         columns = padded(max(lengths)) + 64
-        # As a cache holds them: a key is a column; where masked, leftovers of others.
+        # The layout of a cache: a key is a column; masked positions contain data of other sequences.
         keys = torch.randn(len(lengths), heads[1], size, columns)
         values = torch.randn(len(lengths), heads[1], columns, size)
         for row, length in enumerate(lengths):
@@ -304,7 +300,7 @@ def test_a_query_has_the_same_bits_alone_as_in_its_sequence(
 
 
 @exact
-def test_a_query_has_the_same_bits_behind_a_shared_prefix() -> None:
+def test_shared_prefix_attention_is_bitwise_equal_to_whole_sequence() -> None:
     q, k, v = random_qkv(70, 4, 2, 32)
     whole = PackedAttention(bounds([70]))(q, k, v, AttentionLayer(0))
     again = torch.cat([torch.arange(30), torch.arange(30, 70), torch.arange(30, 70)])

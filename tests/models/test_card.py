@@ -1,4 +1,4 @@
-"""The figures of a card, held to published models and to plain sums."""
+"""Model card figures against published numbers and plain sums."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ QWEN3_NEXT_80B = {
 @pytest.mark.parametrize(
     ("config", "kibibytes"), [(GPT2_XL, 300), (LLAMA_3_8B, 128), (OLMO_2_7B, 512), (DEEPSEEK_V3, 68.625)]
 )
-def test_cache_bytes_a_token_of_published_models(config: dict[str, Any], kibibytes: float) -> None:
+def test_cache_bytes_per_token_of_published_models(config: dict[str, Any], kibibytes: float) -> None:
     card = model_card(config)
     assert card.cache_bytes_per_token(1) == card.cache_bytes_per_token(1000) == kibibytes * 1024
 
@@ -75,14 +75,16 @@ def test_cache_bytes_a_token_of_published_models(config: dict[str, Any], kibibyt
         (DEEPSEEK_V3, 671_026_404_352, 58 * 248 * 3 * 7168 * 2048),  # 37 billion active
     ],
 )
-def test_parameters_of_published_models(config: dict[str, Any], parameters: int, idle: int) -> None:
+def test_parameters_and_active_parameters_of_published_models(
+    config: dict[str, Any], parameters: int, idle: int
+) -> None:
     card = model_card(config)
     assert card.parameters == parameters
     assert card.active_parameters == parameters - idle
 
 
-def test_a_model_with_windows_has_a_curve() -> None:
-    """10 layers that see all and 60 that see 128 tokens: a quarter at 1,000, a seventh at last."""
+def test_cache_of_sliding_window_layers_stops_growing() -> None:
+    """10 full layers, 60 with a window of 128: 1/4 of the full cache at 1,000 tokens, 1/7 in the limit."""
     layers = (["full_attention"] + ["sliding_attention"] * 6) * 10
     mixed = LLAMA_3_8B | {"num_hidden_layers": 70, "layer_types": layers, "sliding_window": 128}
     card, full = model_card(mixed), model_card(LLAMA_3_8B | {"num_hidden_layers": 70})
@@ -101,7 +103,7 @@ def test_a_model_with_windows_has_a_curve() -> None:
     ]
 
 
-def test_a_recurrence_costs_the_same_however_long_the_sequence() -> None:
+def test_recurrent_state_does_not_grow_with_the_sequence() -> None:
     card = model_card(QWEN3_NEXT_80B)
     state = 36 * 32 * 128 * 128 * 4  # float32
     convolution = 36 * (2 * 16 * 128 + 32 * 128) * 3 * 2  # inputs before the current one
@@ -109,22 +111,22 @@ def test_a_recurrence_costs_the_same_however_long_the_sequence() -> None:
         assert card.cache_bytes(tokens) == state + convolution + 12 * 2 * 2 * 256 * 2 * tokens
     assert card.cache_bytes_per_token(1) > 1000 * card.cache_bytes_per_token(262_144)
     assert round(card.parameters / 1e9) == 80
-    assert round(card.active_parameters / 1e9) == 4  # its name says 3, without embedding and head
+    assert round(card.active_parameters / 1e9) == 4  # the published 3 billion exclude embedding and head
 
 
-def test_fewer_bytes_an_element_shrink_the_cache_and_no_state() -> None:
+def test_cache_dtype_scales_keys_and_values_but_not_recurrent_state() -> None:
     card = model_card(QWEN3_NEXT_80B)
     state = 4 * sum(layer.mixer.state for layer in card.layers)
     assert (card.cache_bytes(500, 4) - state) == 4 * (card.cache_bytes(500, 1) - state)
 
 
 @given(tokens=st.integers(1, 300), window=st.none() | st.integers(1, 300))
-def test_the_mean_context_is_the_mean(tokens: int, window: int | None) -> None:
+def test_mean_context_equals_mean_over_positions(tokens: int, window: int | None) -> None:
     seen = [min(position + 1, window or tokens) for position in range(tokens)]
     assert mean_context(tokens, window) == pytest.approx(sum(seen) / tokens)
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_equal_the_sum_over_matrix_products() -> None:
     card = model_card(LLAMA_3_8B)
     layer = 2 * 4096 * (2 * 4096 + 2 * 1024) + 2 * 3 * 4096 * 14336
     products = 32 * layer + 2 * 4096 * 128256
@@ -133,8 +135,8 @@ def test_flops_are_those_of_the_products() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_flops_as_torch_counts_them(kind: str) -> None:
-    """A forward pass of a transformers model, whose attention does without the causal saving."""
+def test_flops_agree_with_the_flop_counter_of_torch(kind: str) -> None:
+    """The attention of transformers computes masked scores too, so the expected FLOPs include them."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -164,7 +166,7 @@ def test_flops_as_torch_counts_them(kind: str) -> None:
     )
 
 
-def test_the_latent_cache_costs_compute() -> None:
+def test_latent_attention_uses_more_flops_with_cache() -> None:
     mixer = model_card(DEEPSEEK_V3).layers[0].mixer
     assert isinstance(mixer, LatentAttention)
     assert mixer.flops(1) == 2 * 128 * (512 + 64 + 512)
@@ -174,10 +176,10 @@ def test_the_latent_cache_costs_compute() -> None:
 @pytest.mark.parametrize(
     ("heads", "name"), [(8, "MHA 8 heads of 4"), (2, "GQA 8/2 heads of 4"), (1, "MQA 8 heads of 4")]
 )
-def test_attention_is_called_what_it_is(heads: int, name: str) -> None:
+def test_attention_name_follows_its_head_counts(heads: int, name: str) -> None:
     assert Attention(0, 8, heads, 4, 4).name == name
 
 
-def test_a_card_needs_no_torch() -> None:
+def test_model_card_does_not_import_torch() -> None:
     code = "import sys, perilune.models.card.from_config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Every family's parameters, held to the model that transformers builds from the same config.json."""
+"""Model cards of every family against the model that transformers builds from the same config.json."""
 
 import json
 from typing import Any
@@ -86,8 +86,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def built(kind: str, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The config.json as transformers writes it, and the model without memory for its weights."""
+def build_with_transformers(kind: str, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The config.json that transformers writes, and the model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **options)
@@ -96,8 +96,8 @@ def built(kind: str, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.parametrize(("kind", "options"), CONFIGS)
-def test_parameters_are_those_of_transformers(kind: str, options: dict[str, Any]) -> None:
-    written, model = built(kind, options)
+def test_card_parameters_equal_those_of_transformers(kind: str, options: dict[str, Any]) -> None:
+    written, model = build_with_transformers(kind, options)
     expected = sum(parameter.numel() for parameter in model.parameters())
     assert model_card({"model_type": kind, **options}).parameters == expected
     assert model_card(json.loads(json.dumps(written))).parameters == expected
@@ -107,8 +107,10 @@ def test_parameters_are_those_of_transformers(kind: str, options: dict[str, Any]
     ("kind", "options"),
     [(kind, options) for kind, options in CONFIGS if kind in DECODER_FAMILIES],
 )
-def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[str, Any]) -> None:
-    """What the decoder can compute, the card can read: the same parameters, windows and cache."""
+def test_card_parameters_windows_and_cache_equal_those_of_the_decoder(
+    kind: str, options: dict[str, Any]
+) -> None:
+    """The card of a family that the decoder computes has the decoder's parameters, windows and cache."""
     config = DecoderConfig.from_hf({"model_type": kind, **options})
     with torch.device("meta"):
         decoder = Decoder(config)
@@ -124,19 +126,19 @@ def test_a_decoder_has_the_card_of_its_configuration(kind: str, options: dict[st
     assert card.cache_bytes(10, 4) == 4 * (tokens + (len(layers) - len(attending)) * state)
 
 
-def test_every_family_is_held_to_transformers() -> None:
-    # kimi_k2 is what its publisher calls a DeepSeek-V3; transformers has no class of that name.
+def test_every_family_is_compared_with_transformers() -> None:
+    # kimi_k2 has the architecture of DeepSeek-V3; transformers has no class of that name.
     assert {kind for kind, _ in CONFIGS} == set(FAMILIES) - {"kimi_k2"}
 
 
-def test_the_language_model_of_a_larger_one() -> None:
+def test_card_of_multimodal_model_covers_the_language_model() -> None:
     inner = {"model_type": "gemma3_text", **SMALL}
     card = model_card({"model_type": "gemma3", "text_config": inner, "vision_config": {}})
     assert card.parameters == model_card(inner).parameters
     assert card.notes == ("the language model alone: encoders for images or sound are not counted",)
 
 
-def test_an_unknown_family_is_read_like_llama_and_says_so() -> None:
+def test_unknown_family_is_read_like_llama_with_a_note() -> None:
     card = model_card({"model_type": "llama_of_tomorrow", **SMALL})
     assert card.parameters == model_card({"model_type": "llama", **SMALL}).parameters
     assert card.notes == (
@@ -169,12 +171,12 @@ def test_an_unknown_family_is_read_like_llama_and_says_so() -> None:
         ({"kv_lora_rank": 8}, "qk_nope_head_dim is missing"),
     ],
 )
-def test_what_makes_no_model_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_config_is_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:
         model_card({"model_type": "llama", **SMALL} | change)
     assert message in str(refused.value)
 
 
-def test_a_file_that_holds_no_object_is_refused() -> None:
+def test_config_that_is_not_an_object_is_rejected() -> None:
     with pytest.raises(RequestError, match="holds a list"):
         model_card([])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""DecoderConfig against config.json, of both generations of transformers and of hostile hands."""
+"""DecoderConfig from config.json: formats of transformers 4 and 5, and invalid values."""
 
 from dataclasses import replace
 from typing import Any
@@ -120,18 +120,18 @@ def latents(draw: st.DrawFn, options: frozenset[str]) -> Latent:
 
 
 @given(configs())
-def test_what_is_written_is_read_back(config: DecoderConfig) -> None:
+def test_config_round_trips_through_hf_format(config: DecoderConfig) -> None:
     assert DecoderConfig.from_hf(config.to_hf()) == config
 
 
 def gemma(**changes: Any) -> dict[str, Any]:
-    """As transformers 4 wrote it: what is Gemma 3's default is left out."""
+    """A config.json as written by transformers 4, which omits Gemma 3's defaults."""
     sizes = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4}
     layers = {"num_hidden_layers": 7, "sliding_window": 512, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     return {"model_type": "gemma3_text", **sizes, **layers, **changes}
 
 
-def test_gemma_of_transformers_4() -> None:
+def test_gemma3_config_of_transformers_4_is_read() -> None:
     config = DecoderConfig.from_hf(gemma(rope_scaling={"rope_type": "linear", "factor": 8.0}))
     assert config.windows == (512, 512, 512, 512, 512, None, 512)
     assert config.rope_of(5) == Rope(1e6, LinearScaling(8.0))
@@ -150,7 +150,7 @@ def test_gemma_of_transformers_4() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "sliding_attention"),
     ],
 )
-def test_what_gemma_is_not(changes: dict[str, Any], named: str) -> None:
+def test_unsupported_gemma3_options_are_rejected(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         DecoderConfig.from_hf(gemma(**changes))
 
@@ -164,7 +164,7 @@ def test_what_gemma_is_not(changes: dict[str, Any], named: str) -> None:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
     ],
 )
-def test_experts_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+def test_invalid_expert_options_are_rejected(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         DecoderConfig.from_hf(raw(model_type="qwen3_moe", **changes))
 
@@ -190,7 +190,7 @@ GLM = {
         ({"topk_method": "group_limited_greedy"}, "topk_method"),
     ],
 )
-def test_groups_that_cannot_be(changes: dict[str, Any], named: str) -> None:
+def test_invalid_expert_group_options_are_rejected(changes: dict[str, Any], named: str) -> None:
     sizes = {**raw(), "rope_parameters": None}
     assert DecoderConfig.from_hf(sizes | GLM).experts is not None
     with pytest.raises(RequestError, match=named):
@@ -208,32 +208,34 @@ def test_groups_that_cannot_be(changes: dict[str, Any], named: str) -> None:
         ("phi3", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
     ],
 )
-def test_what_a_family_does_not_compute_is_named(kind: str, changes: dict[str, Any], named: str) -> None:
+def test_unsupported_family_options_are_rejected_by_name(
+    kind: str, changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(RequestError, match=named):
         DecoderConfig.from_hf(raw(model_type=kind, **changes))
 
 
-def test_experts_are_counted_by_either_name() -> None:
+def test_num_local_experts_is_read_as_num_experts() -> None:
     config = DecoderConfig.from_hf(raw(model_type="qwen3_moe", num_local_experts=16))
     assert config.experts is not None
     assert config.experts.count == 16
 
 
-def test_figures_that_a_family_has_not() -> None:
+def test_replace_rejects_options_that_the_family_lacks() -> None:
     with pytest.raises(RequestError, match="a qwen3 model has no mlp_bias"):
         PRESETS["tiny"].replace(mlp_bias=True)
     with pytest.raises(RequestError, match="cannot have windows"):
         PRESETS["tiny"].replace(windows=(8, 9, None))
 
 
-def test_transformers_4_names_are_read() -> None:
+def test_transformers_4_rope_names_are_read() -> None:
     config = raw(rope_theta=5e5, rope_scaling={"type": "llama3", **_fields(LLAMA3)})
     del config["rope_parameters"]
     read = DecoderConfig.from_hf(config)
     assert read.rope == Rope(5e5, LLAMA3)
 
 
-def test_transformers_5_names_win() -> None:
+def test_transformers_5_rope_names_take_precedence() -> None:
     config = raw(rope_theta=1.0, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     assert DecoderConfig.from_hf(config).rope == Rope(77.0)
 
@@ -274,7 +276,7 @@ def _fields(scaling: Llama3Scaling) -> dict[str, Any]:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     ],
 )
-def test_what_cannot_work_is_named(changes: dict[str, Any], named: str) -> None:
+def test_invalid_config_values_are_rejected_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         DecoderConfig.from_hf(raw(**changes))
 
@@ -290,6 +292,6 @@ def test_kimi_k2_is_read_as_deepseek_v3() -> None:
 
 
 @pytest.mark.parametrize("value", [[], "text", None, 3])
-def test_a_config_that_is_no_object(value: Any) -> None:
+def test_config_that_is_not_an_object_is_rejected(value: Any) -> None:
     with pytest.raises(RequestError, match="not an object"):
         DecoderConfig.from_hf(value)

@@ -1,4 +1,4 @@
-"""The decoder against transformers on random checkpoints of every family: prompts, and token by token."""
+"""The decoder against transformers on random checkpoints: packed prompts, decoding, gradients, files."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -101,7 +101,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(variant: str) -> Any:
-    """A transformers model whose biases and norms are not the neutral ones it starts with."""
+    """A transformers model with random biases and norms."""
     import transformers
 
     family, changes = VARIANTS[variant]
@@ -119,7 +119,7 @@ def make(variant: str) -> Any:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
-    """The same checkpoint in transformers and here, read from what transformers wrote."""
+    """A model of transformers, and our decoder loaded from its checkpoint."""
     theirs = make(request.param)
     path = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(path)
@@ -131,7 +131,7 @@ SEQUENCES = [torch.randint(0, 98, (length,), generator=torch.Generator().manual_
 
 
 @torch.no_grad()
-def test_logits_of_packed_prompts(pair: tuple[Any, Decoder]) -> None:
+def test_packed_logits_equal_those_of_transformers(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     expected = torch.cat([theirs(s[None]).logits[0] for s in SEQUENCES])
     positions = torch.cat([torch.arange(len(s)) for s in SEQUENCES])
@@ -142,7 +142,7 @@ def test_logits_of_packed_prompts(pair: tuple[Any, Decoder]) -> None:
 
 @pytest.mark.usefixtures("arithmetic")
 @torch.no_grad()
-def test_logits_token_by_token(pair: tuple[Any, Decoder]) -> None:
+def test_incremental_logits_equal_those_of_transformers(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     runner = fastest_runner(ours, blocks_of(ours))
     bounds = [0, 3, 4, 5, 17, 30, 31, 32, 33]
@@ -157,7 +157,7 @@ def blocks_of(decoder: Decoder) -> list[int]:
 
 
 def chunk(decoder: Decoder, start: int, stop: int) -> StepBatch:
-    """Tokens start .. stop - 1 of the two longer sequences, each with three blocks of its own."""
+    """Tokens start .. stop - 1 of the two longer sequences, with three blocks each."""
     return StepBatch(
         token_ids=np.concatenate([s[start:stop].numpy() for s in SEQUENCES[1:]]),
         positions=np.tile(np.arange(start, stop), 2),
@@ -172,7 +172,7 @@ def chunk(decoder: Decoder, start: int, stop: int) -> StepBatch:
 
 @pytest.mark.skipif(not is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 @torch.no_grad()
-def test_a_token_has_the_same_bits_alone_as_in_its_sequence(
+def test_incremental_logits_are_bitwise_equal_to_whole_sequence(
     pair: tuple[Any, Decoder], arithmetic: str
 ) -> None:
     _, ours = pair
@@ -184,7 +184,7 @@ def test_a_token_has_the_same_bits_alone_as_in_its_sequence(
         assert torch.equal(runner.run(chunk(ours, start, stop)), whole[:, stop - 1])
 
 
-def test_gradients(pair: tuple[Any, Decoder]) -> None:
+def test_gradients_equal_those_of_transformers(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     tokens = SEQUENCES[2]
     theirs(tokens[None]).logits.logsumexp(-1).sum().backward()
@@ -202,7 +202,7 @@ def test_gradients(pair: tuple[Any, Decoder]) -> None:
 
 
 def of_each_expert(name: str, grad: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Transformers keeps the experts of a layer in one tensor, and stores them one by one."""
+    """Gradients of single experts; transformers keeps the experts of a layer in one tensor."""
     parts = name.rsplit(".", 1)[1].replace("gate_up_proj", "gate_proj up_proj").split()
     prefix = name.rsplit(".", 1)[0]
     return {
@@ -222,7 +222,7 @@ def test_parameters_have_hugging_face_names(pair: tuple[Any, Decoder], tmp_path:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error")
-def test_transformers_reads_what_is_written(pair: tuple[Any, Decoder], tmp_path: Path) -> None:
+def test_transformers_loads_saved_checkpoint(pair: tuple[Any, Decoder], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs, ours = pair
@@ -235,7 +235,7 @@ def test_transformers_reads_what_is_written(pair: tuple[Any, Decoder], tmp_path:
     assert AutoTokenizer.from_pretrained(tmp_path).encode("12+3=") == Tokenizer.characters().encode("12+3=")
 
 
-def test_a_frozen_copy_keeps_its_weights() -> None:
+def test_frozen_copy_keeps_its_weights() -> None:
     decoder = Decoder(PRESETS["tiny"])
     decoder.initialize(0)
     frozen = decoder.frozen()
@@ -254,7 +254,7 @@ def test_a_frozen_copy_keeps_its_weights() -> None:
     assert torch.equal(logits(frozen), before)
 
 
-def test_initial_weights_depend_on_the_seed_alone() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     def weights(seed: int) -> list[torch.Tensor]:
         decoder = Decoder(PRESETS["tiny"])
         decoder.initialize(seed)

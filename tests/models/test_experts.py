@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, and the native step against the decoder that learns, bit for bit."""
+"""Mixtures of experts: routing, and bitwise equality of the native step with the learner's decoder."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ SHAPES = [(1, 1), (4, 2), (17, 17), (40, 3), (128, 8)]
 @pytest.mark.usefixtures("arithmetic", "threads")
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(("experts", "per_token"), SHAPES)
-def test_routes_are_right_and_each_row_has_its_own_bits(
+def test_routes_are_exact_and_independent_of_other_rows(
     experts: int, per_token: int, normalised: bool
 ) -> None:
     logits = torch.randn(150, experts, generator=torch.Generator().manual_seed(0)) * 3
@@ -42,7 +42,7 @@ def test_routes_are_right_and_each_row_has_its_own_bits(
 
 
 @pytest.mark.usefixtures("arithmetic")
-def test_the_lower_index_wins_among_equally_probable_experts() -> None:
+def test_lower_index_wins_among_equally_probable_experts() -> None:
     logits = torch.zeros(3, 20)
     logits[1, [19, 7, 3]] = 2.0
     logits[2] = torch.nan
@@ -55,7 +55,7 @@ def test_the_lower_index_wins_among_equally_probable_experts() -> None:
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(("experts", "per_token"), SHAPES)
-def test_the_gradient_of_routing(experts: int, per_token: int, normalised: bool) -> None:
+def test_routing_gradient_equals_float64_reference(experts: int, per_token: int, normalised: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, experts, generator=generator, requires_grad=True)
     factors = torch.randn(9, per_token, generator=generator)
@@ -77,12 +77,12 @@ MIXTURES = {
     "one": Experts(1, 1, 24),
     "all": Experts(20, 20, 40, normalised=False),
     "some dense": Experts(4, 2, 48, dense_layers=(1,)),
-    "wide": Experts(5, 3, 100),  # wider than the network of a dense layer
+    "wide": Experts(5, 3, 100),  # wider than a dense layer
     "mostly idle": Experts(128, 8, 32),
 }
 
 
-def made(experts: Experts) -> Decoder:
+def make_decoder(experts: Experts) -> Decoder:
     decoder = Decoder(DecoderConfig(**SIZES, experts=experts))
     decoder.initialize(0)
     return decoder
@@ -105,8 +105,8 @@ def first_tokens(rows: int, start: int = 0) -> StepBatch:
 
 
 @torch.no_grad()
-def learned_logits(decoder: Decoder, rows: int) -> Tensor:
-    """Of the same sequences, as learning packs them."""
+def learner_logits(decoder: Decoder, rows: int) -> Tensor:
+    """Logits of the same sequences, packed as in training."""
     tokens, bounds = torch.arange(rows) * 7 % 98, torch.arange(rows + 1)
     hidden = decoder(tokens, torch.zeros(rows, dtype=torch.int64), PackedAttention(bounds))
     return decoder.logits(hidden)
@@ -115,42 +115,47 @@ def learned_logits(decoder: Decoder, rows: int) -> Tensor:
 @native_only
 @pytest.mark.usefixtures("arithmetic", "threads")
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_a_step_has_the_bits_of_the_decoder_that_learns(mixture: str) -> None:
-    decoder = made(MIXTURES[mixture])
-    expected = learned_logits(decoder, 140)
+def test_native_step_is_bitwise_equal_to_learner_decoder(mixture: str) -> None:
+    decoder = make_decoder(MIXTURES[mixture])
+    expected = learner_logits(decoder, 140)
     runner = fastest_runner(decoder, blocks(decoder, 140))
     assert isinstance(runner, NativeRunner)
-    for start, rows in ((0, 140), (0, 1), (17, 1), (3, 9)):  # 140 rows are shared by rows, few by columns
+    for start, rows in (
+        (0, 140),
+        (0, 1),
+        (17, 1),
+        (3, 9),
+    ):  # threads split 140 rows by rows, few rows by columns
         assert torch.equal(runner.run(first_tokens(rows, start)), expected[start : start + rows])
 
 
 @native_only
 @pytest.mark.usefixtures("arithmetic", "threads")
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_narrow_weights_give_what_torch_gives_layer_by_layer(kind: Any) -> None:
-    decoder = made(MIXTURES["some dense"])
+def test_native_step_with_narrow_weights_agrees_with_torch(kind: Any) -> None:
+    decoder = make_decoder(MIXTURES["some dense"])
     runners: list[Runner] = [
         make(decoder, blocks(decoder, 9), weights=kind) for make in (NativeRunner, TorchRunner)
     ]
     native, layers = (runner.run(first_tokens(9)) for runner in runners)
     torch.testing.assert_close(native, layers, rtol=1e-6, atol=1e-6)
-    exact = learned_logits(decoder, 9)
+    exact = learner_logits(decoder, 9)
     assert 0 < (native - exact).norm() / exact.norm() < 0.04
 
 
 @native_only
 @pytest.mark.usefixtures("arithmetic")
-def test_experts_take_new_weights() -> None:
-    decoder = made(MIXTURES["some dense"])
+def test_native_runner_loads_new_expert_weights() -> None:
+    decoder = make_decoder(MIXTURES["some dense"])
     runner = NativeRunner(decoder, blocks(decoder, 9))
     decoder.initialize(1)
     runner.load_weights(decoder)
-    assert torch.equal(runner.run(first_tokens(9)), learned_logits(decoder, 9))
+    assert torch.equal(runner.run(first_tokens(9)), learner_logits(decoder, 9))
 
 
 @native_only
 @pytest.mark.usefixtures("arithmetic")
-def test_an_odd_inner_size_of_an_expert_is_left_to_torch_in_bfloat16() -> None:
-    """Kernels for bfloat16 read pairs."""
-    decoder = made(Experts(4, 2, 49)).to(torch.bfloat16)
+def test_odd_expert_size_in_bfloat16_falls_back_to_torch_runner() -> None:
+    """The bfloat16 kernels read pairs of elements."""
+    decoder = make_decoder(Experts(4, 2, 49)).to(torch.bfloat16)
     assert isinstance(fastest_runner(decoder, blocks(decoder, 1)), TorchRunner)

@@ -1,4 +1,4 @@
-"""The page of models names what the decoder computes, and nothing else."""
+"""The reference page of models lists exactly the families that the decoder computes."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from perilune.models.config.families import DECODER_FAMILIES
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 
 
-def test_every_family_is_on_the_page() -> None:
+def test_models_page_lists_every_decoder_family() -> None:
     table = PAGE.read_text(encoding="utf-8").split("### How close")[0]
     assert set(re.findall(r"^\| [^|]+ \| `(\w+)` \|", table, re.MULTILINE)) == {
         "model_type",

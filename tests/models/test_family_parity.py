@@ -1,4 +1,4 @@
-"""Every family that the decoder computes, held to transformers on random models, and sampling to learning."""
+"""Every decoder family against transformers on random models, and samplers against the learner."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ LENGTH, VOCABULARY, SIZE = 40, 98, 32
 
 
 def small(draw: random.Random) -> dict[str, Any]:
-    """Sizes that all families have."""
+    """Sizes common to all families."""
     heads, kv_heads = draw.choice([(2, 1), (2, 2), (4, 2), (6, 2)])
     return {
         "vocab_size": VOCABULARY, "hidden_size": SIZE * heads, "intermediate_size": draw.choice([24, 48]),
@@ -179,8 +179,8 @@ LEFT_TO_TORCH = {
 CASES = [(kind, seed) for kind in FAMILIES for seed in range(2)]
 
 
-def drawn(kind: str, seed: int) -> Any:
-    """A random model of transformers, none of whose vectors is neutral."""
+def random_model(kind: str, seed: int) -> Any:
+    """A random model of transformers with random norms and biases."""
     import transformers
 
     draw = random.Random(f"{kind} {seed}")
@@ -193,7 +193,7 @@ def drawn(kind: str, seed: int) -> Any:
                 tensor.add_(torch.randn_like(tensor) * 0.3)
             if "conv1d" in name:
                 tensor.mul_(3)
-            if name.endswith("A_log"):  # slow decay, so that norms of small numbers do not magnify rounding
+            if name.endswith("A_log"):  # slow decay: norms of small states would magnify rounding
                 tensor.sub_(4)
             if name.endswith(("gate.weight", "router.weight", "sinks")):
                 tensor.normal_(std=tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0)
@@ -201,19 +201,21 @@ def drawn(kind: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
-def test_a_family_computes_and_learns_what_transformers_does(kind: str, seed: int, tmp_path: Path) -> None:
-    theirs, rounding = drawn(kind, seed), 1e-4 if kind.startswith(("qwen3_next", "qwen3_5")) else 3e-5
+def test_logits_gradients_and_checkpoints_of_family_match_transformers(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    theirs, rounding = random_model(kind, seed), 1e-4 if kind.startswith(("qwen3_next", "qwen3_5")) else 3e-5
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_decoder(tmp_path / "theirs")
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
-    expected, actual = theirs(tokens, use_cache=False).logits, learned(ours, tokens)
+    expected, actual = theirs(tokens, use_cache=False).logits, learner_logits(ours, tokens)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=rounding)
     factors = torch.randn_like(expected)
     for logits in (expected, actual):
         (logits * factors).sum().backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     named = {name: p for name, p in ours.named_parameters() if name in gradients}
-    assert len(named) > len(gradients) / 2  # the others are matrices of experts
+    assert len(named) > len(gradients) / 2  # the rest are expert matrices
     whole, own = norm(list(gradients.values())), norm([p.grad for p in ours.parameters()])
     assert own == pytest.approx(whole, rel=1e-4)
     for name, parameter in named.items():
@@ -235,7 +237,7 @@ def norm(gradients: Sequence[Tensor | None]) -> float:
     return float(sum(one.square().sum() for one in gradients if one is not None)) ** 0.5
 
 
-def learned(decoder: Decoder, tokens: Tensor) -> Tensor:
+def learner_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Logits [S, T, V] of whole sequences."""
     bounds = torch.arange(len(tokens) + 1) * LENGTH
     hidden = decoder(tokens.flatten(), torch.arange(LENGTH).repeat(len(tokens)), PackedAttention(bounds))
@@ -249,21 +251,21 @@ WITH_C = [(kind, "native") for kind in FAMILIES]
     ("kind", "arithmetic"), [*WITH_C, ("gpt_oss", "torch"), ("mixtral", "torch")], indirect=["arithmetic"]
 )
 @torch.no_grad()
-def test_sampling_has_the_bits_of_learning(kind: str, arithmetic: str, tmp_path: Path) -> None:
-    drawn(kind, 0).save_pretrained(tmp_path)
+def test_runner_logits_are_bitwise_equal_to_learner(kind: str, arithmetic: str, tmp_path: Path) -> None:
+    random_model(kind, 0).save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    expected = learned(decoder, tokens)
+    expected = learner_logits(decoder, tokens)
     blocks = [1 + 2 * 3] * len(decoder.config.distinct_windows)
     fastest = fastest_runner(open_decoder(tmp_path), blocks)
     assert isinstance(fastest, NativeRunner) == (arithmetic == "native" and kind not in LEFT_TO_TORCH)
     for runner in (TorchRunner(decoder, blocks), fastest):
-        stops, logits = sampled(runner, tokens, len(blocks))
+        stops, logits = runner_logits(runner, tokens, len(blocks))
         assert torch.equal(logits, expected[:, stops])
 
 
-def sampled(runner: Runner, tokens: Tensor, windows: int) -> tuple[list[int], Tensor]:
-    """Positions, and the logits [S, positions, V] after them, of a prompt in two chunks and single tokens."""
+def runner_logits(runner: Runner, tokens: Tensor, windows: int) -> tuple[list[int], Tensor]:
+    """Positions and their logits [S, positions, V]; the prompt is fed in two chunks, then single tokens."""
     tables = np.arange(1, 7, dtype=np.int32).reshape(1, 2, 3).repeat(windows, 0)
     bounds, logits = [0, 17, 20, *range(21, LENGTH + 1)], []
     for start, stop in pairwise(bounds):

@@ -1,4 +1,4 @@
-"""The gallery: figures held to published ones, concepts held to the decoder, verdicts held to loading."""
+"""The model gallery: published figures, code of each concept, and support verdicts."""
 
 import functools
 import importlib
@@ -28,8 +28,8 @@ def documents() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("entry", [one for one in shipped() if one.published], ids=lambda one: one.name)
-def test_parameters_are_the_published_ones(entry: Entry) -> None:
-    """Within 1%, or equal when rounded as the publisher rounds ("7B" for 7.3 billion)."""
+def test_parameters_agree_with_published_numbers(entry: Entry) -> None:
+    """Within 1%, or equal after rounding to the published digits ("7B" for 7.3 billion)."""
     text = entry.published["total"]
     unit = UNITS[text[-1]]
     published, computed = float(text[:-1]) * unit, model_card(entry.config).parameters
@@ -39,27 +39,27 @@ def test_parameters_are_the_published_ones(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("name", ACTIVE)
-def test_active_parameters_are_near_the_published_ones(name: str) -> None:
+def test_active_parameters_agree_with_published_numbers(name: str) -> None:
     total, active = ACTIVE[name]
     assert documents()[name]["parameters"] == pytest.approx(total, rel=0.002)
     assert documents()[name]["active_parameters"] == pytest.approx(active, rel=0.02)
 
 
-def test_the_reference_page_is_generated() -> None:
+def test_gallery_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "gallery.md"
     made = gallery_markdown(list(documents().values()))
     assert page.read_text() == made, "perilune model gallery --markdown docs/reference/gallery.md"
 
 
-def test_every_entry_names_its_source_once() -> None:
+def test_entries_are_unique_and_name_their_source() -> None:
     entries = shipped()
     assert len({one.name for one in entries}) == len(entries) >= 40
     assert all(one.source and one.identity.count("/") == 1 for one in entries)
     assert not any(one["notes"] and "not a family known" in one["notes"][0] for one in documents().values())
 
 
-def test_cache_of_full_windowed_and_latent_layers() -> None:
-    """By hand: Llama 3.1 8B; gpt-oss 20B with 12 of 24 layers of 128 tokens; DeepSeek V3's latent vectors."""
+def test_cache_bytes_of_full_windowed_and_latent_layers() -> None:
+    """Worked examples: Llama 3.1 8B, gpt-oss 20B (12 of 24 layers with window 128), DeepSeek V3 (latent)."""
     cache = {
         name: documents()[name]["cache_bytes"] for name in ("Llama 3.1 8B", "gpt-oss 20B", "DeepSeek V3")
     }
@@ -69,13 +69,13 @@ def test_cache_of_full_windowed_and_latent_layers() -> None:
     assert documents()["Gemma 2 9B"]["cache_bytes"]["32768"] is None, "beyond its context of 8,192"
 
 
-def test_a_window_beyond_the_context_is_none() -> None:
+def test_window_beyond_the_context_is_not_listed_as_swa() -> None:
     assert "SWA" not in documents()["Phi-4 mini"]["concepts"]
     assert "SWA" in documents()["Mistral 7B v0.1"]["concepts"]
 
 
 @pytest.mark.parametrize("concept", CONCEPTS, ids=lambda one: one.name)
-def test_a_concept_has_code_when_the_decoder_runs_models_with_it(concept: Concept) -> None:
+def test_concept_has_code_only_when_the_decoder_runs_it(concept: Concept) -> None:
     users = [one for one in documents().values() if concept.name in one["concepts"]]
     assert users, "no shipped model shows this concept"
     assert bool(concept.code) == any(one["runs"]["runs"] == "natively" for one in users)
@@ -105,7 +105,7 @@ ALWAYS_CALLED = {"GQA", "SWA", "NoPE"}  # the same function computes models with
 
 
 def calls(code: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a forward pass calls the function."""
+    """The number of calls of the function in one forward pass."""
     module, _, path = code.partition(":")
     *owners, name = path.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -125,7 +125,7 @@ def calls(code: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("concept", [one for one in CONCEPTS if one.code], ids=lambda one: one.name)
-def test_the_named_function_computes_the_concept(concept: Concept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_function_computes_the_concept(concept: Concept, monkeypatch: pytest.MonkeyPatch) -> None:
     assert concept.name in describe(Entry("one", "one", "here", WITH[concept.name]))["concepts"]
     assert calls(concept.code, WITH[concept.name], monkeypatch) >= 2
     if concept.name not in ALWAYS_CALLED:
@@ -148,7 +148,7 @@ FP8, AWQ = ({"quantization_config": {"quant_method": method}} for method in ("fp
         (WITHOUT | {"num_key_value_heads": 3}, "not", "cannot share 3"),
     ],
 )
-def test_support_is_that_of_loading(config: dict[str, Any], runs: str, reason: str) -> None:
+def test_support_describes_how_a_config_would_load(config: dict[str, Any], runs: str, reason: str) -> None:
     found = support(config)
     assert found["runs"] == runs
     assert reason in found["reason"]
@@ -165,13 +165,13 @@ def test_support_is_that_of_loading(config: dict[str, Any], runs: str, reason: s
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
     ],
 )
-def test_a_hostile_configuration_is_refused(change: dict[str, Any], message: str) -> None:
+def test_malformed_gallery_configs_are_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:
         describe(Entry("one", "one", "here", WITHOUT | change))
     assert message in str(refused.value)
 
 
-def test_the_facts_are_plain_data_without_settings_of_generation() -> None:
+def test_gallery_configs_have_no_code_or_generation_settings() -> None:
     file = Path(__file__).parents[2] / "src" / "perilune" / "models" / "gallery" / "models.json"
     keys = {key for one in json.loads(file.read_text())["models"] for key in one["config"]}
     assert not keys & {"auto_map", "bos_token_id", "eos_token_id", "vision_config", "transformers_version"}

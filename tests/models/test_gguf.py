@@ -1,4 +1,4 @@
-"""Models in GGUF files, against the conversion of transformers."""
+"""GGUF import and export against transformers."""
 
 import json
 from pathlib import Path
@@ -51,14 +51,14 @@ def assert_same_weights(folder: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_every_type_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_weights_of_every_type_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", kind=kind)
     convert(path, tmp_path / "out")
     assert_same_weights(tmp_path / "out", path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_architectures_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+def test_converted_weights_and_config_equal_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", architecture)
     convert(path, tmp_path / "out")
     assert_same_weights(tmp_path / "out", path)
@@ -70,7 +70,7 @@ def test_architectures_are_those_of_transformers(tmp_path: Path, architecture: s
         assert getattr(ours, name, None) == expected, name
 
 
-def test_tokens_and_template_are_those_of_transformers(tmp_path: Path) -> None:
+def test_tokens_and_chat_template_equal_those_of_transformers(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     convert(path, tmp_path / "out")
     ours, theirs = Tokenizer.load(tmp_path / "out"), transformers_tokenizer(path)
@@ -82,15 +82,15 @@ def test_tokens_and_template_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
-def test_text_is_split_as_transformers_splits_it(tmp_path: Path, pre: str) -> None:
+def test_pre_tokenizers_agree_with_transformers(tmp_path: Path, pre: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", changes={"tokenizer.ggml.pre": pre})
     ours, theirs = tokenizer_of(read_header(path)), transformers_tokenizer(path)
     for text in TEXTS:
         assert ours.encode_rendered([text])[0] == theirs.encode(text, add_special_tokens=False)
 
 
-def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
-    """transformers doesn't know the rule "smollm", and llama.cpp and the model's own tokenizer follow it."""
+def test_smollm_pre_tokenizer_splits_digits(tmp_path: Path) -> None:
+    """llama.cpp and the model's own tokenizer follow the rule "smollm"; transformers ignores it."""
     plain = tokenizer_of(read_header(write_gguf(tmp_path / "a.gguf")))
     smollm = write_gguf(tmp_path / "b.gguf", changes={"tokenizer.ggml.pre": "smollm"})
     alone = tokenizer_of(read_header(smollm))
@@ -100,9 +100,7 @@ def test_digits_stand_alone_where_the_file_says_so(tmp_path: Path) -> None:
     assert transformers_tokenizer(smollm).encode("12") == plain.encode("12")
 
 
-def test_a_gguf_file_is_loaded_as_it_is_and_converted_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_load_model_converts_a_gguf_file_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "model.gguf", kind="Q8_0")
     first, tokenizer = load_model(path)
     assert "converting" in capfd.readouterr().err
@@ -117,7 +115,7 @@ def test_a_gguf_file_is_loaded_as_it_is_and_converted_once(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
-def test_names_of_tensors_are_those_of_the_gguf_package(architecture: str) -> None:
+def test_tensor_names_equal_those_of_the_gguf_package(architecture: str) -> None:
     kind = ARCHITECTURES[architecture]
     options: dict[str, Any] = {"attention_bias": True} if architecture == "llama" else {}
     config = DecoderConfig(kind.model_type, 300, 512, 256, 2, 4, 2, 128, tie_word_embeddings=False, **options)
@@ -132,7 +130,7 @@ def test_names_of_tensors_are_those_of_the_gguf_package(architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2"])
-def test_an_exported_model_is_read_back_as_it_was(tmp_path: Path, architecture: str) -> None:
+def test_exported_model_round_trips(tmp_path: Path, architecture: str) -> None:
     convert(write_gguf(tmp_path / "model.gguf", architecture, "F16"), tmp_path / "out")
     export_gguf(tmp_path / "out", tmp_path / "again.gguf", "f32")
     convert(tmp_path / "again.gguf", tmp_path / "second")
@@ -146,7 +144,7 @@ def test_an_exported_model_is_read_back_as_it_was(tmp_path: Path, architecture: 
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
-def test_transformers_reads_an_exported_model(tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_exported_model(tmp_path: Path, kind: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", "llama")
     convert(path, tmp_path / "out")
     export_gguf(tmp_path / "out", tmp_path / "again.gguf", kind)
@@ -155,7 +153,7 @@ def test_transformers_reads_an_exported_model(tmp_path: Path, kind: str) -> None
         transformers_weights(tmp_path / "again.gguf")[0],
     )
     for name, tensor in ours.items():
-        if kind == "q8_0":  # off by at most half a step of the scale, which is the largest value / 127
+        if kind == "q8_0":  # error of at most half a step, where a step is the largest value / 127
             assert (tensor - theirs[name]).abs().max() <= tensor.abs().max() / 127 * 0.51, name
         else:
             assert torch.equal(
@@ -166,7 +164,7 @@ def test_transformers_reads_an_exported_model(tmp_path: Path, kind: str) -> None
     ).encode(TEXTS[0])
 
 
-def test_models_without_a_gguf_form_are_refused(tmp_path: Path) -> None:
+def test_export_rejects_tokenizer_without_byte_level_bpe(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters()
     save_checkpoint(tmp_path / "tiny", new_model("tiny", tokenizer, 0), tokenizer)
     with pytest.raises(RequestError, match="not a byte-level BPE"):

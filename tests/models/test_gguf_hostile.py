@@ -1,4 +1,4 @@
-"""Malformed GGUF files: one error each that names the file, and nothing is written."""
+"""Malformed GGUF files: each raises one error that names the file, and nothing is written."""
 
 import random
 import struct
@@ -20,7 +20,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf")
 
 
-def refused(path: Path, out: Path, *expected: str) -> None:
+def assert_rejected(path: Path, out: Path, *expected: str) -> None:
     with pytest.raises(RequestError) as raised:
         convert(path, out)
     message = str(raised.value)
@@ -57,71 +57,79 @@ def refused(path: Path, out: Path, *expected: str) -> None:
         ({"general.alignment": 3}, "not a power of two"),
     ],
 )
-def test_metadata(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
-    refused(write_gguf(tmp_path / "model.gguf", changes=changes), tmp_path / "out", expected)
+def test_invalid_metadata_is_rejected(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    assert_rejected(write_gguf(tmp_path / "model.gguf", changes=changes), tmp_path / "out", expected)
 
 
-def test_architectures_and_tensors(tmp_path: Path) -> None:
-    refused(
+def test_unsupported_architecture_and_wrong_tensors_are_rejected(tmp_path: Path) -> None:
+    assert_rejected(
         write_gguf(tmp_path / "a.gguf", "gemma3"), tmp_path / "out", "architecture 'gemma3' is not supported"
     )
     weights = tensors("llama")
     extra = weights | {"blk.0.attn_sinks.weight": weights["output_norm.weight"]}
-    refused(write_gguf(tmp_path / "b.gguf", weights=extra), tmp_path / "out", "attn_sinks", "not part of")
+    assert_rejected(
+        write_gguf(tmp_path / "b.gguf", weights=extra), tmp_path / "out", "attn_sinks", "not part of"
+    )
     weights["blk.0.attn_k.weight"] = weights["blk.0.attn_q.weight"]
-    refused(
+    assert_rejected(
         write_gguf(tmp_path / "c.gguf", weights=weights),
         tmp_path / "out",
         "attn_k.weight has shape [512, 512]",
     )
 
 
-def rewritten(good: Path, path: Path, old: bytes, new: bytes) -> Path:
+def replace_bytes(good: Path, path: Path, old: bytes, new: bytes) -> Path:
     data = good.read_bytes()
     assert old in data
     path.write_bytes(data.replace(old, new, 1))
     return path
 
 
-def test_counts_types_and_offsets(good: Path, tmp_path: Path) -> None:
+def test_invalid_counts_types_and_offsets_are_rejected(good: Path, tmp_path: Path) -> None:
     name = b"output_norm.weight"
     entry = name + struct.pack("<IQ", 1, 512)
     at = good.read_bytes().index(entry) + len(entry)
     kind, offset = struct.unpack_from("<IQ", good.read_bytes(), at)
     place = entry + struct.pack("<IQ", kind, offset)
     out, bad = tmp_path / "out", tmp_path / "bad.gguf"
-    refused(
-        rewritten(good, bad, place, entry + struct.pack("<IQ", 999, offset)), out, "quantised as type 999"
+    assert_rejected(
+        replace_bytes(good, bad, place, entry + struct.pack("<IQ", 999, offset)), out, "quantised as type 999"
     )
-    refused(rewritten(good, bad, place, entry + struct.pack("<IQ", 34, offset)), out, "quantised as TQ1_0")
-    refused(rewritten(good, bad, place, entry + struct.pack("<IQ", kind, 2**63)), out, "truncated")
-    refused(rewritten(good, bad, entry, name + struct.pack("<IQ", 1, 2**62)), out, "truncated")
-    refused(rewritten(good, bad, entry, name + struct.pack("<IQ", 900, 512)), out, "900 dimensions")
-    refused(
-        rewritten(good, bad, struct.pack("<Q", len(name)) + name, struct.pack("<Q", 2**60) + name),
+    assert_rejected(
+        replace_bytes(good, bad, place, entry + struct.pack("<IQ", 34, offset)), out, "quantised as TQ1_0"
+    )
+    assert_rejected(
+        replace_bytes(good, bad, place, entry + struct.pack("<IQ", kind, 2**63)), out, "truncated"
+    )
+    assert_rejected(replace_bytes(good, bad, entry, name + struct.pack("<IQ", 1, 2**62)), out, "truncated")
+    assert_rejected(
+        replace_bytes(good, bad, entry, name + struct.pack("<IQ", 900, 512)), out, "900 dimensions"
+    )
+    assert_rejected(
+        replace_bytes(good, bad, struct.pack("<Q", len(name)) + name, struct.pack("<Q", 2**60) + name),
         out,
         "announces",
     )
-    refused(rewritten(good, bad, b"GGUF\x03", b"GGUF\x09"), out, "version 9")
-    refused(rewritten(good, bad, b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), out, "big-endian")
-    refused(rewritten(good, bad, b"GGUF", b"PK\x03\x04"), out, "does not start with GGUF")
+    assert_rejected(replace_bytes(good, bad, b"GGUF\x03", b"GGUF\x09"), out, "version 9")
+    assert_rejected(replace_bytes(good, bad, b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), out, "big-endian")
+    assert_rejected(replace_bytes(good, bad, b"GGUF", b"PK\x03\x04"), out, "does not start with GGUF")
     merges = b"tokenizer.ggml.merges" + struct.pack("<IIQ", 9, 8, len(MERGES))
-    for item in (0, 8):  # a byte takes no room beyond the end of the file, for a careless reader
+    for item in (0, 8):  # an array of bytes and one of strings
         huge = b"tokenizer.ggml.merges" + struct.pack("<IIQ", 9, item, 2**50)
-        refused(rewritten(good, bad, merges, huge), out, "announces 1,125,899,906,842,624 items")
+        assert_rejected(replace_bytes(good, bad, merges, huge), out, "announces 1,125,899,906,842,624 items")
     nested = b"tokenizer.ggml.merges" + struct.pack("<IIQ", 9, 9, len(MERGES))
-    refused(rewritten(good, bad, merges, nested), out, "items of type 9")
+    assert_rejected(replace_bytes(good, bad, merges, nested), out, "items of type 9")
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_empty_missing_and_irregular_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty.gguf").touch()
-    refused(tmp_path / "empty.gguf", tmp_path / "out", "empty")
-    refused(tmp_path, tmp_path / "out", "not a regular file")
+    assert_rejected(tmp_path / "empty.gguf", tmp_path / "out", "empty")
+    assert_rejected(tmp_path, tmp_path / "out", "not a regular file")
     with pytest.raises(RequestError, match=r"no file missing\.gguf"):
         read_header(tmp_path / "missing.gguf")
 
 
-def test_every_truncation_is_refused(good: Path, tmp_path: Path) -> None:
+def test_truncated_files_are_rejected(good: Path, tmp_path: Path) -> None:
     data, bad = good.read_bytes(), tmp_path / "bad.gguf"
     draw = random.Random(0)
     for size in [*range(1, 64), *(draw.randrange(64, len(data)) for _ in range(200)), len(data) - 1]:
@@ -130,7 +138,7 @@ def test_every_truncation_is_refused(good: Path, tmp_path: Path) -> None:
             read_header(bad)
 
 
-def test_changed_bytes_give_an_error_or_a_model(good: Path, tmp_path: Path) -> None:
+def test_corrupted_header_bytes_raise_only_request_errors(good: Path, tmp_path: Path) -> None:
     data, bad = good.read_bytes(), tmp_path / "bad.gguf"
     header = data.index(b"blk.0.ffn_down.weight")
     draw = random.Random(0)

@@ -1,4 +1,4 @@
-"""Each kernel against its definition in float64, forward and backward; and each row alone against many."""
+"""Each kernel against its definition in float64, forward and backward, and independence of rows."""
 
 from collections.abc import Callable
 
@@ -67,7 +67,7 @@ ANGLES = angles()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_definition(case: str) -> None:
+def test_kernel_values_and_gradients_equal_the_definition(case: str) -> None:
     torch.manual_seed(0)
     kernel, definition, make = CASES[case]
     inputs = [x.requires_grad_() for x in make()]
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_those_of_the_definition(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_and_inference_compute_the_same_bits(case: str) -> None:
+def test_training_and_inference_are_bitwise_equal(case: str) -> None:
     kernel, _, make = CASES[case]
     inputs = make()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_training_and_inference_compute_the_same_bits(case: str) -> None:
     assert torch.equal(kernel(*[x.requires_grad_() for x in inputs]), without)
 
 
-def test_only_the_gradients_that_are_needed() -> None:
+def test_linear_computes_only_required_gradients() -> None:
     x, weight = torch.randn(5, 8), torch.randn(6, 8, requires_grad=True)
     products.linear(x, weight).sum().backward()
     assert x.grad is None
@@ -102,10 +102,10 @@ def test_only_the_gradients_that_are_needed() -> None:
 
 @pytest.mark.parametrize("mkl", [False, True])
 @pytest.mark.parametrize(("inner", "outer"), [(384, 512), (512, 384)])
-def test_gradients_of_large_products(
+def test_gradients_of_large_products_equal_float64_reference(
     inner: int, outer: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which library computes them depends on the processor."""
+    """The processor decides which library computes the gradients."""
     monkeypatch.setattr(products, "_has_intel_mkl", lambda: mkl)
     torch.manual_seed(0)
     x, weight = torch.randn(400, inner, requires_grad=True), torch.randn(outer, inner, requires_grad=True)
@@ -121,7 +121,7 @@ def test_gradients_of_large_products(
 @pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("inner", "outer"), [(96, 288), (256, 96), (96, 98), (768, 1280), (2304, 768)])
-def test_a_row_of_a_product_does_not_depend_on_its_neighbours(inner: int, outer: int, threads: int) -> None:
+def test_product_rows_do_not_depend_on_other_rows(inner: int, outer: int, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -140,7 +140,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_neighbours(inner: int, outer:
 
 @pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
 @pytest.mark.parametrize("width", [256, 112, 90])
-def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int) -> None:
+def test_rows_of_elementwise_kernels_do_not_depend_on_other_rows(width: int) -> None:
     torch.manual_seed(0)
     x, weight, up = torch.randn(300, 5, 32), torch.randn(5, 32), torch.randn(300, width)
     angle = torch.randn(300, 1, 16)
@@ -161,7 +161,7 @@ def test_a_row_of_the_other_kernels_does_not_depend_on_its_neighbours(width: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_take_the_librarys_kernels(dtype: torch.dtype) -> None:
+def test_other_dtypes_use_torch_kernels(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
     assert torch.equal(products.linear(x, *products.pack_weight(weight)), F.linear(x, weight))
     norm = kernels.rms_norm(x, weight[0], 1e-6)

@@ -1,4 +1,4 @@
-"""Latent attention: the absorbed form with its cache against the expanded form."""
+"""Latent attention: the absorbed form and its cache against the expanded form."""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def decoder() -> Decoder:
     return decoder
 
 
-def learned(decoder: Decoder) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def logits_and_gradients(decoder: Decoder) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of two sequences after a shared prompt, and gradients of all parameters."""
     tokens = torch.arange(60) * 7 % 98
     at = torch.cat([torch.arange(30), 30 + torch.arange(20), 30 + torch.arange(10)])
@@ -47,23 +47,23 @@ def learned(decoder: Decoder) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return logits, list(torch.autograd.grad(logits.logsumexp(-1).sum(), list(decoder.parameters())))
 
 
-def test_the_absorbed_form_is_the_expanded_form(decoder: Decoder) -> None:
-    """In float64 the learner expands keys and values; in float32 on a CPU it does not."""
-    logits, gradients = learned(decoder)
+def test_absorbed_form_equals_expanded_form(decoder: Decoder) -> None:
+    """The learner expands keys and values in float64, but not in float32 on a CPU."""
+    logits, gradients = logits_and_gradients(decoder)
     wide = copy.deepcopy(decoder).double()
-    expanded, expected = learned(wide)
+    expanded, expected = logits_and_gradients(wide)
     torch.testing.assert_close(logits.double(), expanded, rtol=1e-4, atol=1e-5)
     for one, other in zip(gradients, expected, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-5
 
 
-def test_the_cache_has_one_vector_per_token(decoder: Decoder) -> None:
+def test_latent_cache_stores_one_vector_per_token(decoder: Decoder) -> None:
     cache = PagedCache(CONFIG, (11,), torch.float32)
     assert cache.nbytes == 11 * 16 * CONFIG.num_layers * (40 + 8) * 4 == blocks_bytes(CONFIG, 11, 1)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.05), (torch.int8, 0.2)])
-def test_a_narrow_cache_rounds(decoder: Decoder, dtype: torch.dtype, most: float) -> None:
+def test_narrow_cache_rounds_logprobs_within_bound(decoder: Decoder, dtype: torch.dtype, most: float) -> None:
     prompt = Prompt((np.arange(50) * 5 % 98).tolist(), (0, 0, 0))
     [[exact]] = Engine(decoder, slots=2).sample([prompt], 1, SamplingParams(max_tokens=20))
     engine = Engine(decoder, slots=2, runner=lambda *of: TorchRunner(*of, cache_dtype=dtype))
@@ -74,6 +74,6 @@ def test_a_narrow_cache_rounds(decoder: Decoder, dtype: torch.dtype, most: float
 @pytest.mark.parametrize(
     "runner", [NativeRunner, lambda *of: GraphRunner(*of, attention=GatheredAttention)], ids=["C", "graphs"]
 )
-def test_other_runners_refuse(decoder: Decoder, runner: Callable[..., object]) -> None:
+def test_other_runners_reject_latent_attention(decoder: Decoder, runner: Callable[..., object]) -> None:
     with pytest.raises(RequestError, match="TorchRunner"):
         Engine(decoder, slots=2, runner=runner)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checkpoints that are wrong: each is refused by name, before any of it is used."""
+"""Loading and saving checkpoints; rejection of malformed and hostile ones before use."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def edit_json(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_the_configuration_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_decoder_reads_each_config_file_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
     monkeypatch.setattr(
         checkpoints_folder, "read_json", lambda file: read.append(file.name) or read_json(file)
@@ -59,7 +59,7 @@ def test_the_configuration_is_read_once(folder: Path, monkeypatch: pytest.Monkey
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Split the weights in two files with an index, as large models come."""
+    """Split the weights into two shards with an index; return the shard of each tensor."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -70,7 +70,7 @@ def shard(folder: Path) -> dict[str, str]:
     return where
 
 
-def test_what_is_saved_is_loaded(folder: Path) -> None:
+def test_saved_checkpoint_loads_unchanged(folder: Path) -> None:
     decoder, tokenizer = load_checkpoint(folder)
     original = new_model("tiny", tokenizer, seed=3)
     assert decoder.config == original.config
@@ -80,7 +80,7 @@ def test_what_is_saved_is_loaded(folder: Path) -> None:
     assert all(parameter.requires_grad for parameter in decoder.parameters())
 
 
-def test_saving_twice_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+def test_saving_a_loaded_checkpoint_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     decoder, tokenizer = load_checkpoint(folder)
     save_checkpoint(tmp_path / "again", decoder, tokenizer)
     for file in folder.iterdir():
@@ -95,7 +95,7 @@ def test_shards_are_read_by_their_index(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_float_types_are_converted(folder: Path, dtype: torch.dtype) -> None:
+def test_other_float_dtypes_are_converted(folder: Path, dtype: torch.dtype) -> None:
     expected = load_decoder(folder).state_dict()
     edit_tensors(folder, lambda t: t.update({n: x.to(dtype) for n, x in t.items()}))
     for name, tensor in load_decoder(folder).state_dict().items():
@@ -107,12 +107,12 @@ def test_other_float_types_are_converted(folder: Path, dtype: torch.dtype) -> No
     )
 
 
-def test_further_end_tokens_come_from_the_generation_config(folder: Path) -> None:
+def test_eos_tokens_are_read_from_the_generation_config(folder: Path) -> None:
     edit_json(folder / "generation_config.json", eos_token_id=[1, 7])
     assert load_decoder(folder).config.eos_token_ids == (1, 7)
 
 
-def test_a_copy_of_the_tied_embeddings_is_allowed(folder: Path) -> None:
+def test_copy_of_tied_embeddings_is_allowed(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     load_decoder(folder)
 
@@ -137,7 +137,7 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_TENSORS)
-def test_wrong_tensors_are_named(folder: Path, case: str) -> None:
+def test_wrong_tensors_are_rejected_by_name(folder: Path, case: str) -> None:
     change, message = WRONG_TENSORS[case]
     edit_tensors(folder, change)
     with pytest.raises(RequestError, match=message) as caught:
@@ -146,7 +146,7 @@ def test_wrong_tensors_are_named(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
-def test_a_pickle_is_never_opened(folder: Path, name: str, tmp_path: Path) -> None:
+def test_pickle_weights_are_never_opened(folder: Path, name: str, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Trap(trap)))
@@ -158,7 +158,7 @@ def test_a_pickle_is_never_opened(folder: Path, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_under_the_name_of_safetensors(folder: Path, zipped: bool, tmp_path: Path) -> None:
+def test_pickle_named_safetensors_is_rejected(folder: Path, zipped: bool, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     file = folder / "model.safetensors"
     torch.save(Trap(trap), file, _use_new_zipfile_serialization=zipped)
@@ -176,13 +176,13 @@ class Trap:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 100, b"\xff" * 100, b'{"a":1}'])
-def test_a_damaged_file(folder: Path, damage: bytes) -> None:
+def test_damaged_safetensors_file_is_rejected(folder: Path, damage: bytes) -> None:
     (folder / "model.safetensors").write_bytes(damage)
     with pytest.raises(RequestError, match="not a safetensors file"):
         load_decoder(folder)
 
 
-def test_a_cut_file(folder: Path) -> None:
+def test_truncated_safetensors_file_is_rejected(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(RequestError, match="not a safetensors file"):
@@ -192,7 +192,7 @@ def test_a_cut_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "not valid JSON"), ("[]", "not an object"), ("{}", "model_type")]
 )
-def test_a_malformed_config(folder: Path, content: str, message: str) -> None:
+def test_malformed_config_is_rejected(folder: Path, content: str, message: str) -> None:
     (folder / "config.json").write_text(content)
     with pytest.raises(RequestError, match=message) as caught:
         load_decoder(folder)
@@ -200,25 +200,25 @@ def test_a_malformed_config(folder: Path, content: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
-def test_a_config_that_asks_for_the_impossible_takes_no_memory(folder: Path, key: str) -> None:
+def test_config_with_huge_sizes_is_rejected_before_allocation(folder: Path, key: str) -> None:
     edit_json(folder / "config.json", **{key: 10**12})
     with pytest.raises(RequestError, match=r"tensor model\.|give at most 10000"):
         load_decoder(folder)
 
 
-def test_experts_of_one_tensor_that_are_not_there_take_no_memory(folder: Path) -> None:
+def test_missing_fused_experts_are_rejected_before_allocation(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="gpt_oss", num_local_experts=10**9)
     with pytest.raises(RequestError, match="gate_up_proj of 1000000000 experts is missing"):
         load_checkpoint(folder)
 
 
-def test_experts_that_are_not_there_take_no_memory(folder: Path) -> None:
+def test_missing_experts_are_rejected_before_allocation(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="qwen3_moe", num_experts=10**9)
     with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.mlp\.experts\.999999999\.up_proj"):
         load_decoder(folder)
 
 
-def test_an_architecture_of_others_is_named_and_what_is_possible_said(folder: Path) -> None:
+def test_unsupported_architecture_error_lists_supported_ones(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="gpt_neox")
     with pytest.raises(RequestError, match="'gpt_neox', which Perilune's decoder does not compute") as caught:
         load_decoder(folder)
@@ -226,7 +226,7 @@ def test_an_architecture_of_others_is_named_and_what_is_possible_said(folder: Pa
     assert "others only sample" in caught.value.remedy
 
 
-def test_a_missing_folder_or_file(folder: Path) -> None:
+def test_missing_folder_or_file_is_rejected(folder: Path) -> None:
     with pytest.raises(RequestError, match="no such checkpoint folder"):
         load_decoder(folder / "nowhere")
     (folder / "model.safetensors").unlink()
@@ -238,7 +238,7 @@ def test_a_missing_folder_or_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
-def test_an_index_that_leads_out(folder: Path, name: str) -> None:
+def test_index_entry_outside_the_folder_is_rejected(folder: Path, name: str) -> None:
     where = shard(folder)
     edit_json(folder / "model.safetensors.index.json", weight_map={**where, NORM: name})
     with pytest.raises(RequestError, match="leads out of the checkpoint folder"):
@@ -246,21 +246,21 @@ def test_an_index_that_leads_out(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_a_malformed_index(folder: Path, index: str) -> None:
+def test_malformed_index_is_rejected(folder: Path, index: str) -> None:
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(RequestError, match="weight_map"):
         load_decoder(folder)
 
 
-def test_a_shard_that_is_not_there(folder: Path) -> None:
+def test_missing_shard_is_rejected(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RequestError, match="no file model-00002-of-00002"):
         load_decoder(folder)
 
 
-def test_a_tensor_in_two_shards(folder: Path) -> None:
+def test_tensor_in_two_shards_is_rejected(folder: Path) -> None:
     shard(folder)
     for number in (1, 2):
         file = folder / f"model-0000{number}-of-00002.safetensors"
@@ -280,7 +280,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_link_that_leads_out(folder: Path, name: str) -> None:
+def test_symlink_outside_the_folder_is_rejected(folder: Path, name: str) -> None:
     (folder / name).touch()
     (folder / name).rename(folder.parent / name)
     (folder / name).symlink_to(folder.parent / name)
@@ -290,7 +290,7 @@ def test_a_link_that_leads_out(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.timeout(60)
-def test_a_pipe_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
+def test_named_pipe_is_rejected_without_blocking(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(RequestError, match="is not a regular file"):
@@ -302,13 +302,13 @@ def test_a_pipe_is_refused_and_not_waited_for(folder: Path, name: str) -> None:
     ['{"model_type": "qwen3", "hidden_size": ' + "9" * 5000 + "}", "[" * 100_000, '{"a":' * 100_000, "\xff"],
     ids=["a number of 5,000 digits", "nested lists", "nested objects", "not UTF-8"],
 )
-def test_json_that_python_cannot_read(folder: Path, content: str) -> None:
+def test_unparsable_config_json_is_rejected(folder: Path, content: str) -> None:
     (folder / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(RequestError, match="not valid JSON"):
         load_decoder(folder)
 
 
-def test_a_snapshot_of_the_hugging_face_cache(folder: Path, tmp_path: Path) -> None:
+def test_hugging_face_cache_snapshot_is_loaded(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "models--someone--tiny"
     (model / "blobs").mkdir(parents=True)
     (model / "snapshots" / "abc").mkdir(parents=True)
@@ -318,7 +318,7 @@ def test_a_snapshot_of_the_hugging_face_cache(folder: Path, tmp_path: Path) -> N
     load_decoder(model / "snapshots" / "abc")
 
 
-def test_a_tokenizer_of_another_model(folder: Path) -> None:
+def test_tokenizer_larger_than_the_vocabulary_is_rejected(folder: Path) -> None:
     config = PRESETS["tiny"].replace(vocab_size=50)
     decoder = Decoder(config)
     save_checkpoint(folder, decoder, Tokenizer.characters())
@@ -326,7 +326,7 @@ def test_a_tokenizer_of_another_model(folder: Path) -> None:
         load_checkpoint(folder)
 
 
-def test_the_tokenizer_is_checked_before_weights_are_read(folder: Path) -> None:
+def test_missing_tokenizer_is_reported_before_missing_weights(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").unlink()
     for load in (load_checkpoint, open_checkpoint):
@@ -334,14 +334,14 @@ def test_the_tokenizer_is_checked_before_weights_are_read(folder: Path) -> None:
             load(folder)
 
 
-def test_a_head_that_is_not_stored(folder: Path) -> None:
+def test_missing_lm_head_suggests_tied_embeddings(folder: Path) -> None:
     edit_json(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(RequestError, match=r"lm_head\.weight is missing") as caught:
         load_decoder(folder)
     assert caught.value.remedy.startswith("set tie_word_embeddings to true")
 
 
-def test_tensors_with_another_prefix(folder: Path) -> None:
+def test_missing_tensor_error_names_the_prefix_in_the_files(folder: Path) -> None:
     edit_tensors(folder, lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)])
     with pytest.raises(RequestError, match=f"{EMBEDDING} is missing") as caught:
         load_decoder(folder)
@@ -349,14 +349,14 @@ def test_tensors_with_another_prefix(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_pointer_of_git_lfs(folder: Path, name: str) -> None:
+def test_git_lfs_pointer_is_rejected(folder: Path, name: str) -> None:
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16\n")
     with pytest.raises(RequestError, match="is a Git LFS pointer") as caught:
         load_checkpoint(folder)
     assert caught.value.where == str(folder / name)
 
 
-def test_a_single_file_comes_before_the_index_of_older_shards(folder: Path, tmp_path: Path) -> None:
+def test_single_file_takes_precedence_over_shard_index(folder: Path, tmp_path: Path) -> None:
     decoder, tokenizer = load_checkpoint(folder)
     shard(folder)
     decoder.initialize(seed=4)
@@ -365,7 +365,7 @@ def test_a_single_file_comes_before_the_index_of_older_shards(folder: Path, tmp_
     assert torch.equal(load_decoder(folder).model.embed_tokens.weight, decoder.model.embed_tokens.weight)
 
 
-def test_an_adapter_is_no_model(folder: Path) -> None:
+def test_adapter_folder_is_rejected_as_a_model(folder: Path) -> None:
     (folder / "config.json").rename(folder / "adapter_config.json")
     for load in (load_checkpoint, load_decoder, load_for_inference):
         with pytest.raises(RequestError, match="is a LoRA adapter, not a model"):
@@ -375,20 +375,20 @@ def test_an_adapter_is_no_model(folder: Path) -> None:
     assert "it is a LoRA adapter" in caught.value.problems[0].remedy
 
 
-def test_from_the_hub_come_the_weights_once() -> None:
+def test_hub_patterns_select_each_weight_file_once() -> None:
     files = ["config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
     copies = ["original/model.safetensors", "original/config.json", "consolidated.safetensors"]
     patterns = {"allow_patterns": list(fetch._HUB_FILES), "ignore_patterns": list(fetch._HUB_COPIES)}
     assert list(filter_repo_objects([*files, *copies, "model.py", "a.bin"], **patterns)) == files
 
 
-def test_an_unknown_preset() -> None:
+def test_unknown_preset_is_rejected() -> None:
     with pytest.raises(RequestError, match="no model preset 'huge'") as caught:
         new_model("huge", Tokenizer.characters(), 0)
     assert "tiny" in caught.value.remedy
 
 
-def test_a_full_disk_leaves_no_half_file(
+def test_full_disk_leaves_no_partial_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, tokenizer = load_checkpoint(folder)
@@ -403,7 +403,7 @@ def test_a_full_disk_leaves_no_half_file(
     assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_a_narrow_base_is_never_whole_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_base_loads_one_float32_matrix_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[int] = []
 
     def counted(decoder: Decoder, name: str, kind: Any) -> None:

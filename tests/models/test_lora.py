@@ -1,4 +1,4 @@
-"""LoRA: gradients by an independent definition in float64, merged to the last bit, over narrow bases too."""
+"""LoRA on float32, bfloat16 and int8 bases: gradients against float64, and bitwise exact merging."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def loss(found: Tensor) -> Tensor:
 
 
 def by_definition(decoder: Decoder, scale: float) -> dict[str, Tensor]:
-    """Gradients in float64 of a plain decoder whose weights are W + s B A, by torch alone."""
+    """Gradients in float64 of a plain torch decoder with the weights W + s B A."""
     plain = Decoder(decoder.config).double()
     weights = {name: tensor.double() for name, tensor in base_state(decoder).items() if "scales" not in name}
     for name, part in linear_maps(decoder):
@@ -70,7 +70,7 @@ def by_definition(decoder: Decoder, scale: float) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("base", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("config", [TINY, MIXTURE, BIASED], ids=["tied", "experts", "biases"])
-def test_gradients_are_those_of_the_definition(config: DecoderConfig, base: BaseKind) -> None:
+def test_lora_gradients_equal_float64_definition(config: DecoderConfig, base: BaseKind) -> None:
     decoder = make(config, base)
     loss(logits(decoder)).backward()
     expected = by_definition(decoder, scale=2.0)
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_the_definition(config: DecoderConfig, base: Base
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("base", ["float32", "int8"])
-def test_it_begins_as_its_base_and_is_merged_to_the_last_bit(base: BaseKind) -> None:
+def test_new_adapter_equals_base_and_merging_is_bitwise_exact(base: BaseKind) -> None:
     decoder = Decoder(TINY)
     decoder.initialize(0)
     narrow_base(decoder, base)
@@ -107,23 +107,25 @@ def test_it_begins_as_its_base_and_is_merged_to_the_last_bit(base: BaseKind) -> 
     assert learning.requires_grad
 
 
-def test_the_base_is_shared_and_kept_as_asked() -> None:
+def test_base_weights_are_shared_and_stored_in_the_requested_dtype() -> None:
     decoder = make(MIXTURE, "int8")
     assert base_kind(decoder) == base_kind(base_of(decoder)) == "int8"
     mine, its = decoder.state_dict(), base_of(decoder).state_dict()
     assert its.keys() == base_state(decoder).keys() < mine.keys()
     assert all(its[name].data_ptr() == mine[name].data_ptr() for name in its)
     dtypes = {name.rpartition(".")[0].rpartition(".")[2]: tensor.dtype for name, tensor in its.items()}
-    assert dtypes["q_proj"] in (torch.int8, torch.float32)  # the map's own, or its scales
+    assert dtypes["q_proj"] in (torch.int8, torch.float32)  # the matrix, or its scales
     assert its["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert its["model.layers.0.mlp.gate.weight"].dtype == torch.float32  # a router's rounding moves tokens
+    assert (
+        its["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+    )  # rounding a router would change the chosen experts
     assert its["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.int8
     assert all(p.dtype == torch.float32 for p in decoder.parameters() if p.requires_grad)
 
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("adapted", [True, False])
-def test_products_in_bfloat16_are_near_and_sampled_from_alike(adapted: bool) -> None:
+def test_bfloat16_products_are_close_to_float32_and_to_the_frozen_copy(adapted: bool) -> None:
     decoder = make() if adapted else Decoder(TINY)
     if not adapted:
         decoder.initialize(0)
@@ -147,7 +149,7 @@ def test_products_in_bfloat16_are_near_and_sampled_from_alike(adapted: bool) -> 
 
 @pytest.mark.parametrize("config", [TINY, MIXTURE], ids=["dense", "experts"])
 @pytest.mark.parametrize("adapted", [True, False])
-def test_recomputed_layers_give_the_same_gradient_bit_by_bit(config: DecoderConfig, adapted: bool) -> None:
+def test_activation_checkpointing_gives_bitwise_equal_gradients(config: DecoderConfig, adapted: bool) -> None:
     def gradients(recompute: bool) -> dict[str, Tensor]:
         decoder = make(config) if adapted else Decoder(config)
         if not adapted:

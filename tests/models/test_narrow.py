@@ -1,4 +1,4 @@
-"""Weights in bfloat16 and int8: what rounding may cost, one matrix at a time and a whole model."""
+"""Weights in bfloat16 and int8: rounding error of matrices and whole models, memory, updates in place."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,10 @@ KINDS: list[NarrowKind] = ["bfloat16", "int8"]
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e20]),
     shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
 )
-def test_int8_is_off_by_half_a_step_at_most(seed: int, scale: float, shape: tuple[int, int]) -> None:
+def test_int8_rounding_error_is_at_most_half_a_step(seed: int, scale: float, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * scale
-    weight[0] *= 100  # one large channel must not cost the others anything
+    weight[0] *= 100  # a large channel must not affect the precision of the others
     narrow = narrowed(weight, "int8")
     assert narrow.values.dtype == torch.int8
     assert narrow.scales is not None
@@ -39,14 +39,14 @@ def test_int8_is_off_by_half_a_step_at_most(seed: int, scale: float, shape: tupl
     assert (error <= weight.double().abs().amax(1, keepdim=True) / 254 * (1 + 1e-5)).all()
 
 
-def test_a_channel_of_zeros_stays_one() -> None:
+def test_int8_channel_of_zeros_stays_zero() -> None:
     narrow = narrowed(torch.zeros(3, 8), "int8")
     assert torch.equal(narrow.times(torch.randn(2, 8)), torch.zeros(2, 3))
 
 
 @pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_and_the_kernels_round_alike(kind: NarrowKind) -> None:
+def test_torch_and_c_kernels_round_equally(kind: NarrowKind) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 96), torch.randn(40, 96), torch.randn(40)
     packed = products.pack_weight(weight, bias, kind)
@@ -70,7 +70,7 @@ BIASED = DecoderConfig(architecture="qwen2", **FEW, **HEADS)  # type: ignore[arg
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize(("kind", "bound"), [("bfloat16", 0.02), ("int8", 0.04)])
 @pytest.mark.parametrize("config", [PRESETS["tiny"], BIASED, MIXTURE])
-def test_a_frozen_copy_is_close_and_untouched_by_training(
+def test_narrow_frozen_copy_is_close_and_ignores_training(
     config: DecoderConfig, kind: NarrowKind, bound: float
 ) -> None:
     decoder = Decoder(config)
@@ -85,7 +85,7 @@ def test_a_frozen_copy_is_close_and_untouched_by_training(
     assert torch.equal(logits(narrow), close)
 
 
-def test_a_router_is_not_rounded() -> None:
+def test_router_weights_are_not_rounded() -> None:
     decoder = Decoder(MIXTURE)
     decoder.initialize(0)
     x, mlp = torch.randn(9, 64), decoder.frozen("int8").model.layers[0].mlp
@@ -95,7 +95,7 @@ def test_a_router_is_not_rounded() -> None:
 
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize(("kind", "share"), [("bfloat16", 0.51), ("int8", 0.28)])
-def test_matrices_take_less_memory(kind: NarrowKind, share: float, arithmetic: Any) -> None:
+def test_narrow_matrices_use_less_memory(kind: NarrowKind, share: float, arithmetic: Any) -> None:
     weight = torch.randn(96, 128)
     packed, _ = products.pack_weight(weight, None, kind)
     tensors = packed.tensors if arithmetic == "native" else (packed.values, packed.scales)  # type: ignore[union-attr]
@@ -104,10 +104,8 @@ def test_matrices_take_less_memory(kind: NarrowKind, share: float, arithmetic: A
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, None), (torch.float64, "int8")])
-def test_a_frozen_copy_takes_new_weights_where_the_old_ones_were(
-    dtype: torch.dtype, kind: NarrowKind | None
-) -> None:
-    """Captured graphs read them there. In these dtypes weights are plain tensors, as all are on a GPU."""
+def test_refreeze_updates_weights_in_place(dtype: torch.dtype, kind: NarrowKind | None) -> None:
+    """Captured graphs read weights in place. In these dtypes weights are plain tensors, as on a GPU."""
     decoder = Decoder(PRESETS["tiny"].replace(tie_word_embeddings=False)).to(dtype)
     decoder.initialize(0)
     frozen = decoder.frozen(kind)
@@ -135,8 +133,8 @@ def test_a_frozen_copy_takes_new_weights_where_the_old_ones_were(
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="needs PyTorch 2.8")
-def test_a_gpu_gives_products_of_bfloat16_as_it_sums_them() -> None:
-    """In float32, not rounded again. Shapes and dtypes alone: there need be no GPU."""
+def test_gpu_products_of_bfloat16_return_float32() -> None:
+    """Results are not rounded to bfloat16. Checks shapes and dtypes with fake tensors, without a GPU."""
     with FakeTensorMode():
         x, weight = torch.empty(5, 8, device="cuda"), torch.empty(3, 8, device="cuda")
         with mock.patch.object(torch, "mm", side_effect=torch.mm) as product:
@@ -147,8 +145,8 @@ def test_a_gpu_gives_products_of_bfloat16_as_it_sums_them() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="needs PyTorch 2.8")
 @torch.no_grad()
-def test_training_on_a_gpu_keeps_the_rounded_input_and_rounds_no_result() -> None:
-    """Shapes and dtypes alone: there need be no GPU."""
+def test_gpu_training_saves_rounded_input_and_returns_float32() -> None:
+    """Checks shapes and dtypes with fake tensors, without a GPU."""
     ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False))
     ctx.save_for_backward = lambda *tensors: setattr(ctx, "saved_tensors", tensors)
     with FakeTensorMode(), mock.patch.object(torch, "mm", side_effect=torch.mm) as product:

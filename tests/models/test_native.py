@@ -1,4 +1,4 @@
-"""The C kernels: a row's bits are its own, the cache's kinds cost what they should, and building."""
+"""The C kernels: accuracy, independence of rows, cache dtypes, and the build."""
 
 import ctypes
 import multiprocessing
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C compiler:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("kind", "tolerance"), [("float32", 3e-6), ("bfloat16", 6e-3), ("int8", 1.2e-2)])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 96, 33), (13, 100, 256), (200, 1030, 98)])
-def test_a_product_is_right_and_each_row_its_own(
+def test_products_are_accurate_and_independent_of_other_rows(
     kind: ops.WeightKind, tolerance: float, rows: int, inputs: int, outputs: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +42,7 @@ def test_a_product_is_right_and_each_row_its_own(
 
 @given(st.lists(st.floats(-90, 90, width=32), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
-def test_softmax_pieces_against_float64(values: list[float]) -> None:
+def test_token_logprobs_agree_with_float64(values: list[float]) -> None:
     logits = torch.tensor([values])
     tokens = torch.tensor([len(values) - 1])
     logprob, normalizers, entropy = ops.token_logprobs(logits, tokens, 1.0)
@@ -54,7 +54,7 @@ def test_softmax_pieces_against_float64(values: list[float]) -> None:
     torch.testing.assert_close(entropy.double(), -(exact * exact.exp()).sum(-1), rtol=1e-5, atol=2e-5)
 
 
-def test_what_is_not_a_number_comes_out_as_that() -> None:
+def test_draw_returns_non_finite_logprobs_for_non_finite_logits() -> None:
     logits = torch.zeros(3, 20)
     logits[0, 3], logits[1, 19] = torch.nan, torch.inf
     logprobs, _ = ops.draw(logits, torch.ones(3), torch.full((3,), 0.5, dtype=torch.float64))[1], None
@@ -63,7 +63,7 @@ def test_what_is_not_a_number_comes_out_as_that() -> None:
     assert logprobs[2].isfinite()
 
 
-def test_draws_follow_the_distribution_and_never_the_impossible() -> None:
+def test_draw_follows_the_distribution_and_skips_zero_probability() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 700, generator=generator) * 2
     logits[0, ::7] = -torch.inf
@@ -84,7 +84,7 @@ def test_draws_follow_the_distribution_and_never_the_impossible() -> None:
 
 
 def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[attention.Cache, list[Tensor]]:
-    """An empty cache of enough blocks."""
+    """An empty cache with enough blocks for `k`."""
     blocks, heads, size = len(k) // 16 + 3, k.shape[1], k.shape[2]
     held = [torch.zeros(blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
     scales = [torch.zeros(blocks, heads, 16) for _ in range(2)]
@@ -95,9 +95,7 @@ def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[attention.Cache, li
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize(("heads", "size"), [((4, 1), 32), ((6, 2), 64), ((5, 5), 128), ((12, 2), 48)])
-def test_attention_over_the_cache_is_attention_in_the_sequence(
-    heads: tuple[int, int], size: int, window: int
-) -> None:
+def test_paged_attention_equals_packed_attention(heads: tuple[int, int], size: int, window: int) -> None:
     generator = torch.Generator().manual_seed(0)
     length = 75
     q, k, v = (torch.randn(length, n, size, generator=generator) for n in (heads[0], heads[1], heads[1]))
@@ -107,7 +105,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
         cache, held = paged(k, v, dtype)
         table = np.array([[3, 1, 5, 2, 4]], dtype=np.int32)
         parts = []
-        for start, stop in ((0, 30), (30, 31), (31, 74), (74, 75)):  # in chunks, as prompts are fed
+        for start, stop in ((0, 30), (30, 31), (31, 74), (74, 75)):  # in chunks, as in chunked prefill
             positions = np.arange(start, stop)
             sequence = np.zeros(stop - start, dtype=np.int64)
             step = attention.Step(
@@ -127,7 +125,7 @@ def test_attention_over_the_cache_is_attention_in_the_sequence(
         del held
 
 
-def test_an_int8_cache_is_off_by_half_a_step_of_its_scale() -> None:
+def test_int8_cache_rounding_error_is_at_most_half_a_step() -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(16, 2, 32, generator=generator) * 3 for _ in range(2))
     cache, (keys, values, key_scales, value_scales) = paged(k, v, torch.int8)
@@ -150,7 +148,7 @@ def _product_in_child(queue: Queue) -> None:
     queue.put(float(ops.linear(x, ops.pack_weight(torch.ones(64, 64))).sum()))
 
 
-def test_threads_work_again_after_a_fork() -> None:
+def test_kernel_threads_work_after_a_fork() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -166,7 +164,7 @@ def test_threads_work_again_after_a_fork() -> None:
         torch.set_num_threads(before)
 
 
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_kernels_report_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for environment, reason in (
         ({"PERILUNE_NATIVE": "0"}, "switched off"),
@@ -183,13 +181,13 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert reason in found.reason
 
 
-def test_the_library_is_built_once_and_again_when_it_is_broken(
+def test_kernel_library_is_built_once_and_rebuilt_when_damaged(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiler = build._compiler()
     assert compiler is not None
-    unit = tmp_path / "seven.c"  # the kernels themselves take 20 seconds
+    unit = tmp_path / "seven.c"  # the kernels take 20 seconds to build
     unit.write_text("int seven(void) { return 7; }")
     folder = tmp_path / "perilune" / "kernels"
     broken = folder / f"{build._digest(compiler, unit)}.so"
@@ -211,11 +209,11 @@ COMPILERS = [
 
 
 ARM = "aarch64-linux-gnu-gcc"
-QUICK = ("-O1", "-fexpensive-optimizations")  # fuses products and sums as -O3 does, in half the time
+QUICK = ("-O1", "-fexpensive-optimizations")  # contracts multiply-adds like -O3, in half the build time
 
 
 def bits(compiler: str, folder: Path, *flags: str) -> str:
-    """A hash of the results of each kernel, as this compiler builds it."""
+    """A hash of the results of each kernel built with this compiler."""
     program = folder / "bits"
     settings = [flag for flag in build._FLAGS if flag not in ("-fPIC", "-shared")]
     if compiler == ARM:
@@ -245,25 +243,25 @@ def own_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.thorough
-def test_the_width_of_a_register_changes_no_bit(own_bits: str, tmp_path: Path) -> None:
+def test_register_width_does_not_change_results(own_bits: str, tmp_path: Path) -> None:
     compiler = build._compiler()
     assert compiler is not None
     assert bits(compiler[0], tmp_path, *QUICK, "-DLANES=4") == own_bits
 
 
 @pytest.mark.skipif(not (shutil.which(ARM) and shutil.which("qemu-aarch64")), reason="no emulator of ARM")
-def test_an_arm_processor_computes_the_same_bits(own_bits: str, tmp_path: Path) -> None:
+def test_arm_results_are_bitwise_equal(own_bits: str, tmp_path: Path) -> None:
     assert bits(ARM, tmp_path, *QUICK) == own_bits
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_other_compilers_build_kernels_that_agree(compiler: str, own_bits: str, tmp_path: Path) -> None:
+def test_other_compilers_give_bitwise_equal_results(compiler: str, own_bits: str, tmp_path: Path) -> None:
     """Vector extensions differ between compilers; GCC before 12 has no `__builtin_shufflevector`."""
     assert bits(compiler, tmp_path) == own_bits
 
 
-def test_integration_machines_have_an_old_gcc_and_clang() -> None:
+def test_ci_machines_have_old_gcc_clang_and_arm_emulator() -> None:
     if os.environ.get("CI"):
         assert {"gcc-11", "clang"} <= set(COMPILERS)
         assert shutil.which(ARM) and shutil.which("qemu-aarch64")
@@ -274,26 +272,26 @@ SIZES = [(64, 70, 37), (96, 64, 64), (576, 96, 128), (1088, 40, 96), (640, 1000,
 
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), SIZES)
 @pytest.mark.usefixtures("threads")
-def test_products_in_bfloat16_round_their_factors_alone(inputs: int, outputs: int, rows: int) -> None:
-    """Sums are float32, and a row has the same bits alone, wherever the processor computes them."""
+def test_bfloat16_products_round_only_their_factors(inputs: int, outputs: int, rows: int) -> None:
+    """Sums are float32, and rows are independent, on processors with and without matrix units."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, outputs))
     bias = torch.randn(outputs, generator=generator)
     packed = ops.pack_weight(weight, bias, "bfloat16")
     out = ops.linear(x, packed)
     exact = x.bfloat16().double() @ weight.bfloat16().double().t() + bias
-    # A sum of 1,088 products passes values near 100, where float32 rounds by 4e-6 at a time.
+    # Partial sums of 1,088 products come near 100, where one float32 rounding is 4e-6.
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=5e-5)
     for count in (1, 2, 15, 16, 17, 31, 32):
         some = x[rows - count : rows] if count <= rows else x
         assert torch.equal(ops.linear(some, packed), out[-len(some) :])
-    wide = torch.randn(rows, inputs + 16, generator=generator)  # rows apart in memory
+    wide = torch.randn(rows, inputs + 16, generator=generator)  # strided rows
     assert torch.equal(ops.linear(wide[:, :inputs], packed), ops.linear(wide[:, :inputs].clone(), packed))
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "rows"), [(70, 64, 32), (576, 96, 128), (33, 1088, 1056)])
-def test_gradients_in_tiles_round_their_factors_alone(inputs: int, outputs: int, rows: int) -> None:
-    """On a processor without tiles (Intel AMX) other instructions compute the same."""
+def test_bfloat16_gradients_round_only_their_factors(inputs: int, outputs: int, rows: int) -> None:
+    """Processors with Intel AMX compute in tiles; others use different instructions with equal results."""
     generator = torch.Generator().manual_seed(0)
     shapes = (rows, inputs), (outputs, inputs), (rows, outputs)
     x, weight, grad = (torch.randn(*shape, generator=generator) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Folders with the tensors of published quantised checkpoints, held to the conversion of transformers."""
+"""Loading MXFP4 and FP8 checkpoints, against the dequantisation of transformers."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ Tensors = dict[str, Tensor]
 
 
 def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
-    """Random MXFP4 experts in place of those of gpt-oss, and the model with their values."""
+    """The state with random MXFP4 experts, and the expected dequantised state."""
     stored, values = dict(plain), dict(plain)
     for name in [one for one in plain if one.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         count, inputs, outputs = stored.pop(name).shape
@@ -72,7 +72,7 @@ def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def as_fp8(plain: Tensors, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-    """Linear maps of layers as FP8 in blocks of 16 x 16, and the model with their values."""
+    """The state with linear maps in FP8 blocks of 16 x 16, and the expected dequantised state."""
     stored, values = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if tensor.dim() == 2 and ".layers." in name and not name.endswith(".gate.weight"):
@@ -84,7 +84,7 @@ def as_fp8(plain: Tensors, dtype: torch.dtype = torch.float32) -> tuple[Tensors,
 
 
 def write(folder: Path, raw: dict[str, Any], tensors: Tensors) -> Path:
-    """A folder of two shards; no tensor is in the same file as its scales."""
+    """Write a checkpoint of two shards, where no tensor is in the same file as its scales."""
     decoder = Decoder(DecoderConfig.from_hf(raw))
     save_checkpoint(folder, decoder, Tokenizer.characters())
     (folder / "model.safetensors").unlink()
@@ -106,7 +106,7 @@ def new_state(raw: dict[str, Any]) -> Tensors:
 
 
 def check_loads_as(folder: Path, expected: Tensors, dtype: torch.dtype) -> None:
-    """Read at once or by parts, each tensor is the expected one, rounded to `dtype` once."""
+    """Assert that each tensor, loaded or opened lazily, is the expected one rounded to `dtype` once."""
     loaded, opened = load_decoder(folder, dtype=dtype), open_decoder(folder, dtype=dtype)
     with opened.in_memory():
         for name, tensor in loaded.state_dict().items():
@@ -115,7 +115,7 @@ def check_loads_as(folder: Path, expected: Tensors, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_and_scale_of_mxfp4(dtype: torch.dtype) -> None:
+def test_every_mxfp4_value_and_scale_is_decoded(dtype: torch.dtype) -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 255, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(2, 255, 16)  # 255 means NaN
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
@@ -123,7 +123,7 @@ def test_every_number_and_scale_of_mxfp4(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_number_of_fp8(dtype: torch.dtype) -> None:
+def test_every_fp8_value_is_decoded(dtype: torch.dtype) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16).repeat(4, 2)
     scales = torch.rand(8, 8).to(dtype)
     expected = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
@@ -131,7 +131,7 @@ def test_every_number_of_fp8(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_of_gpt_oss(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_mxfp4_experts_of_gpt_oss_load_and_save(tmp_path: Path, dtype: torch.dtype) -> None:
     stored, expected = as_mxfp4(new_state(GPT_OSS))
     folder = write(tmp_path / "published", GPT_OSS | {"quantization_config": MXFP4}, stored)
     check_loads_as(folder, expected, dtype)
@@ -139,17 +139,21 @@ def test_experts_of_gpt_oss(tmp_path: Path, dtype: torch.dtype) -> None:
     check_loads_as(tmp_path / "saved", expected, dtype)
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     wanted = {EXPERTS: {"dtype": "float32", "shape": list(expected[EXPERTS].shape)}}
-    assert torch.equal(tensors_of(folder, wanted)[EXPERTS], expected[EXPERTS])  # sent to a server
+    assert torch.equal(
+        tensors_of(folder, wanted)[EXPERTS], expected[EXPERTS]
+    )  # the path for weights sent to a server
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("raw", [QWEN_3, DEEPSEEK], ids=["qwen3", "deepseek_v3"])
-def test_fp8_with_blocks_that_do_not_divide(tmp_path: Path, raw: dict[str, Any], dtype: torch.dtype) -> None:
+def test_fp8_with_blocks_that_do_not_divide_the_shape_loads(
+    tmp_path: Path, raw: dict[str, Any], dtype: torch.dtype
+) -> None:
     stored, expected = as_fp8(new_state(raw), torch.bfloat16 if raw is QWEN_3 else torch.float32)
     check_loads_as(write(tmp_path, raw | {"quantization_config": FP8}, stored), expected, dtype)
 
 
-def test_one_scale_of_a_whole_matrix(tmp_path: Path) -> None:
+def test_fp8_with_one_scale_per_matrix_loads(tmp_path: Path) -> None:
     stored, expected = as_fp8(new_state(QWEN_3))
     stored[QUERIES + "_scale_inv"] = torch.tensor(0.5)
     expected[QUERIES] = stored[QUERIES].float() * 0.5
@@ -164,7 +168,7 @@ def test_one_scale_of_a_whole_matrix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [DEEPSEEK, GLM, QWEN_NEXT], ids=lambda raw: raw["model_type"])
-def test_layers_of_multi_token_prediction_are_skipped_and_counted(
+def test_multi_token_prediction_layers_are_skipped_with_a_notice(
     tmp_path: Path, raw: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = new_state(raw)
@@ -230,7 +234,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_tensors_are_named(tmp_path: Path, case: str) -> None:
+def test_wrong_quantised_tensors_are_rejected_by_name(tmp_path: Path, case: str) -> None:
     raw, change, message = WRONG[case]
     stored, _ = (as_mxfp4 if raw is GPT_OSS else as_fp8)(new_state(raw))
     change(stored)
@@ -243,7 +247,9 @@ def test_wrong_tensors_are_named(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_neox"])
-def test_other_methods_are_named(tmp_path: Path, method: str | None, model_type: str) -> None:
+def test_unsupported_quantisation_methods_are_rejected(
+    tmp_path: Path, method: str | None, model_type: str
+) -> None:
     raw = QWEN_3 | {"quantization_config": {"quant_method": method}, "model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(
@@ -255,10 +261,10 @@ def test_other_methods_are_named(tmp_path: Path, method: str | None, model_type:
 
 
 @pytest.mark.parametrize("change", [{"fmt": "e5m2"}, {"weight_block_size": [16]}, {"weight_block_size": 1.5}])
-def test_malformed_settings_of_fp8(change: dict[str, Any]) -> None:
+def test_malformed_fp8_settings_are_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(change))):
         DecoderConfig.from_hf(QWEN_3 | {"quantization_config": FP8 | change})
 
 
-def test_the_shape_is_that_of_the_unquantised_model() -> None:
+def test_quantised_config_equals_unquantised_config() -> None:
     assert DecoderConfig.from_hf(QWEN_3 | {"quantization_config": FP8}) == DecoderConfig.from_hf(QWEN_3)

@@ -1,4 +1,4 @@
-"""The plain-Python decoder is right by finite differences, and torch and transformers agree with it."""
+"""The plain-Python reference decoder against finite differences, torch and transformers."""
 
 import math
 import random
@@ -25,7 +25,7 @@ SEEDS = range(6)
 
 
 def random_case(seed: int) -> tuple[DecoderConfig, dict, list[int], list[float]]:
-    """A small model of either family with every option somewhere, far from its symmetric start."""
+    """A small random model; the seeds cover both families and all options."""
     draw = random.Random(seed)
     kv_heads = draw.choice([1, 2])
     heads = kv_heads * draw.choice([1, 2, 3])
@@ -56,7 +56,7 @@ def random_case(seed: int) -> tuple[DecoderConfig, dict, list[int], list[float]]
 
 
 def at(parameters: dict, name: str, index: tuple[int, ...]) -> tuple[list[float], int]:
-    """The innermost list that holds a number, and its place in it."""
+    """The innermost list that contains a number, and the index of the number in it."""
     row = parameters[name]
     for i in index[:-1]:
         row = row[i]
@@ -64,8 +64,8 @@ def at(parameters: dict, name: str, index: tuple[int, ...]) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gradients_are_slopes(seed):
-    """Central differences at two numbers of every parameter: no other implementation is asked."""
+def test_reference_gradients_equal_finite_differences(seed):
+    """Central differences at two entries of every parameter, without another implementation."""
     config, parameters, tokens, weights = random_case(seed)
     model = ReferenceDecoder(config, parameters)
     _, gradients = model.loss_and_gradients(tokens, weights)
@@ -91,7 +91,7 @@ def find(parameters: dict, name: str, row: list[float], i: int) -> tuple[int, ..
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_torch_decoder_agrees_value_by_value_and_gradient_by_gradient(seed):
+def test_torch_decoder_agrees_with_reference(seed):
     torch = pytest.importorskip("torch")
     from perilune.models.attention import PackedAttention
     from perilune.models.decoder import Decoder
@@ -101,11 +101,11 @@ def test_torch_decoder_agrees_value_by_value_and_gradient_by_gradient(seed):
     state = {name: exact(value) for name, value in parameters.items()}
     decoder.load_state_dict(state)
     assert {name: tuple(p.shape) for name, p in decoder.named_parameters()} == parameter_shapes(config)
-    # The decoder's angles are float32, as in Hugging Face; exact ones let everything be compared to 1e-10.
+    # The decoder's angles are float32, as in Hugging Face; float64 angles allow a comparison to 1e-10.
     rounded = decoder.rotary
     decoder.rotary = lambda positions, _: exact_rotary(config, positions, rounded(positions))
 
-    # Two sequences packed end to end, so that a leak from one into the other cannot pass.
+    # Packing two sequences detects attention across sequence boundaries.
     lengths = [len(tokens) - 1, len(tokens) - 2]
     packed = [*tokens[:-1], *tokens[1:-1]]
     positions = torch.tensor([*range(lengths[0]), *range(lengths[1])])
@@ -141,7 +141,7 @@ def close(actual, expected, name: str = "") -> None:
 
 
 def exact_rotary(config: DecoderConfig, positions, rounded):
-    """Cosines and sines in float64, having checked that the `rounded` ones are these, rounded."""
+    """Cosines and sines in float64, after checking that `rounded` agrees with them in float32."""
     import torch
 
     angles = positions[:, None, None].double() * exact(rope_frequencies(config))
@@ -152,7 +152,7 @@ def exact_rotary(config: DecoderConfig, positions, rounded):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_transformers_agrees(seed):
+def test_transformers_agrees_with_reference(seed):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config, parameters, tokens, _ = random_case(seed)
@@ -177,8 +177,8 @@ def test_transformers_agrees(seed):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_few_steps_of_descent_teach_a_sentence():
-    """The whole of learning, without a library: it must drive the loss of one sentence to nothing."""
+def test_gradient_descent_learns_one_sentence():
+    """Plain gradient descent without a library brings the loss of one sentence below 0.1."""
     config = DecoderConfig(
         architecture="qwen3",
         vocab_size=6,
@@ -191,7 +191,7 @@ def test_a_few_steps_of_descent_teach_a_sentence():
         initializer_range=0.3,
     )
     model = ReferenceDecoder(config, random_parameters(config))
-    sentence = [0, 3, 1, 3, 2, 5]  # after 3 comes 1 or 2: only looking back tells which
+    sentence = [0, 3, 1, 3, 2, 5]  # 3 is followed by 1 or 2: only earlier tokens decide
     for _ in range(60):
         loss, gradients = model.loss_and_gradients(sentence)
         descend(model.parameters, gradients, rate=0.5)
@@ -208,7 +208,7 @@ def descend(parameters: dict, gradients: dict, rate: float) -> None:
             row[:] = [x - rate * g for x, g in zip(row, slope, strict=True)]
 
 
-def test_the_future_is_not_seen():
+def test_later_tokens_do_not_change_earlier_logits():
     config, parameters, tokens, _ = random_case(0)
     model = ReferenceDecoder(config, parameters)
     changed = [*tokens[:-1], (tokens[-1] + 1) % config.vocab_size]
@@ -216,7 +216,7 @@ def test_the_future_is_not_seen():
     assert model.logits(tokens)[-1] != model.logits(changed)[-1]
 
 
-def test_rotation_leaves_only_the_distance():
+def test_rotary_scores_depend_only_on_distance():
     config, *_ = random_case(1)
     frequencies = rope_frequencies(config)
     draw = random.Random(0)
@@ -230,12 +230,12 @@ def test_rotation_leaves_only_the_distance():
     assert agreement(7, 3) != pytest.approx(agreement(7, 4))
 
 
-def test_softmax_cannot_overflow():
+def test_softmax_and_log_sum_exp_do_not_overflow():
     assert softmax([1e4, 1e4]) == pytest.approx([0.5, 0.5])
     assert log_sum_exp([-1e4, -1e4]) == pytest.approx(-1e4 + math.log(2))
 
 
-def test_it_needs_nothing_but_python():
+def test_reference_decoder_imports_only_the_standard_library():
     code = (
         "import sys; import reference_decoder; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pydantic', 'tokenizers')))"

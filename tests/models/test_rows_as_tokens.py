@@ -1,4 +1,4 @@
-"""Rows of the user's own data as tokens: the chat template writes what is fed, and loss is on answers."""
+"""Tokenisation of dataset rows: chat templates, loss masks, long rows, preference pairs and warnings."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.supervised.tokens import RowReader, encode_examples
 
-# Tools and calls as in Qwen's template.
+# Renders tools and calls like Qwen's template.
 HERMES = (
     "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
     "{{- '<|im_end|>\\n' }}{%- endif %}"
@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def parts(tokenizer: Tokenizer, **value: Any) -> tuple[str, str]:
-    """All fed text, and the text with loss, each with its control tokens."""
+    """The whole fed text and the text with loss, both with control tokens."""
     tokens = encode_examples(tokenizer, [demonstration(Row("a:1", value))], ["a:1"])[0]
     learned = [token for token, on in zip(tokens.token_ids, tokens.loss_mask, strict=True) if on]
 
@@ -44,14 +44,14 @@ def parts(tokenizer: Tokenizer, **value: Any) -> tuple[str, str]:
     return text(tokens.prompt_ids + tokens.token_ids), text(learned)
 
 
-def test_loss_is_on_every_turn_of_the_assistant() -> None:
+def test_loss_covers_every_assistant_turn() -> None:
     fed, learned = parts(chatml(), messages=[USER, SAID, USER, {"role": "assistant", "content": "5"}])
     turn = "<|im_start|>user\nthe sum?<|im_end|>\n<|im_start|>assistant\n"
     assert fed == f"{turn}4<|im_end|>\n{turn}5<|im_end|>"
     assert learned == "4<|im_end|>5<|im_end|>"
 
 
-def test_an_answer_in_the_prompt_and_one_of_weight_0_have_no_loss() -> None:
+def test_answers_in_prompt_or_with_weight_0_have_no_loss() -> None:
     answer = {"role": "assistant", "content": "5"}
     fed, learned = parts(chatml(), prompt=[USER, SAID, USER], completion=[answer])
     assert (fed.count("4<|im_end|>"), learned) == (1, "5<|im_end|>")
@@ -59,7 +59,7 @@ def test_an_answer_in_the_prompt_and_one_of_weight_0_have_no_loss() -> None:
     assert (again, learned) == (fed, "5<|im_end|>")
 
 
-def test_tools_and_calls_are_what_the_template_writes() -> None:
+def test_tools_and_calls_are_rendered_by_the_template() -> None:
     fed, learned = parts(chatml(HERMES), messages=[USER, CALL, RESULT, SAID], tools=[TOOL])
     call = '\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
     assert fed == (
@@ -69,20 +69,20 @@ def test_tools_and_calls_are_what_the_template_writes() -> None:
     assert learned == f"{call}4<|im_end|>"
 
 
-def test_what_else_the_template_writes_of_a_message_is_learned() -> None:
+def test_reasoning_rendered_by_the_template_has_loss() -> None:
     thought = {**SAID, "reasoning_content": "two and two"}
     assert parts(chatml(HERMES), messages=[USER, thought])[1] == "4(two and two)<|im_end|>"
     assert parts(chatml(), messages=[USER, thought])[1] == "4<|im_end|>"  # a template without reasoning
 
 
-def test_calls_are_text_where_the_template_has_none() -> None:
+def test_tool_calls_become_text_without_template_support() -> None:
     _, learned = parts(chatml(), messages=[USER, CALL, RESULT, SAID])
     assert learned == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>4<|im_end|>'
     with pytest.raises(RequestError, match="does not use the column 'tools'"):
         parts(chatml(), messages=[USER, SAID], tools=[TOOL])
 
 
-def test_control_tokens_are_text_in_messages_and_tokens_in_text() -> None:
+def test_control_tokens_are_escaped_in_messages_and_kept_in_text_rows() -> None:
     hostile = {"role": "user", "content": "<|im_end|>"}
     end = chatml().eos_token_id
     chat = encode_examples(chatml(), [demonstration(Row("a:1", {"messages": [hostile, SAID]}))], ["a:1"])[0]
@@ -91,14 +91,14 @@ def test_control_tokens_are_text_in_messages_and_tokens_in_text() -> None:
     assert (text.prompt_ids + text.token_ids).count(end) == 2
 
 
-def test_plain_text_gets_one_end_and_no_template() -> None:
+def test_text_rows_get_one_eos_and_no_template() -> None:
     for text in ("the fox", "the fox<|im_end|>"):
         fed, learned = parts(chatml(), text=text)
         assert fed == "the fox<|im_end|>" and fed.endswith(learned) and len(learned) < len(fed)
         assert parts(chatml(), prompt="says ", completion=text) == (f"says {fed}", fed)
 
 
-def test_a_beginning_of_sequence_token_comes_once() -> None:
+def test_bos_token_is_added_once() -> None:
     plain = chatml()
     config = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "add_bos_token": True}
     tokenizer = Tokenizer(plain._backend, config)
@@ -116,7 +116,7 @@ def write(path: Path, *texts: str) -> Path:
     return path
 
 
-def test_rows_that_teach_nothing_are_named(tmp_path: Path) -> None:
+def test_reader_warns_about_empty_and_equal_answers(tmp_path: Path) -> None:
     chats, pairs = tmp_path / "chats.jsonl", tmp_path / "pairs.jsonl"
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": " "}, chat(""), chat("c")]
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -136,15 +136,15 @@ def test_rows_that_teach_nothing_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_split_that_leaves_nothing_to_train_on_stops_the_plan(pairs: bool, tmp_path: Path) -> None:
+def test_validation_split_without_training_rows_is_rejected(pairs: bool, tmp_path: Path) -> None:
     path, row = tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
-    path.write_text(3 * (json.dumps(row) + "\n"))  # rows with one prompt are on one side
+    path.write_text(3 * (json.dumps(row) + "\n"))  # rows with equal prompts stay on one side of the split
     with pytest.raises(RequestError, match=r"holds out 3 of 3 rows and leaves 0 to train on") as caught:
         RowReader(Tokenizer.characters(), 64).check(path, pairs=pairs, validation=0.999)
     assert caught.value.where == str(path) and "more prompts" in caught.value.remedy
 
 
-def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) -> None:
+def test_long_rows_are_rejected_dropped_or_truncated(tmp_path: Path) -> None:
     characters = Tokenizer.characters()
     path = write(tmp_path / "a.jsonl", "abc", "a" * 30, "b" * 40)
     with pytest.raises(RequestError) as caught:
@@ -168,7 +168,7 @@ def test_long_rows_are_refused_dropped_or_truncated_and_counted(tmp_path: Path) 
     assert truncating.describe() == "3 rows, 2 truncated, 24 tokens, 21 with loss; the longest has 10 of 10"
 
 
-def test_a_truncated_row_without_loss_is_dropped(tmp_path: Path) -> None:
+def test_truncated_row_without_loss_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "p" * 20, "completion": "c"}) + "\n")
     reader = RowReader(Tokenizer.characters(), 16, too_long="truncate")
@@ -182,7 +182,9 @@ def test_a_truncated_row_without_loss_is_dropped(tmp_path: Path) -> None:
         ({"messages": [USER, {**SAID, "weight": 0}]}, "no token of the row would be learned"),
     ],
 )
-def test_a_row_that_cannot_be_learned_is_named(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unencodable_row_and_row_without_loss_are_rejected_with_line(
+    row: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
     reader = RowReader(Tokenizer.characters(), 64)
@@ -191,7 +193,7 @@ def test_a_row_that_cannot_be_learned_is_named(row: dict[str, Any], said: str, t
     assert said in caught.value.what and caught.value.where == f"{path}:2"
 
 
-def test_pairs_share_their_prompt(tmp_path: Path) -> None:
+def test_preference_pairs_share_their_prompt(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     pair = {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, SAID, USER, {**SAID, "content": "5"}]}
     path.write_text(json.dumps(pair) + "\n")

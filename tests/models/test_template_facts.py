@@ -13,13 +13,13 @@ from perilune.models.text.template_facts import (
 from perilune.models.text.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hello"}]
-WITH_DEFAULT = (  # as of SmolLM2 and Qwen2.5
+WITH_DEFAULT = (  # like SmolLM2 and Qwen2.5
     "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}"
 ) + CHATML
 REFUSES = (
     "{%- if messages[0].role == 'system' %}{{- raise_exception('no system role') }}{%- endif %}" + CHATML
 )
-IN_USER = (  # as of Mistral
+IN_USER = (  # like Mistral
     "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content + '\\n\\n' %}"
     "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
     "{%- for message in messages %}{%- if message.role == 'user' %}"
@@ -29,7 +29,7 @@ IN_USER = (  # as of Mistral
 IGNORES = CHATML.replace(
     "{%- for message in messages %}", "{%- for message in messages if message.role != 'system' %}"
 )
-THINKING = CHATML.replace(  # as of Qwen3 and SmolLM3
+THINKING = CHATML.replace(  # like Qwen3 and SmolLM3
     "{{- '<|im_start|>assistant\\n' }}",
     "{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and enable_thinking is false %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}",
@@ -46,29 +46,31 @@ THINKING = CHATML.replace(  # as of Qwen3 and SmolLM3
         (IGNORES, TemplateFacts("ignored")),
     ],
 )
-def test_what_a_template_does_with_a_system_prompt(template: str, facts: TemplateFacts) -> None:
+def test_template_facts_detect_system_prompt_handling(template: str, facts: TemplateFacts) -> None:
     assert template_facts(chatml(template)) == facts
 
 
-def test_without_a_template_a_system_prompt_is_text() -> None:
+def test_system_prompt_without_template_goes_into_the_user_turn() -> None:
     assert template_facts(Tokenizer.characters()) == TemplateFacts("in the user's turn")
 
 
-def test_thinking_is_switched_off_for_good(tmp_path) -> None:
+def test_template_kwargs_set_saved_defaults_for_thinking(tmp_path) -> None:
     plain = chatml(THINKING)
     off = with_recipe_template(plain, {"chat_template_kwargs": {"enable_thinking": False}})
     on = with_recipe_template(plain, {"chat_template_kwargs": {"enable_thinking": True}})
     assert off.render_prompt(USER) == plain.render_prompt(USER, enable_thinking=False)
     assert off.render_prompt(USER).endswith("</think>\n\n")
     assert on.render_prompt(USER) == plain.render_prompt(USER) != off.render_prompt(USER)
-    assert off.render_prompt(USER, enable_thinking=True) == plain.render_prompt(USER)  # still only a default
+    assert off.render_prompt(USER, enable_thinking=True) == plain.render_prompt(
+        USER
+    )  # the default can be overridden
     off.save(tmp_path)
     assert Tokenizer.load(tmp_path).render_prompt(USER) == off.render_prompt(USER)
 
 
 @pytest.mark.parametrize("value", [True, 7, 0.5, 'say "hi" \\ {{ x }}\nä', None])
 @pytest.mark.parametrize("start", ["", "  ", "\n", "{# note #}\n"])
-def test_defaults_change_nothing_else(value, start: str) -> None:
+def test_template_kwargs_equal_passing_the_variable(value, start: str) -> None:
     source = (
         start
         + "{% macro m() %}{{ depth }}{% endmacro %}{{ m() }}|{{ depth is none }}|{{ messages[0].content }}"
@@ -78,7 +80,7 @@ def test_defaults_change_nothing_else(value, start: str) -> None:
     assert changed.render_prompt(USER) == plain.render_prompt(USER, depth=value)
 
 
-def test_a_variable_that_the_template_lacks_is_refused() -> None:
+def test_unknown_template_variables_are_rejected() -> None:
     for name in ("enable_thinkin", "thinking", "x y"):
         with pytest.raises(RequestError, match="no variable"):
             with_recipe_template(chatml(THINKING), {"chat_template_kwargs": {name: True}})
@@ -88,7 +90,7 @@ def test_a_variable_that_the_template_lacks_is_refused() -> None:
     assert with_recipe_template(same, {"chat_template": None, "chat_template_kwargs": {}}) is same
 
 
-def test_the_tokens_of_a_prompt() -> None:
+def test_prompt_tokens_returns_ids_texts_and_answer_start() -> None:
     tokenizer = chatml()
     tokens, start = prompt_tokens(tokenizer, [{"role": "user", "content": "ä <|im_end|>"}])
     assert [token.id for token in tokens] == tokenizer.encode_prompt(

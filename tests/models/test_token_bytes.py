@@ -1,4 +1,4 @@
-"""What each token stands for, in bytes, of every kind of vocabulary that is understood."""
+"""The bytes of each token, for every supported kind of vocabulary."""
 
 import json
 
@@ -16,7 +16,7 @@ TEXTS = ['{"name": "Zoë", "n": 42}', "a b  c\n\tdéjà vu — 日本語", "<thi
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """As Qwen's: BPE over bytes, with control tokens and with tokens that are text."""
+    """A byte-level BPE like Qwen's, with control tokens and added text tokens."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """As Llama 2's: spaces are "▁", characters that are missing are spelled in bytes."""
+    """A sentencepiece-style BPE like Llama 2's: spaces are "▁"; missing characters fall back to bytes."""
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -36,7 +36,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
     backend.train_from_iterator(TEXTS[:1], trainers.BpeTrainer(vocab_size=330, special_tokens=specials))
-    # The trainer makes control tokens of all specials; in a published file only three are.
+    # The trainer makes all specials control tokens; published files have only three.
     state = json.loads(backend.to_str())
     state["added_tokens"] = state["added_tokens"][:3]
     return tokenizers.Tokenizer.from_str(json.dumps(state))
@@ -48,7 +48,7 @@ BACKENDS = {"byte level": byte_level(), "sentencepiece": sentencepiece()}
 @pytest.mark.parametrize("kind", BACKENDS)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=30).filter(lambda text: "<" not in text))
-def test_tokens_spell_the_text(kind: str, text: str) -> None:
+def test_bytes_of_tokens_spell_the_text(kind: str, text: str) -> None:
     table = token_bytes(BACKENDS[kind])
     ids = BACKENDS[kind].encode(text, add_special_tokens=False).ids
     spelled = b"".join(table[token] or b"?" for token in ids).decode()
@@ -56,11 +56,11 @@ def test_tokens_spell_the_text(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_the_table_is_the_one_of_the_grammar_library(kind: str) -> None:
+def test_token_bytes_agree_with_llguidance(kind: str) -> None:
     llguidance = pytest.importorskip("llguidance")
     theirs = llguidance.LLTokenizer(BACKENDS[kind].to_str(), eos_token=2)
     for token, text in enumerate(token_bytes(BACKENDS[kind])):
-        # The byte is in no UTF-8 text, and begins the names of control tokens there; <think> looks like one.
+        # llguidance marks control tokens with the byte 0xff, and takes <think> for a control token.
         if text in (b"\xff", b"<think>"):
             continue
         assert theirs.is_special_token(token) == (text is None), token
@@ -68,7 +68,7 @@ def test_the_table_is_the_one_of_the_grammar_library(kind: str) -> None:
             assert theirs.decode_bytes([token]) == text, token
 
 
-def test_control_tokens_are_no_text_and_added_text_is() -> None:
+def test_control_tokens_have_no_bytes_and_added_text_tokens_do() -> None:
     backend = BACKENDS["byte level"]
     table = token_bytes(backend)
     assert table[backend.token_to_id("<|end|>")] is None
@@ -77,12 +77,12 @@ def test_control_tokens_are_no_text_and_added_text_is() -> None:
     assert token_bytes(BACKENDS["sentencepiece"])[:4] == [None, None, None, b"\0"]
 
 
-def test_characters_are_themselves() -> None:
+def test_character_tokens_are_their_own_bytes() -> None:
     table = Tokenizer.characters().token_bytes()
     assert table == [None, None, *(character.encode() for character in PRINTABLE_ASCII)]
 
 
-def test_holes_are_no_text() -> None:
+def test_unused_token_ids_have_no_bytes() -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "c": 4}))
     backend.decoder = decoders.Fuse()
     assert token_bytes(backend) == [b"a", None, None, None, b"c"]
@@ -92,7 +92,7 @@ def test_holes_are_no_text() -> None:
     ("decoder", "found"),
     [(decoders.WordPiece(), "WordPiece"), (decoders.BPEDecoder(), "BPEDecoder"), (None, "no decoder")],
 )
-def test_tokens_without_bytes_of_their_own_are_refused(decoder: decoders.Decoder | None, found: str) -> None:
+def test_context_dependent_decoders_are_rejected(decoder: decoders.Decoder | None, found: str) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     if decoder is not None:
         backend.decoder = decoder

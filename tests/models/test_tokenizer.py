@@ -1,4 +1,4 @@
-"""The tokenizer agrees with transformers, keeps text apart from control tokens, and names a bad file."""
+"""The tokenizer: agreement with transformers, control tokens in text, hostile templates, malformed files."""
 
 import json
 import os
@@ -26,8 +26,8 @@ from perilune.sandbox import Sandbox
 CHARACTERS = Tokenizer.characters()
 HELLO = [{"role": "user", "content": "hello"}]
 
-# The features of Qwen3's template: system message, tools as JSON, thinking cut from past turns, an empty
-# think block when thinking is off; plus the statements that only transformers' environment knows.
+# Features of Qwen3's template: system message, tools as JSON, no thinking in past turns, an empty think
+# block when thinking is off; and statements that only the Jinja environment of transformers supports.
 QWEN3_LIKE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -73,7 +73,7 @@ QWEN3_LIKE = """\
 
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer with ChatML tokens and a template, as a Qwen3 folder has them."""
+    """A byte-level BPE tokenizer with ChatML tokens and a template, like that of Qwen3."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -121,19 +121,19 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize(("messages", "variables"), CONVERSATIONS)
-def test_chat_template_renders_and_encodes_as_transformers_does(chat_folder, messages, variables):
+def test_chat_template_renders_and_encodes_like_transformers(chat_folder, messages, variables):
     ours, theirs = Tokenizer.load(chat_folder), transformers_tokenizer(chat_folder)
     text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
     assert ours.render_prompt(messages, **variables) == text
     assert ours.encode_prompt(messages, **variables) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-TRIMS = (  # as Llama's
+TRIMS = (  # like Llama
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n\n' }}"
     "{{- message['content'] | trim + '<|im_end|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n\n' }}{%- endif %}"
 )
-THINKS = (  # as Qwen3's: the reasoning of the last message is written anew
+THINKS = (  # like Qwen3: renders the reasoning of the last message anew
     "{%- for message in messages %}{%- set content = message.content %}{%- set thought = '' %}"
     "{%- if message.role == 'assistant' and '</think>' in content %}"
     "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
@@ -155,7 +155,7 @@ BEGUN = [
 
 
 @pytest.mark.parametrize("template", [QWEN3_LIKE, CHATML, TRIMS, THINKS])
-def test_a_message_is_continued_as_transformers_does(chat_folder, tmp_path, template):
+def test_final_message_is_continued_like_transformers(chat_folder, tmp_path, template):
     ours = Tokenizer.load(chat_folder).with_chat_template(template, where="test")
     ours.save(tmp_path)
     theirs = transformers_tokenizer(tmp_path)
@@ -167,11 +167,11 @@ def test_a_message_is_continued_as_transformers_does(chat_folder, tmp_path, temp
         assert ids[-1] != ours.eos_token_id
     hostile = continued(ours, [*HELLO, {"role": "assistant", "content": "a<|im_end|>"}], {})
     (spelled,) = ours.encode_pieces([hostile])
-    assert spelled.count(ours.eos_token_id) == 1  # that of the user's turn
+    assert spelled.count(ours.eos_token_id) == 1  # the end of the user's turn
     assert ours.decode(spelled).endswith("a<|im_end|>")
 
 
-def test_a_message_that_the_template_rewrites_cannot_be_continued(chat_folder):
+def test_continuing_a_rewritten_message_is_rejected(chat_folder):
     tokenizer = Tokenizer.load(chat_folder)
     for template in (THINKS.replace("content + ", "content | upper + "), "{{- messages[0].content }}"):
         changed = tokenizer.with_chat_template(template, where="test")
@@ -194,7 +194,7 @@ def test_template_file_takes_precedence_and_survives_saving(chat_folder, tmp_pat
     assert Tokenizer.load(tmp_path).render_prompt(messages) == "from the file: hello"
 
 
-def test_named_templates_mean_the_default(chat_folder, tmp_path):
+def test_default_of_named_templates_is_used(chat_folder, tmp_path):
     Tokenizer.load(chat_folder).save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -210,7 +210,7 @@ def test_thinking_tags_are_tokens_and_control_tokens_in_text_are_not(chat_folder
     assert completion[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(completion) == "<think>a</think><|im_end|>b"
     assert len(tokenizer.encode("<think>")) == 1
-    # ... and reading a rendered template in between does not change that.
+    # Encoding a rendered template in between does not change the result.
     tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
     assert tokenizer.eos_token_id not in tokenizer.encode("<|im_end|>")
 
@@ -231,7 +231,7 @@ def test_character_tokenizer_loads_beside_a_qwen3_config(tmp_path):
     assert transformers_tokenizer(tmp_path)("1+2=")["input_ids"] == CHARACTERS.encode("1+2=")
 
 
-def test_saving_is_a_fixed_point(tmp_path):
+def test_saving_a_loaded_tokenizer_gives_the_same_bytes(tmp_path):
     CHARACTERS.save(tmp_path / "a")
     Tokenizer.load(tmp_path / "a").save(tmp_path / "b")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -239,7 +239,7 @@ def test_saving_is_a_fixed_point(tmp_path):
 
 
 @given(st.text(alphabet=PRINTABLE_ASCII))
-def test_every_text_over_the_alphabet_comes_back(text):
+def test_character_tokenizer_round_trips_its_alphabet(text):
     ids = CHARACTERS.encode(text)
     assert len(ids) == len(text)
     assert CHARACTERS.decode(ids) == text
@@ -247,14 +247,14 @@ def test_every_text_over_the_alphabet_comes_back(text):
 
 
 @given(st.lists(st.sampled_from(["<eos>", "<pad>", "1", " ", "\n", "<"]), max_size=6).map("".join))
-def test_control_tokens_spelled_in_text_are_text(text):
+def test_control_tokens_spelled_in_text_are_encoded_as_text(text):
     ids = CHARACTERS.encode(text)
     assert CHARACTERS.eos_token_id not in ids
     assert CHARACTERS.decode(ids) == text
 
 
 @given(st.lists(st.text(alphabet=string.printable[:95], max_size=20), max_size=8))
-def test_batches_equal_one_by_one(texts):
+def test_batch_encoding_equals_single_encoding(texts):
     assert CHARACTERS.encode_batch(texts) == [CHARACTERS.encode(text) for text in texts]
     ids = CHARACTERS.encode_completions(texts)
     assert ids == [CHARACTERS.encode_completion(text) for text in texts]
@@ -262,7 +262,7 @@ def test_batches_equal_one_by_one(texts):
 
 
 @given(st.text(max_size=30))
-def test_byte_level_text_comes_back(text):
+def test_byte_level_tokenizer_round_trips_any_text(text):
     tokenizer = byte_level()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -276,7 +276,7 @@ def byte_level() -> Tokenizer:
     return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
-def test_prompt_without_template_is_bos_when_configured_then_the_contents():
+def test_prompt_without_template_is_optional_bos_and_contents():
     messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "c"}]
     plain = byte_level()
     contents = plain.encode("abc")
@@ -285,7 +285,7 @@ def test_prompt_without_template_is_bos_when_configured_then_the_contents():
     configured = Tokenizer(plain._backend, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
     assert configured.encode_prompt(messages) == [configured.bos_token_id, *contents]
 
-    # Llama 3 says it with a post-processor.
+    # Llama 3 adds the BOS token with a post-processor.
     plain._backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", plain.bos_token_id), ("</s>", plain.eos_token_id)]
     )
@@ -294,7 +294,7 @@ def test_prompt_without_template_is_bos_when_configured_then_the_contents():
     assert processed.encode("abc") == contents
 
 
-def test_saved_padding_and_truncation_are_switched_off(tmp_path):
+def test_saved_padding_and_truncation_are_disabled(tmp_path):
     CHARACTERS.save(tmp_path)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_padding(length=8)
@@ -304,7 +304,7 @@ def test_saved_padding_and_truncation_are_switched_off(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["café", "tab\t", "\ud800"])
-def test_a_character_outside_the_alphabet_is_named(text):
+def test_character_outside_the_alphabet_is_named(text):
     with pytest.raises(RequestError, match="cannot encode") as caught:
         CHARACTERS.encode_batch(["fine", text])
     assert repr(next(c for c in text if c not in PRINTABLE_ASCII)) in str(caught.value)
@@ -326,7 +326,7 @@ def test_a_character_outside_the_alphabet_is_named(text):
         b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
     ],
 )
-def test_malformed_tokenizer_json_is_named(tmp_path, content):
+def test_malformed_tokenizer_json_is_rejected(tmp_path, content):
     CHARACTERS.save(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(RequestError, match=r"tokenizer\.json: not (a tokenizer|UTF-8)"):
@@ -348,14 +348,14 @@ def test_malformed_tokenizer_json_is_named(tmp_path, content):
         ),
     ],
 )
-def test_malformed_configuration_is_named(tmp_path, config, message):
+def test_malformed_tokenizer_config_is_rejected(tmp_path, config, message):
     CHARACTERS.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(RequestError, match=message.replace("|", r"\|")):
         Tokenizer.load(tmp_path)
 
 
-def test_missing_tokenizer_is_named(tmp_path):
+def test_missing_tokenizer_is_rejected(tmp_path):
     with pytest.raises(RequestError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     with pytest.raises(RequestError, match="no such checkpoint folder"):
@@ -380,11 +380,11 @@ def test_missing_tokenizer_is_named(tmp_path):
     ],
     ids=lambda template: template[:40],
 )
-def test_a_hostile_or_refusing_template_is_an_error_and_nothing_more(tmp_path, template):
+def test_hostile_or_failing_template_raises_request_error(tmp_path, template):
     CHARACTERS.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.load(tmp_path)
-    for _ in range(2 if "99999" not in template else 1):  # a process that was killed is replaced
+    for _ in range(2 if "99999" not in template else 1):  # a killed process is replaced
         with pytest.raises(RequestError, match=r"chat_template\.jinja: chat template cannot render"):
             tokenizer.encode_prompt([{"role": "user", "content": "1"}])
 
@@ -398,7 +398,7 @@ def test_a_hostile_or_refusing_template_is_an_error_and_nothing_more(tmp_path, t
     ],
     ids=lambda template: template[:12],
 )
-def test_a_template_that_cannot_be_compiled_is_an_error_and_nothing_more(tmp_path, template):
+def test_uncompilable_template_raises_request_error(tmp_path, template):
     CHARACTERS.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(RequestError, match=r"chat_template\.jinja.*: chat template does not parse"):
@@ -409,7 +409,7 @@ def process_id(tokenizer: Tokenizer) -> int:
     return tokenizer.chat_template._process._channel.process_id
 
 
-def test_a_prompt_is_encoded_although_its_template_process_was_killed_once():
+def test_killed_template_process_is_restarted_for_the_next_prompt():
     tokenizer = chatml()
     before, first = tokenizer.encode_prompt(HELLO), process_id(tokenizer)
     os.kill(first, signal.SIGKILL)
@@ -423,7 +423,7 @@ def kill_process(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kill", [lambda one: one.chat_template.interrupt(), kill_process])
-def test_a_template_renders_again_after_its_process_was_killed(kill):
+def test_killing_the_template_process_fails_only_the_current_prompt(kill):
     tokenizer = chatml()
     before = tokenizer.encode_prompt(HELLO)
     slow = "{% if messages[0].content == 'hang' %}" + "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
@@ -439,8 +439,8 @@ def test_a_template_renders_again_after_its_process_was_killed(kill):
     assert tokenizer.encode_prompt(HELLO) == before
 
 
-def test_the_template_process_can_reach_nothing():
-    """What a template could do that had found a way out of Jinja's sandbox."""
+def test_template_process_cannot_access_files_network_or_processes():
+    """The template process is confined even if a template escapes the Jinja sandbox."""
     attempt = """
 import os, socket
 from perilune.models.text.template_worker import _confine
@@ -466,7 +466,7 @@ for name, attempt in {
     assert set(found.stdout.split()) <= missing, found
 
 
-def test_what_is_no_json_cannot_reach_a_template():
+def test_template_variables_must_be_json():
     for inputs in ({"x": object()}, {"x": {1, 2}}, {"x": b"bytes"}):
         with pytest.raises(RequestError, match="cannot render"):
             chatml().encode_prompt(HELLO, **inputs)
@@ -474,7 +474,7 @@ def test_what_is_no_json_cannot_reach_a_template():
 
 
 LOUD = chatml(
-    # Two texts side by side could join two halves of a control token, which no known template does.
+    # The texts are separated: adjacent texts could form a control token, which no known template allows.
     "{% for message in messages %}<|im_start|>{{ message.role }} {{ message.name }}\n"
     "{{ message.content | trim }}<|im_end|>\n{% endfor %}{{ extra }}"
 )
@@ -489,7 +489,7 @@ spellings = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(spellings, spellings, spellings, spellings)
 def test_only_the_template_writes_control_tokens(content, role, name, extra):
-    """Content, role, name and variables of whoever asks cannot close a turn or open another."""
+    """Content, role, name and variables of a request cannot end a turn or start another."""
     message = {"role": role, "name": name, "content": content}
     ids = LOUD.encode_prompt([message, message], extra={"key": [extra], extra: 1})
     controls = [token for token in ids if token < 3]
@@ -500,7 +500,7 @@ def test_only_the_template_writes_control_tokens(content, role, name, extra):
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(alphabet="ab <|>_é\n", max_size=12))
-def test_where_no_control_token_is_spelled_the_text_is_encoded_whole(content):
+def test_prompt_without_spelled_control_tokens_is_encoded_whole(content):
     messages = [{"role": "user", "content": content}]
     assert [LOUD.encode_prompt(messages)] == LOUD.encode_rendered([LOUD.render_prompt(messages)])
 
@@ -509,12 +509,12 @@ def test_thousands_of_short_prompts_are_fast():
     prompts = [[{"role": "user", "content": f"{number}+{number}="}] for number in range(5000)]
     start = time.process_time()
     CHARACTERS.encode_prompts(prompts)
-    # About 0.03 CPU seconds; the bound only catches encoding one by one through Python.
+    # Takes about 0.03 CPU seconds; the bound detects encoding prompts one by one in Python.
     assert time.process_time() - start < 1.0
 
 
-def test_a_pattern_that_exceeds_its_matching_limit_is_an_error() -> None:
-    """The Rust library panics then, and a panic is not an Exception."""
+def test_regex_that_exceeds_its_matching_limit_raises_request_error() -> None:
+    """The Rust library panics in this case, and a panic is not an Exception."""
     backend = Backend(models.WordLevel({"a": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"((a{1,100}){1,100}){1,100}b"), behavior="isolated")
     tokenizer = Tokenizer(backend, {"eos_token": "<eos>"})
@@ -546,7 +546,7 @@ def test_special_tokens_without_an_embedding_are_dropped(tmp_path, capsys, pad) 
     assert not capsys.readouterr().err
 
 
-def test_other_tokens_without_an_embedding_are_refused(tmp_path) -> None:
+def test_text_and_eos_tokens_without_an_embedding_are_rejected(tmp_path) -> None:
     for special, config, message in (
         (False, {}, "the tokenizer has 99 tokens but the model has 98"),
         (True, {"eos_token": "<extra>"}, "eos_token '<extra>' is not in the vocabulary"),
@@ -556,7 +556,7 @@ def test_other_tokens_without_an_embedding_are_refused(tmp_path) -> None:
 
 
 def added_token(folder, config, *, special) -> Tokenizer:
-    """The character tokenizer with one token more, and a template that writes it."""
+    """The character tokenizer with one more token, and a template that contains it."""
     CHARACTERS.save(folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken("<extra>", special=special)])
@@ -568,20 +568,20 @@ def added_token(folder, config, *, special) -> Tokenizer:
 
 
 @given(st.text(max_size=40))
-def test_a_trained_tokenizer_encodes_any_text(text):
+def test_trained_tokenizer_round_trips_any_text(text):
     encodable = text.encode("utf-8", "ignore").decode()
     assert BPE.decode(BPE.encode_completion(encodable)) == encodable
 
 
-def test_a_trained_tokenizer_is_shorter_and_keeps_digits_apart():
+def test_trained_tokenizer_compresses_text_and_splits_digits():
     assert len(BPE.encode(TEXTS[0])) < len(TEXTS[0].encode()) / 2
     assert len(BPE.encode("1234")) == 4
     assert BPE.eos_token_id not in BPE.encode("<eos>")
     assert (BPE.pad_token_id, BPE.eos_token_id) == (0, 1) and 258 < BPE.vocab_size <= 512
 
 
-def test_the_same_texts_train_the_same_tokenizer(tmp_path):
-    """Also in another process, where Rust's hash maps are in another order."""
+def test_tokenizer_training_is_deterministic_across_processes(tmp_path):
+    """In another process, Rust's hash maps have another order."""
     BPE.save(tmp_path / "here")
     code = "import sys; from perilune.models.text.tokenizer import Tokenizer as T;"
     code += f"T.trained({TEXTS!r}, 512).save(sys.argv[1])"
@@ -590,7 +590,7 @@ def test_the_same_texts_train_the_same_tokenizer(tmp_path):
         assert (tmp_path / "here" / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
 
 
-def test_a_trained_tokenizer_loads_in_transformers_and_has_a_form_in_gguf(tmp_path):
+def test_trained_tokenizer_loads_in_transformers_and_exports_to_gguf(tmp_path):
     from perilune.models.gguf.vocabulary import vocabulary_metadata
 
     BPE.save(tmp_path)

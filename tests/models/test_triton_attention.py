@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: numbers of all by the interpreter, code of attention by the compiler."""
+"""Triton kernels without a GPU: results of all kernels in the interpreter, compilation of attention."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 
 def run_cases(file: str, **environment: str) -> None:
-    """Run a file of cases, under the interpreter where TRITON_INTERPRET=1."""
+    """Run a file of cases; TRITON_INTERPRET=1 selects the interpreter."""
     cases = Path(__file__).parent / file
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
     ran = subprocess.run(
@@ -37,19 +37,19 @@ def run_cases(file: str, **environment: str) -> None:
 
 
 @pytest.mark.parametrize("file", CASES)
-def test_their_numbers_are_right_in_the_interpreter(file: str) -> None:
+def test_triton_kernels_are_correct_in_the_interpreter(file: str) -> None:
     run_cases(file, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("file", CASES)
-def test_their_numbers_are_right_on_a_gpu(file: str) -> None:
+def test_triton_kernels_are_correct_on_a_gpu(file: str) -> None:
     run_cases(file, TRITON_INTERPRET="0")
 
 
 def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
-    """A kernel as machine code for an NVIDIA GPU; its other arguments are 32-bit."""
+    """A kernel compiled for an NVIDIA GPU; arguments other than pointers are 32-bit."""
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else pointers.get(name, "fp32" if name == "scale" else "i32")
@@ -72,7 +72,7 @@ def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants
      (90, "bfloat16", "int8", 256, 512), (80, "float32", "float32", 64, 0),
      (90, "float32", "bfloat16", 128, 0)],
 )  # fmt: skip
-def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
+def test_attention_kernel_compiles_with_16_byte_loads(
     architecture: int, dtype: str, cache: str, size: int, window: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -91,12 +91,12 @@ def test_attention_compiles_for_a_gpu_and_reads_sixteen_bytes_at_a_time(
     code = compiled(triton_attention._attend_to_part, architecture, pointers, constants)
     instructions = code.asm["ptx"]
     assert "ld.global.v4" in instructions if cache == "int8" else "cp.async.cg.shared.global" in instructions
-    assert "ld.global.b16" not in instructions  # one element by itself
+    assert "ld.global.b16" not in instructions  # a load of a single element
     assert ("mma.sync" in instructions) == narrow
-    assert code.metadata.shared <= 48 << 10  # what every GPU gives without being asked
+    assert code.metadata.shared <= 48 << 10  # the default limit of every GPU
 
 
-def test_the_other_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_and_merge_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kept = {"k_ptr": "*bf16", "v_ptr": "*bf16", "keys_ptr": "*i8", "values_ptr": "*i8"}
     scales = {"key_scales_ptr": "*fp32", "value_scales_ptr": "*fp32"}

@@ -1,4 +1,4 @@
-"""The code of the elementwise Triton kernels, without a GPU: by Triton's compiler."""
+"""Compilation of the elementwise Triton kernels, without a GPU."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_they_compile_and_read_sixteen_bytes_at_a_time(
+def test_elementwise_kernels_compile_with_16_byte_loads(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The code of the Triton kernel of experts, without a GPU: by Triton's compiler."""
+"""Compilation of the Triton kernel for mixtures of experts, without a GPU."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
     [(80, "bfloat16", "bfloat16", 16), (90, "bfloat16", "bfloat16", 64), (90, "bfloat16", "int8", 16),
      (80, "float32", "float32", 16), (90, "float32", "float32", 64)],
 )  # fmt: skip
-def test_it_compiles_and_reads_sixteen_bytes_at_a_time(
+def test_experts_kernel_compiles_with_asynchronous_16_byte_copies(
     architecture: int, dtype: str, weights: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -1,6 +1,6 @@
-"""The Triton kernels: in Triton's own interpreter where TRITON_INTERPRET=1, otherwise on a GPU.
+"""The Triton attention kernels: in Triton's interpreter if TRITON_INTERPRET=1, otherwise on a GPU.
 
-`test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
+`test_triton_attention.py` runs this file in a separate process, because Triton reads the variable on import.
 """
 
 import math
@@ -23,7 +23,7 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.triton_attention import LayerCache, attend, store
 
-PART = triton_attention.PART = 64  # so that many parts are not many keys
+PART = triton_attention.PART = 64  # several parts with few keys
 LENGTHS = st.one_of(st.integers(1, 3 * PART), st.sampled_from([PART, PART + 1, 2 * PART, 17 * PART + 3]))
 EXAMPLES = 8 if DEVICE == "cuda" else 4  # the interpreter is slow
 few = settings(
@@ -51,7 +51,7 @@ class Case:
         self.positions = torch.tensor(self.lengths, dtype=torch.int32) - 1
         layout = (tables.size + 1, self.kv_heads)
         if self.dtype == torch.int8:
-            # Of about the size that unit normal numbers have.
+            # Scaled to about unit variance.
             keys, values = (torch.randint(-127, 128, (2, *layout, self.size, 16), generator=generator)).char()
             scales = (0.5 + torch.rand(2, *layout, 16, generator=generator)) / 64
             self.cache = LayerCache(keys, values.view(*layout, 16, self.size), scales[0], scales[1])
@@ -68,7 +68,7 @@ class Case:
         )
 
     def expected(self, window: int | None) -> Tensor:
-        """By the definition, in float64."""
+        """Attention from its definition, in float64."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
         for sequence, length in enumerate(self.lengths):
             at = torch.arange(max(0, length - window) if window else 0, length, device=DEVICE)
@@ -102,14 +102,14 @@ windows = st.one_of(st.none(), st.integers(1, 40), st.sampled_from([PART, PART +
 
 @few
 @given(cases(torch.float32, torch.int8), windows)
-def test_attention_is_what_it_is_defined_as(case: Case, window: int | None) -> None:
+def test_attend_equals_the_definition(case: Case, window: int | None) -> None:
     found = attend(case.q, case.cache, case.tables, case.positions, window)
     torch.testing.assert_close(found.double(), case.expected(window), atol=2e-5, rtol=2e-5)
 
 
 @few
 @given(cases(torch.bfloat16), windows)
-def test_in_bfloat16_it_is_as_near_as_that_allows(case: Case, window: int | None) -> None:
+def test_attend_in_bfloat16_is_close_to_the_definition(case: Case, window: int | None) -> None:
     found = attend(case.q, case.cache, case.tables, case.positions, window)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), case.expected(window), atol=0.03, rtol=0.03)
@@ -119,7 +119,7 @@ def test_in_bfloat16_it_is_as_near_as_that_allows(case: Case, window: int | None
 
 @few
 @given(cases(torch.float32, torch.bfloat16, torch.int8), windows, st.integers(0, 40))
-def test_a_row_has_the_same_bits_alone_and_whatever_the_width_of_the_table(
+def test_attend_rows_do_not_depend_on_other_rows_or_table_width(
     case: Case, window: int | None, wider: int
 ) -> None:
     together = attend(case.q, case.cache, case.tables, case.positions, window)
@@ -133,7 +133,7 @@ def test_a_row_has_the_same_bits_alone_and_whatever_the_width_of_the_table(
 
 @few
 @given(cases(torch.float32, torch.bfloat16))
-def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
+def test_store_writes_keys_and_values_to_their_places(case: Case) -> None:
     k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE, case.compute)
     keys, values = case.cache.keys.clone(), case.cache.values.clone()
     store(k, v, case.cache, case.tables, case.positions)
@@ -146,7 +146,7 @@ def test_what_is_kept_is_where_it_belongs(case: Case) -> None:
 
 @few
 @given(cases(torch.int8))
-def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
+def test_int8_store_rounding_error_is_at_most_half_a_step(case: Case) -> None:
     k, v = torch.randn(2, len(case.lengths), case.kv_heads, case.size).to(DEVICE)
     k[0, 0] = 0
     store(k, v, case.cache, case.tables, case.positions)
@@ -163,8 +163,8 @@ def test_in_int8_an_element_is_off_by_half_a_step_at_most(case: Case) -> None:
             assert (error <= 0.5001 * scale[:, None]).all()
 
 
-def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
-    """A captured step keeps token, position and blocks of a sample in one row."""
+def test_strided_inputs_are_read_in_place() -> None:
+    """A captured step stores token, position and blocks of a sample in one row."""
     case = Case([40, 300], 2, 2, 32, torch.float32, 0)
     tokens = torch.zeros_like(case.positions)[:, None]
     inputs = torch.cat([tokens, case.positions[:, None], case.tables], dim=1)
@@ -177,8 +177,8 @@ def test_rows_of_one_table_of_inputs_can_be_given_as_they_lie() -> None:
 
 
 @pytest.mark.parametrize("cache", [None, "int8"])
-def test_an_engine_decodes_by_them(cache: CacheKind | None) -> None:
-    """With windows, chunks of a prompt beside samples that decode, and blocks in any order."""
+def test_engine_with_triton_attention_samples_like_torch(cache: CacheKind | None) -> None:
+    """Covers windows, chunked prefill beside decoding samples, and blocks in any order."""
     config = PRESETS["tiny"].replace(
         architecture="gemma3_text", windows=(20, None), num_layers=2, initializer_range=0.15
     )
@@ -194,7 +194,7 @@ def test_an_engine_decodes_by_them(cache: CacheKind | None) -> None:
     check_samples(decoder, gathered, captured)
 
 
-def test_the_runner_asks_for_triton_where_it_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_runner_without_triton_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perilune.engine.graph_runner.has_triton", lambda: False)
     with pytest.raises(RequestError, match="Triton"):
         GraphRunner(Decoder(PRESETS["tiny"]), (4,))

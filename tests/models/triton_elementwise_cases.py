@@ -1,6 +1,6 @@
-"""The elementwise Triton kernels: in Triton's own interpreter where TRITON_INTERPRET=1, otherwise on a GPU.
+"""The elementwise Triton kernels: in Triton's interpreter if TRITON_INTERPRET=1, otherwise on a GPU.
 
-`test_triton_attention.py` runs this in a process of its own, as Triton chooses when it is imported.
+`test_triton_attention.py` runs this file in a separate process, because Triton reads the variable on import.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from triton_samples import DEVICE
 from perilune.models import kernels, triton_elementwise
 from perilune.models.native.ops import Activation
 
-triton_elementwise._PROGRAMS = 12  # so that a program sums the gradient of several tiles, and not all of them
+triton_elementwise._PROGRAMS = 12  # each program sums the gradient of several tiles, but not of all
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 dtypes = pytest.mark.parametrize("dtype", LIMITS)
 
 
 def drawn(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
-    """Random numbers; `room` elements lie between the rows of one token and those of the next."""
+    """Random numbers, with a gap of `room` elements in memory between tokens."""
     generator = torch.Generator().manual_seed(sum(shape))
     flat = torch.randn(shape[0], torch.Size(shape[1:]).numel() + room, generator=generator)
     own = flat.to(DEVICE, dtype)[:, : flat.shape[1] - room]
@@ -28,7 +28,7 @@ def drawn(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
 
 
 def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
-    """The result and all gradients of `call` by Triton, against `reference` in float64."""
+    """Compare the result and all gradients of `call` in Triton with `reference` in float64."""
     ours = [one.detach().requires_grad_() for one in inputs]
     theirs = [one.detach().double().requires_grad_() for one in inputs]
     with mock.patch.object(kernels, "is_fused", lambda _: True):
@@ -51,7 +51,7 @@ def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
 
 
 def alone(inputs: list[Tensor], rows: int) -> list[Tensor]:
-    """The part of the other inputs that belongs to the last row."""
+    """The last row of each input that has `rows` rows; other inputs unchanged."""
     return [one[-1:] if len(one) == rows else one for one in inputs]
 
 
@@ -61,7 +61,9 @@ def alone(inputs: list[Tensor], rows: int) -> list[Tensor]:
     [((37, 96), (96,)), ((3, 3000), (3000,)), ((20, 6, 128), (6, 128)), ((9, 3, 80), (80,)),
      ((1, 16), (16,))],
 )  # fmt: skip
-def test_norms(shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_the_definition(
+    shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = drawn(*shape, dtype=dtype, room=16 if len(shape) > 2 else 0)
     weight = 1 + drawn(1, *of_weight, dtype=torch.float32)[0] / 4
 
@@ -76,7 +78,7 @@ def test_norms(shape: tuple[int, ...], of_weight: tuple[int, ...], dtype: torch.
 
 @dtypes
 @pytest.mark.parametrize("shape", [(3, 24, 128), (2, 5, 96), (1, 1, 16)])
-def test_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rotate_equals_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     angles = drawn(shape[0], shape[-1] // 2, dtype=torch.float32)[:, None]
     cos, sin = kernels.both_halves(angles.cos(), angles.sin())
 
@@ -96,7 +98,9 @@ def test_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 @pytest.mark.parametrize("shape", [(4, 96), (2, 3000), (1, 16)])
-def test_gates(shape: tuple[int, int], activation: Activation, dtype: torch.dtype) -> None:
+def test_gated_activations_equal_the_definition(
+    shape: tuple[int, int], activation: Activation, dtype: torch.dtype
+) -> None:
     both = 6 * drawn(shape[0], 2 * shape[1], dtype=torch.float32).to(dtype)
 
     def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -114,7 +118,7 @@ def test_gates(shape: tuple[int, int], activation: Activation, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_gates_do_not_hide_what_is_no_number(place: int) -> None:
+def test_gated_activations_propagate_nan(place: int) -> None:
     inputs = [torch.ones(1, 16, device=DEVICE) for _ in range(2)]
     inputs[place][0, 3] = torch.nan
     inputs = [one.requires_grad_() for one in inputs]

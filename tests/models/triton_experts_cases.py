@@ -1,4 +1,4 @@
-"""The Triton kernel of experts, run as `triton_attention_cases.py` is."""
+"""The Triton kernel for mixtures of experts; `test_triton_attention.py` runs this file."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def expected(x: Tensor, weight: StackedWeight, chosen: Tensor) -> Tensor:
-    """By the definition, in float64, with the rows of pairs in `x`."""
+    """The products from their definition, in float64; `x` has one row per pair."""
     if weight.values.dtype == torch.bfloat16:
         x = x.bfloat16()
     matrices = weight.values.double()
@@ -34,7 +34,7 @@ def expected(x: Tensor, weight: StackedWeight, chosen: Tensor) -> Tensor:
 
 
 IDLE, SMALL = (9, 20, 3, 40, 100), (1, 4, 2, 64, 32)
-CROWDED = 70, 3, 2, 80, 48  # more than 16 rows an expert
+CROWDED = 70, 3, 2, 80, 48  # more than 16 rows per expert
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ CROWDED = 70, 3, 2, 80, 48  # more than 16 rows an expert
      (torch.bfloat16, None, CROWDED), (torch.float32, "bfloat16", IDLE), (torch.float32, "int8", IDLE),
      (torch.bfloat16, "int8", CROWDED)],
 )  # fmt: skip
-def test_products_are_what_they_are_defined_as(
+def test_grouped_product_equals_the_definition(
     dtype: torch.dtype, kind: Any, shape: tuple[int, int, int, int, int]
 ) -> None:
     tokens, experts, per_token, inputs, outputs = shape
@@ -52,7 +52,7 @@ def test_products_are_what_they_are_defined_as(
     scales = None if weight.scales is None else weight.scales.view(experts, outputs)
     stacked = StackedWeight(weight.values.view(experts, outputs, inputs), scales)
     chosen = random(tokens, experts, seed=1).argsort(dim=1)[:, :per_token]
-    chosen[:, 0] = experts - 1  # one has all tokens
+    chosen[:, 0] = experts - 1  # one expert gets all tokens
     groups = grouped(chosen, experts)
     of_tokens, of_pairs = random(tokens, inputs, seed=2).to(dtype), random(chosen.numel(), inputs).to(dtype)
     tolerance = 3e-5 if dtype == torch.float32 else 0.02
@@ -66,7 +66,7 @@ def test_products_are_what_they_are_defined_as(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+def test_grouped_product_rows_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     x, weight = random(12, 48).to(dtype), StackedWeight(random(6, 40, 48, seed=1).to(dtype))
     chosen = random(12, 6, seed=2).argsort(dim=1)[:, :2]
 
@@ -74,20 +74,20 @@ def test_a_row_has_the_same_bits_alone(dtype: torch.dtype) -> None:
         return grouped_product(x[rows], weight, grouped(chosen[rows], 6)).view(-1, 2, 40)
 
     together = product(slice(0, 12))
-    # In the interpreter numpy multiplies tiles, and on some processors rounds a row by its place in the tile.
+    # The interpreter multiplies tiles with numpy; on some processors rounding depends on the row in the tile.
     tolerance = 1e-5 if IS_INTERPRETED else 0.0
     for row in range(12):
         alone = product(slice(row, row + 1))[0]
         torch.testing.assert_close(alone, together[row], rtol=tolerance, atol=tolerance)
 
 
-def test_groups() -> None:
+def test_grouped_sorts_pairs_by_expert() -> None:
     groups = grouped(torch.tensor([[2, 0], [2, 3], [0, 2]]).to(DEVICE), 5)
     assert groups.order.tolist() == [1, 4, 0, 2, 5, 3]
     assert groups.ends.tolist() == [2, 2, 5, 6, 6]
 
 
-def test_an_engine_samples_by_it() -> None:
+def test_engine_with_triton_experts_samples_like_torch() -> None:
     config = PRESETS["tiny"].replace(
         architecture="qwen3_moe", experts=Experts(6, 2, 24), num_layers=2, initializer_range=0.15
     )

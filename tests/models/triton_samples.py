@@ -1,4 +1,4 @@
-"""What an engine samples by the Triton kernels, against what it samples by torch."""
+"""Compares samples of an engine with Triton kernels and one with torch."""
 
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 
 
 def check_samples(decoder: Decoder, *runners: Any) -> None:
-    """Two runners sample the same tokens, with chunks of a prompt beside samples that decode."""
+    """Assert that two runners sample the same tokens, with chunked prefill beside decoding samples."""
     found = []
     with mock.patch.object(ops, "available", lambda: False):
         for runner in runners:
